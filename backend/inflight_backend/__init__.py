@@ -1,0 +1,1 @@
+"""The server side: GptManager, the paged-attention engine and the Triton face."""

@@ -1,0 +1,31 @@
+"""What can go wrong, as a small tree. Messages are written for the caller: field, bound, fix."""
+
+from __future__ import annotations
+
+
+class ServingError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+
+class InvalidRequest(ServingError):
+    """The request asks for something impossible or unsupported; it names the field."""
+
+
+class RequestInFlight(ServingError):
+    """A request with this id is still being processed."""
+
+
+class CapacityExceeded(ServingError):
+    """The server is full or draining; the same request may succeed later."""
+
+
+class EngineFailed(ServingError):
+    """A step of the engine failed; the requests of that step end with this error."""
+
+
+class ConfigurationError(ServingError):
+    """A setting is unknown, out of its bounds or contradicts another."""
+
+
+class CheckpointError(ConfigurationError):
+    """The checkpoint folder cannot be served; it names the file or tensor."""

@@ -1,0 +1,1 @@
+"""Client of an inflight server, and the table of the wire (`inflight_client.protocol`)."""

@@ -1,0 +1,1 @@
+"""Arithmetic on blocks: the operations an engine is made of."""

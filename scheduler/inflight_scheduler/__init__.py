@@ -1,0 +1,1 @@
+"""Decides what runs in each iteration: requests, blocks, capacity, micro-batch. Pure Python."""

@@ -1,0 +1,76 @@
+"""The plan of one iteration: all that crosses from the scheduler to the engine.
+
+Frozen, made of integers, and complete: an engine that sees every `ScheduledBatch` in order needs
+nothing else to know what to compute and where its KV lives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight_scheduler.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSetup:
+    """A slot given to a request from this iteration on (first time, or again after a pause).
+
+    ``end_id`` is -1 for none. Before ``min_end_position`` (an absolute position in the token list,
+    so that a pause does not move it) ``end_id`` may not be drawn.
+    """
+
+    slot: int
+    request_id: int
+    sampling: SamplingParams
+    end_id: int = -1
+    min_end_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChunk:
+    """Prompt tokens ``start .. start + len(tokens)`` of the request in ``slot`` run now."""
+
+    slot: int
+    start: int
+    tokens: tuple[int, ...]
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAssignment:
+    """Entry ``index`` of the block table of ``slot`` is ``block_id`` from now on."""
+
+    slot: int
+    index: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """What runs in one iteration.
+
+    The engine answers with one token id for each last context chunk, in order, then one for each
+    entry of ``generation_slots``, in order. A generation step feeds the last token drawn for the
+    slot, at the position after everything the slot has cached.
+    """
+
+    iteration: int
+    setups: tuple[SlotSetup, ...] = ()
+    new_blocks: tuple[BlockAssignment, ...] = ()
+    context_chunks: tuple[ContextChunk, ...] = ()
+    generation_slots: tuple[int, ...] = field(default=())
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt tokens computed in this iteration."""
+        return sum(len(chunk.tokens) for chunk in self.context_chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens computed in this iteration."""
+        return self.num_context_tokens + len(self.generation_slots)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to run."""
+        return not self.context_chunks and not self.generation_slots

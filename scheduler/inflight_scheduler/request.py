@@ -1,0 +1,216 @@
+"""A request as the scheduler sees it: progress in tokens, one state, no tensors.
+
+`LlmRequest` is owned by the worker thread of `GptManager`; nobody else touches it. Names and state
+values follow TensorRT-LLM (`cpp/include/tensorrt_llm/batch_manager/llmRequest.h`), so that its
+documentation reads on ours.
+
+The life of the token list (beam width 1)::
+
+    tokens   | prompt ............................ | generated ............... |
+             0                          prompt_len ^                num_tokens ^
+    after pause(): what was generated is prompt too; `orig_prompt_len` keeps the first border,
+    so `num_generated_tokens` and everything a client sees do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class LlmRequestState(IntEnum):
+    """Where a request stands; the order is the chronology, so states compare with ``<``."""
+
+    UNKNOWN = 0
+    ENCODER_INIT = 1
+    DISAGG_GENERATION_INIT = 8
+    DISAGG_GENERATION_TRANS_IN_PROGRESS = 9
+    CONTEXT_INIT = 10
+    DISAGG_CONTEXT_INIT_AND_TRANS = 11
+    DISAGG_GENERATION_TRANS_COMPLETE = 12
+    GENERATION_IN_PROGRESS = 13
+    GENERATION_TO_COMPLETE = 14
+    GENERATION_COMPLETE = 20
+    DISAGG_CONTEXT_TRANS_IN_PROGRESS = 21
+    DISAGG_CONTEXT_COMPLETE = 22
+
+
+class FinishReason(IntEnum):
+    """Why a request ended (values of the Executor API)."""
+
+    NOT_FINISHED = 0
+    END_ID = 1
+    STOP_WORDS = 2
+    LENGTH = 3
+    TIMED_OUT = 4
+    CANCELLED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. Both ``top_k`` and ``top_p`` at 0 (off) mean greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 0
+    min_length: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is always taken (TensorRT-LLM's rule)."""
+        no_filter = self.top_k == 0 and self.top_p == 0.0
+        return self.temperature == 0.0 or self.top_k == 1 or no_filter
+
+
+class LlmRequest:
+    """One request inside the batch manager: its tokens, limits and progress.
+
+    ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
+    `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed.
+    """
+
+    __slots__ = (
+        "beam_width",
+        "context_chunk_size",
+        "context_current_position",
+        "end_id",
+        "exclude_input_in_output",
+        "finish_reason",
+        "is_streaming",
+        "max_new_tokens",
+        "num_pauses",
+        "num_sent_tokens",
+        "orig_prompt_len",
+        "pad_id",
+        "priority",
+        "prompt_len",
+        "request_id",
+        "sampling",
+        "seq_slot",
+        "state",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        input_tokens: Sequence[int],
+        max_new_tokens: int,
+        *,
+        sampling: SamplingParams | None = None,
+        end_id: int = -1,
+        pad_id: int = -1,
+        is_streaming: bool = False,
+        exclude_input_in_output: bool = False,
+        beam_width: int = 1,
+        priority: float = 0.5,
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = list(input_tokens)
+        self.prompt_len = self.orig_prompt_len = len(self.tokens)
+        self.max_new_tokens = max_new_tokens
+        self.sampling = sampling or SamplingParams()
+        self.end_id = end_id
+        self.pad_id = pad_id
+        self.is_streaming = is_streaming
+        self.exclude_input_in_output = exclude_input_in_output
+        self.beam_width = beam_width
+        self.priority = priority
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self.context_current_position = 0
+        self.context_chunk_size = self.prompt_len
+        self.seq_slot: int | None = None
+        self.num_sent_tokens = 0
+        self.num_pauses = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"LlmRequest({self.request_id}, {self.state.name}, prompt={self.prompt_len}, "
+            f"generated={self.num_generated_tokens}, left={self.num_remaining_tokens})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus generated tokens."""
+        return len(self.tokens)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens generated since the request arrived; a pause does not change it."""
+        return len(self.tokens) - self.orig_prompt_len
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_new_tokens - (len(self.tokens) - self.prompt_len)
+
+    @property
+    def is_context_init_state(self) -> bool:
+        """True while some of the prompt is not computed yet."""
+        return self.state == LlmRequestState.CONTEXT_INIT
+
+    @property
+    def is_generation_in_progress_state(self) -> bool:
+        """True while tokens are generated one step at a time."""
+        return self.state in (
+            LlmRequestState.GENERATION_IN_PROGRESS,
+            LlmRequestState.GENERATION_TO_COMPLETE,
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """True once no further step will run for this request."""
+        return self.state == LlmRequestState.GENERATION_COMPLETE
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        """True until the first chunk of the (possibly resumed) prompt has run."""
+        return self.context_current_position == 0
+
+    @property
+    def context_remaining_length(self) -> int:
+        """Prompt tokens whose KV is not computed yet."""
+        return self.prompt_len - self.context_current_position
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        """True when the chunk of this iteration reaches the end of the prompt."""
+        return self.context_current_position + self.context_chunk_size >= self.prompt_len
+
+    def move_to_next_context_chunk(self) -> None:
+        """Book the chunk that just ran; the last one starts the generation phase."""
+        self.context_current_position += self.context_chunk_size
+        self.context_chunk_size = self.context_remaining_length
+        if self.context_remaining_length == 0:
+            self.state = LlmRequestState.GENERATION_IN_PROGRESS
+
+    def add_new_token(self, token: int) -> None:
+        """Append a generated token and finish on ``end_id`` or at ``max_new_tokens``."""
+        self.tokens.append(token)
+        if token == self.end_id:
+            self.finish(FinishReason.END_ID)
+        elif self.num_remaining_tokens <= 0:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the request; the caller frees its blocks and slot."""
+        self.state = LlmRequestState.GENERATION_COMPLETE
+        self.finish_reason = reason
+
+    def pause(self) -> None:
+        """Go back to the context phase with all tokens so far as prompt (beam width 1).
+
+        The caller frees blocks and slot. What was sent stays counted in ``num_sent_tokens``, so a
+        streaming client sees neither a gap nor a duplicate after the resume.
+        """
+        moved = len(self.tokens) - self.prompt_len
+        self.prompt_len += moved
+        self.max_new_tokens -= moved
+        self.context_current_position = 0
+        self.context_chunk_size = self.prompt_len
+        self.seq_slot = None
+        self.num_pauses += 1
+        self.state = LlmRequestState.CONTEXT_INIT
