@@ -1,4 +1,4 @@
-"""The wire in one table: every tensor, parameter and metric, with type, shape and what we do with it.
+"""The wire in one table: every tensor and parameter, with type, shape and what we do with it.
 
 Everything that names a tensor or a parameter reads it from here: request validation, the
 ``config.pbtxt`` (a test compares), the clients and the docs. Names, types and order follow
