@@ -1,0 +1,76 @@
+"""The status file: how the model process tells the launcher what it is doing.
+
+Triton knows only "ready" or not; the launcher wants a progress bar, the size of the KV pool and the
+end of a drain. The model writes one small JSON object, replaced atomically, so that a reader
+sees a whole status or the one before. The launcher polls it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Phase = Literal["loading", "ready", "failed", "draining", "drained"]
+"""Chronological, except that ``failed`` may follow any other phase."""
+
+PHASES: tuple[str, ...] = get_args(Phase)
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What was last reported: the phase, the process that reported it, and the phase's fields.
+
+    Fields by phase: *loading* ``loaded_bytes``, ``total_bytes``; *ready* ``model``, ``device``,
+    ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``, ``max_batch_size``,
+    ``max_seq_len``; *failed* ``error``.
+    """
+
+    phase: Phase
+    pid: int
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class StatusWriter:
+    """Writes the status file; with an empty path it writes nothing. Safe to share among threads.
+
+    A failing write is logged and otherwise ignored: serving matters more than reporting.
+    """
+
+    def __init__(self, path: str | Path | None) -> None:
+        self._path = Path(path) if path else None
+        self._lock = threading.Lock()
+
+    def write(self, phase: Phase, **fields: Any) -> None:
+        """Replace the status by ``phase`` with its JSON-serialisable ``fields``."""
+        if self._path is None:
+            return
+        text = json.dumps({"phase": phase, "pid": os.getpid(), "fields": fields})
+        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        try:
+            with self._lock:
+                scratch.write_text(text, encoding="utf-8")
+                scratch.replace(self._path)
+        except OSError as error:
+            _logger.warning("cannot write the status file %s: %s", self._path, error)
+
+
+def read_status(path: str | Path) -> ModelStatus | None:
+    """The last status written to ``path``; None when there is none yet.
+
+    ``ValueError`` for a file that no `StatusWriter` wrote.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("phase") not in PHASES:
+        raise ValueError(f"{path} is not a status file")
+    return ModelStatus(content["phase"], content["pid"], content["fields"])
