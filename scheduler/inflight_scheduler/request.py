@@ -36,6 +36,13 @@ class LlmRequestState(IntEnum):
     DISAGG_CONTEXT_COMPLETE = 22
 
 
+# The loops of the scheduler read states some thousand times per iteration.
+_CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_GENERATION_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
+_GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+_GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
+
+
 class FinishReason(IntEnum):
     """Why a request ended (values of the Executor API)."""
 
@@ -143,6 +150,13 @@ class LlmRequest:
         return len(self.tokens) - self.orig_prompt_len
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens whose KV is computed; the last one drawn is not, until the next step feeds it."""
+        if self.state == _CONTEXT_INIT:
+            return self.context_current_position
+        return len(self.tokens) - 1
+
+    @property
     def num_remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
         return self.max_new_tokens - (len(self.tokens) - self.prompt_len)
@@ -150,20 +164,17 @@ class LlmRequest:
     @property
     def is_context_init_state(self) -> bool:
         """True while some of the prompt is not computed yet."""
-        return self.state == LlmRequestState.CONTEXT_INIT
+        return self.state == _CONTEXT_INIT
 
     @property
     def is_generation_in_progress_state(self) -> bool:
         """True while tokens are generated one step at a time."""
-        return self.state in (
-            LlmRequestState.GENERATION_IN_PROGRESS,
-            LlmRequestState.GENERATION_TO_COMPLETE,
-        )
+        return _GENERATION_IN_PROGRESS <= self.state <= _GENERATION_TO_COMPLETE
 
     @property
     def is_finished(self) -> bool:
         """True once no further step will run for this request."""
-        return self.state == LlmRequestState.GENERATION_COMPLETE
+        return self.state == _GENERATION_COMPLETE
 
     @property
     def is_first_context_chunk(self) -> bool:

@@ -1,0 +1,131 @@
+"""The guard between a scheduler nobody here has written and the block pool."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.errors import InvalidDecision
+from inflight_scheduler.request import LlmRequest
+
+
+def check_decision(
+    decision: object,
+    active_requests: Sequence[LlmRequest],
+    inflight_request_ids: Collection[int] = (),
+    *,
+    block_manager: BlockManager,
+    num_free_slots: int,
+    max_batch_size: int,
+    max_num_tokens: int | None = None,
+) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
+    """Return ``decision`` as three lists if it can be carried out; changes nothing.
+
+    Raises `InvalidDecision` that names the request and the bound otherwise.
+    """
+    context, generation, paused = _three_lists(decision)
+    _check_membership([*context, *generation, *paused], active_requests)
+    for request in context:
+        _check_runnable(request, request.is_context_init_state, "context", inflight_request_ids)
+        if not 1 <= request.context_chunk_size <= request.context_remaining_length:
+            raise InvalidDecision(
+                f"request {request.request_id}: a chunk of {request.context_chunk_size} tokens "
+                f"with {request.context_remaining_length} left"
+            )
+    for request in generation:
+        is_generation = request.is_generation_in_progress_state
+        _check_runnable(request, is_generation, "generation", inflight_request_ids)
+    _check_paused(paused, max_num_tokens)
+    _check_batch(context, generation, max_batch_size, max_num_tokens)
+    scheduled = [*context, *generation]
+    _check_blocks(scheduled, paused, block_manager)
+    num_new_slots = sum(request.seq_slot is None for request in scheduled)
+    num_free_slots += sum(request.seq_slot is not None for request in paused)
+    _check_bound("new requests", num_new_slots, "free slots", num_free_slots)
+    return context, generation, paused
+
+
+def _three_lists(
+    decision: object,
+) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
+    if not isinstance(decision, (tuple, list)) or len(decision) != 3:
+        raise InvalidDecision(
+            "a scheduler returns (context_requests, generation_requests, paused_requests), "
+            f"not {type(decision).__name__}"
+        )
+    for part in decision:
+        if not isinstance(part, (tuple, list)):
+            raise InvalidDecision(f"a list of requests is expected, not {type(part).__name__}")
+        for request in part:
+            if not isinstance(request, LlmRequest):
+                raise InvalidDecision(f"a request is expected, not {type(request).__name__}")
+    context, generation, paused = decision
+    return list(context), list(generation), list(paused)
+
+
+def _check_membership(named: Sequence[LlmRequest], active: Sequence[LlmRequest]) -> None:
+    active_by_id = {request.request_id: request for request in active}
+    seen: set[int] = set()
+    for request in named:
+        request_id = request.request_id
+        if active_by_id.get(request_id) is not request:
+            raise InvalidDecision(f"request {request_id} is not active")
+        if request_id in seen:
+            raise InvalidDecision(f"request {request_id} is named twice")
+        seen.add(request_id)
+
+
+def _check_runnable(
+    request: LlmRequest, has_right_state: bool, phase: str, inflight_request_ids: Collection[int]
+) -> None:
+    if not has_right_state:
+        raise InvalidDecision(
+            f"request {request.request_id} is in state {request.state.name}, not in its {phase} "
+            "phase"
+        )
+    if request.request_id in inflight_request_ids:
+        raise InvalidDecision(f"request {request.request_id} is still running in another step")
+
+
+def _check_paused(paused: Sequence[LlmRequest], max_num_tokens: int | None) -> None:
+    for request in paused:
+        if request.is_finished or request.seq_slot is None:
+            raise InvalidDecision(
+                f"request {request.request_id} cannot be paused: it holds no slot (leave waiting "
+                "requests out of all three lists)"
+            )
+        if max_num_tokens is not None and request.num_tokens > max_num_tokens:
+            raise InvalidDecision(
+                f"request {request.request_id} cannot be paused: its {request.num_tokens} tokens "
+                f"could never run again with max_num_tokens={max_num_tokens}"
+            )
+
+
+def _check_batch(
+    context: Sequence[LlmRequest],
+    generation: Sequence[LlmRequest],
+    max_batch_size: int,
+    max_num_tokens: int | None,
+) -> None:
+    beam_widths = {request.beam_width for request in generation}
+    if len(beam_widths) > 1:
+        raise InvalidDecision(f"beam widths {sorted(beam_widths)} in one generation step")
+    _check_bound("requests", len(context) + len(generation), "max_batch_size", max_batch_size)
+    if max_num_tokens is not None:
+        num_tokens = sum(request.context_chunk_size for request in context)
+        num_tokens += sum(request.beam_width for request in generation)
+        _check_bound("tokens", num_tokens, "max_num_tokens", max_num_tokens)
+
+
+def _check_blocks(
+    scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest], block_manager: BlockManager
+) -> None:
+    num_needed = sum(map(block_manager.get_needed_blocks_one_step, scheduled))
+    num_free = block_manager.num_free_blocks
+    num_free += sum(block_manager.num_releasable_blocks(r.request_id) for r in paused)
+    _check_bound("blocks", num_needed, "free blocks", num_free)
+
+
+def _check_bound(what: str, number: int, bound_name: str, bound: int) -> None:
+    if number > bound:
+        raise InvalidDecision(f"{number} {what} are scheduled, but {bound_name} is {bound}")

@@ -1,0 +1,199 @@
+"""Carries decisions out: slots and blocks in, a `ScheduledBatch` out, tokens back in.
+
+Order of side effects in `BatchPlanner.plan`: paused requests give back blocks and slots, then
+contexts take a slot and the blocks of their whole prompt, then generation steps take the block
+their token opens. There is no rollback, since a decision that was made by our schedulers, or has
+passed `check_decision`, always has room; if it has not, that is our bug and an `AssertionError`.
+
+A slot and the blocks of a request are given back in one place, `BatchPlanner.release`, whatever
+the reason. A batch remembers its requests, so that tokens of a request which was released, paused
+or finished while the batch ran are dropped and never reach the next owner of the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inflight_scheduler.batch import BlockAssignment, ContextChunk, ScheduledBatch, SlotSetup
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.request import LlmRequest
+
+
+class SlotPool:
+    """Owner of the slot numbers ``0 .. num_slots - 1``: one for each request that runs."""
+
+    __slots__ = ("_free", "num_slots")
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots must be at least 1, not {num_slots}")
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    def assign(self) -> int:
+        """Hand out a slot (the one freed last); there must be one."""
+        assert self._free, f"all {self.num_slots} slots are taken"
+        return self._free.pop()
+
+    def free(self, slot: int) -> None:
+        """Take a slot back."""
+        assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
+        self._free.append(slot)
+
+    def check_integrity(self, owned: Sequence[int]) -> None:
+        """Raise `AssertionError` unless ``owned`` and the free slots are all slots, each once."""
+        assert sorted([*owned, *self._free]) == list(range(self.num_slots)), (
+            f"owned {sorted(owned)} and free {sorted(self._free)} of {self.num_slots} slots"
+        )
+
+
+class BatchPlanner:
+    """Owner of the slots; applies decisions to requests, blocks and slots."""
+
+    __slots__ = ("_iteration", "_planned", "block_manager", "slots")
+
+    def __init__(self, block_manager: BlockManager, num_slots: int) -> None:
+        self.block_manager = block_manager
+        self.slots = SlotPool(num_slots)
+        self._iteration = 0
+        # Batches that are planned and not updated yet: their requests, contexts first.
+        self._planned: dict[int, tuple[list[LlmRequest], list[LlmRequest]]] = {}
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could start now, as far as slots go."""
+        return self.slots.num_free_slots
+
+    def plan(
+        self,
+        context_requests: Sequence[LlmRequest],
+        generation_requests: Sequence[LlmRequest],
+        paused_requests: Sequence[LlmRequest] = (),
+    ) -> ScheduledBatch:
+        """Apply a decision and return what the engine shall run.
+
+        Unless the batch is empty, exactly one of `update` and `discard` must follow.
+        """
+        for request in paused_requests:
+            self.release(request)
+            request.pause()
+        setups: list[SlotSetup] = []
+        new_blocks: list[BlockAssignment] = []
+        chunks = [self._plan_context(request, setups, new_blocks) for request in context_requests]
+        slots = self._plan_generation(generation_requests, new_blocks)
+        self._iteration += 1
+        batch = ScheduledBatch(
+            iteration=self._iteration,
+            setups=tuple(setups),
+            new_blocks=tuple(new_blocks),
+            context_chunks=tuple(chunks),
+            generation_slots=tuple(slots),
+        )
+        if not batch.is_empty:
+            self._planned[batch.iteration] = (list(context_requests), list(generation_requests))
+        return batch
+
+    def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+        """Apply the engine's tokens; return the requests that got one, in that order.
+
+        Some of those may be finished now; the caller releases them. Raises `ValueError`, and
+        changes nothing, when the number of tokens is not the one `ScheduledBatch` promises.
+        """
+        if batch.is_empty:
+            return []
+        num_expected = len(batch.generation_slots)
+        num_expected += sum(chunk.is_last for chunk in batch.context_chunks)
+        if len(tokens) != num_expected:
+            raise ValueError(
+                f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
+                f"expected {num_expected}"
+            )
+        context_requests, generation_requests = self._planned.pop(batch.iteration)
+        token_iterator = iter(tokens)
+        advanced: list[LlmRequest] = []
+        for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
+            token = next(token_iterator) if chunk.is_last else None
+            if request.seq_slot != chunk.slot or request.is_finished:
+                continue
+            request.move_to_next_context_chunk()
+            if token is not None:
+                request.add_new_token(token)
+                advanced.append(request)
+        for request, slot, token in zip(
+            generation_requests, batch.generation_slots, token_iterator, strict=True
+        ):
+            if request.seq_slot == slot and not request.is_finished:
+                request.add_new_token(token)
+                advanced.append(request)
+        return advanced
+
+    def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Forget a batch whose step failed; return its requests, for the caller to end each."""
+        context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
+        return [*context_requests, *generation_requests]
+
+    def release(self, request: LlmRequest) -> None:
+        """Give back the request's blocks and slot; harmless when it holds none."""
+        self.block_manager.free(request.request_id)
+        if request.seq_slot is not None:
+            self.slots.free(request.seq_slot)
+            request.seq_slot = None
+
+    def _plan_context(
+        self, request: LlmRequest, setups: list[SlotSetup], new_blocks: list[BlockAssignment]
+    ) -> ContextChunk:
+        slot = request.seq_slot
+        if slot is None:
+            slot = request.seq_slot = self.slots.assign()
+            setups.append(
+                SlotSetup(
+                    slot=slot,
+                    request_id=request.request_id,
+                    sampling=request.sampling,
+                    end_id=request.end_id,
+                    min_end_position=request.orig_prompt_len + request.sampling.min_length,
+                )
+            )
+        if request.is_first_context_chunk:
+            self._grow(request, slot, request.prompt_len, new_blocks)
+        start = request.context_current_position
+        return ContextChunk(
+            slot=slot,
+            start=start,
+            tokens=tuple(request.tokens[start : start + request.context_chunk_size]),
+            is_last=request.is_last_context_chunk,
+        )
+
+    def _plan_generation(
+        self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
+    ) -> list[int]:
+        tokens_per_block = self.block_manager.tokens_per_block
+        slots: list[int] = []
+        for request in requests:
+            slot = request.seq_slot
+            assert slot is not None, f"request {request.request_id} generates without a slot"
+            num_cached = request.num_cached_tokens
+            # Only a token at the start of a block needs a new one: one test for all the others.
+            if num_cached % tokens_per_block == 0:
+                self._grow(request, slot, num_cached + 1, new_blocks)
+            slots.append(slot)
+        return slots
+
+    def _grow(
+        self, request: LlmRequest, slot: int, num_tokens: int, new_blocks: list[BlockAssignment]
+    ) -> None:
+        first_index = self.block_manager.num_blocks_of(request.request_id)
+        block_ids = self.block_manager.allocate(request.request_id, num_tokens)
+        assert block_ids is not None, (
+            f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
+            f"{self.block_manager.num_free_blocks} blocks are free"
+        )
+        new_blocks.extend(
+            BlockAssignment(slot, index, block_id)
+            for index, block_id in enumerate(block_ids, start=first_index)
+        )

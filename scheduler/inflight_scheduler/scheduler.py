@@ -1,0 +1,113 @@
+"""The scheduler of one iteration: capacity, then micro-batch.
+
+Deciding changes nothing. The order of side effects lies with the caller: decide
+(`RequestScheduler.schedule_request`), check what a foreign scheduler decided (`check_decision`),
+apply (`BatchPlanner.plan`); until the last step there is nothing to roll back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.capacity import (
+    CapacityScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxRequestsScheduler,
+    MaxUtilizationScheduler,
+)
+from inflight_scheduler.micro_batch import MicroBatchScheduler
+from inflight_scheduler.request import LlmRequest
+
+
+class TrtGptModelType(IntEnum):
+    """How requests are batched (values of the GptManager API)."""
+
+    V1 = 0
+    InflightBatching = 1
+    InflightFusedBatching = 2
+
+
+class CapacitySchedulerPolicy(IntEnum):
+    """Who may hold KV cache (values of the Executor API)."""
+
+    MAX_UTILIZATION = 0
+    GUARANTEED_NO_EVICT = 1
+
+
+class RequestScheduler(ABC):
+    """Decides one iteration; subclass it to bring your own policy.
+
+    It sees the active requests in their order (priority, then arrival) and may neither change nor
+    keep them.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
+        """Return ``(context_requests, generation_requests, paused_requests)``.
+
+        Disjoint and all from ``active_requests``; none of the first two has its id in
+        ``inflight_request_ids`` (those steps are still running).
+        """
+
+
+class SimpleScheduler(RequestScheduler):
+    """The default: what fits, by the capacity scheduler; of that, what runs, by the other one."""
+
+    __slots__ = ("capacity_scheduler", "micro_batch_scheduler")
+
+    def __init__(
+        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
+    ) -> None:
+        self.capacity_scheduler = capacity_scheduler
+        self.micro_batch_scheduler = micro_batch_scheduler
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
+        """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
+        fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
+        context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
+        return context, generation, paused
+
+
+def make_capacity_scheduler(
+    policy: CapacitySchedulerPolicy,
+    block_manager: BlockManager | None,
+    max_num_requests: int,
+    *,
+    two_step_lookahead: bool = False,
+) -> CapacityScheduler:
+    """The capacity scheduler of ``policy``; without a block manager only the count limits."""
+    if block_manager is None:
+        return MaxRequestsScheduler(max_num_requests)
+    if policy == CapacitySchedulerPolicy.MAX_UTILIZATION:
+        return MaxUtilizationScheduler(
+            max_num_requests, block_manager, two_step_lookahead=two_step_lookahead
+        )
+    return GuaranteedNoEvictScheduler(max_num_requests, block_manager)
+
+
+def make_scheduler(
+    policy: CapacitySchedulerPolicy,
+    block_manager: BlockManager | None,
+    *,
+    max_batch_size: int,
+    max_num_tokens: int | None = None,
+    max_num_requests: int | None = None,
+    two_step_lookahead: bool = False,
+) -> SimpleScheduler:
+    """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``."""
+    capacity_scheduler = make_capacity_scheduler(
+        policy,
+        block_manager,
+        max_batch_size if max_num_requests is None else max_num_requests,
+        two_step_lookahead=two_step_lookahead,
+    )
+    return SimpleScheduler(capacity_scheduler, MicroBatchScheduler(max_batch_size, max_num_tokens))
