@@ -1,0 +1,121 @@
+"""The committed model repository against the wire table, tensor by tensor."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2 as pb
+
+from inflight_client.protocol import (
+    ENSEMBLE_INPUT_MAP,
+    ENSEMBLE_MODEL_NAME,
+    ENSEMBLE_OUTPUT_MAP,
+    INPUT_BY_NAME,
+    INPUTS,
+    LLM_MODEL_NAME,
+    OUTPUT_BY_NAME,
+    OUTPUTS,
+    PARAMETERS,
+    TRITON_PARAMETERS,
+    TensorSpec,
+)
+
+REPOSITORY = Path(__file__).parents[2] / "model_repository"
+
+
+def load(model: str) -> Any:
+    """The parsed config.pbtxt of a model, the batch size filled as `inflight serve` does."""
+    text = (REPOSITORY / model / "config.pbtxt").read_text()
+    filled = Template(text).safe_substitute(triton_max_batch_size="1")
+    return text_format.Parse(filled, pb.ModelConfig())
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    return load(LLM_MODEL_NAME)
+
+
+@pytest.fixture(scope="module")
+def ensemble() -> Any:
+    return load(ENSEMBLE_MODEL_NAME)
+
+
+def signature(tensor: Any) -> tuple[str, str, tuple[int, ...]]:
+    return tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)
+
+
+def expected(name: str, spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
+    return name, f"TYPE_{spec.dtype}", spec.dims
+
+
+def test_llm_inputs_match_the_table_in_order(llm: Any) -> None:
+    assert [signature(t) for t in llm.input] == [expected(s.name, s) for s in INPUTS]
+
+
+def test_llm_input_flags_match_the_table(llm: Any) -> None:
+    for tensor, spec in zip(llm.input, INPUTS, strict=True):
+        assert tensor.optional, spec.name
+        assert tensor.allow_ragged_batch == spec.is_ragged, spec.name
+        assert tensor.HasField("reshape") == spec.is_scalar, spec.name
+        assert list(tensor.reshape.shape) == [], spec.name
+
+
+def test_llm_outputs_match_the_table_in_order(llm: Any) -> None:
+    assert [signature(t) for t in llm.output] == [expected(s.name, s) for s in OUTPUTS]
+
+
+def test_llm_is_one_decoupled_python_instance_on_the_cpu(llm: Any) -> None:
+    assert (llm.name, llm.backend, llm.max_batch_size) == (LLM_MODEL_NAME, "python", 1)
+    assert llm.model_transaction_policy.decoupled
+    (group,) = llm.instance_group
+    assert (group.count, group.kind) == (1, pb.ModelInstanceGroup.KIND_CPU)
+
+
+def test_every_parameter_has_a_placeholder_of_its_name(llm: Any) -> None:
+    values = {key: parameter.string_value for key, parameter in llm.parameters.items()}
+    assert values.pop("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
+    assert values == {spec.name: f"${{{spec.name}}}" for spec in PARAMETERS}
+    assert "FORCE_CPU_ONLY_INPUT_TENSORS" in TRITON_PARAMETERS
+
+
+def test_ensemble_tensors_match_the_maps_in_order(ensemble: Any) -> None:
+    assert [signature(t) for t in ensemble.input] == [
+        expected(name, INPUT_BY_NAME[inner]) for name, inner in ENSEMBLE_INPUT_MAP.items()
+    ]
+    assert [signature(t) for t in ensemble.output] == [
+        expected(name, OUTPUT_BY_NAME[inner]) for name, inner in ENSEMBLE_OUTPUT_MAP.items()
+    ]
+
+
+def test_ensemble_requires_only_the_prompt_and_its_length(ensemble: Any) -> None:
+    required = {tensor.name for tensor in ensemble.input if not tensor.optional}
+    assert required == {"text_input", "max_tokens"}
+
+
+def test_ensemble_is_one_step_of_the_llm(ensemble: Any) -> None:
+    assert (ensemble.name, ensemble.platform, ensemble.max_batch_size) == (
+        ENSEMBLE_MODEL_NAME,
+        "ensemble",
+        1,
+    )
+    (step,) = ensemble.ensemble_scheduling.step
+    assert step.model_name == LLM_MODEL_NAME
+    assert dict(step.input_map) == {inner: name for name, inner in ENSEMBLE_INPUT_MAP.items()}
+    assert dict(step.output_map) == {inner: name for name, inner in ENSEMBLE_OUTPUT_MAP.items()}
+
+
+def test_model_py_only_names_the_class_of_the_package() -> None:
+    source = (REPOSITORY / LLM_MODEL_NAME / "1" / "model.py").read_text()
+    assert len(source.splitlines()) <= 10
+    (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
+    assert statement.module == "inflight_backend.triton_model"
+    assert [alias.name for alias in statement.names] == ["TritonPythonModel"]
+
+
+def test_ensemble_has_its_version_folder() -> None:
+    assert (REPOSITORY / ENSEMBLE_MODEL_NAME / "1").is_dir()

@@ -1,0 +1,118 @@
+"""Settings: types, bounds, names, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.parameters import ServerParameters, parse_parameters
+from inflight_client.protocol import PARAMETERS
+
+MINIMAL = {"gpt_model_path": "checkpoint"}
+
+
+def test_fields_are_the_honoured_keys_of_the_table() -> None:
+    honoured = [spec.name for spec in PARAMETERS if spec.is_honoured]
+    assert [f.name for f in fields(ServerParameters)] == honoured
+
+
+def test_defaults_of_the_table() -> None:
+    parameters = parse_parameters(MINIMAL)
+    assert parameters.batch_scheduler_policy == "guaranteed_no_evict"
+    assert parameters.max_batch_size == 256
+    assert parameters.kv_cache_free_gpu_mem_fraction == 0.9
+    assert parameters.exclude_input_in_output is False
+    assert parameters.max_num_tokens is None
+    assert parameters.drain_file is None
+
+
+def test_template_as_it_stands_is_all_defaults() -> None:
+    unfilled = {spec.name: f"${{{spec.name}}}" for spec in PARAMETERS}
+    filled = unfilled | MINIMAL | {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}
+    assert parse_parameters(filled) == parse_parameters(MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("max_batch_size", "1", 1),
+        ("max_batch_size", " 65536 ", 65536),
+        ("kv_cache_free_gpu_mem_fraction", "0.5", 0.5),
+        ("exclude_input_in_output", "True", True),
+        ("exclude_input_in_output", "0", False),
+        ("gpt_model_type", "V1", "V1"),
+        ("device", "cpu", "cpu"),
+        ("scheduler_class", "mine:Scheduler", "mine:Scheduler"),
+        ("max_seq_len", "${max_seq_len}", None),
+        ("max_seq_len", "", None),
+    ],
+)
+def test_values_are_typed(key: str, text: str, value: object) -> None:
+    assert getattr(parse_parameters({**MINIMAL, key: text}), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("max_batch_size", "0", "max_batch_size is 0: it must be between 1 and 65536"),
+        ("max_batch_size", "65537", "must be between 1 and 65536"),
+        ("max_batch_size", "eight", "max_batch_size must be a whole number, got 'eight'"),
+        ("max_batch_size", "8.5", "must be a whole number"),
+        ("max_beam_width", "2", "max_beam_width is 2: it must be between 1 and 1"),
+        ("kv_cache_free_gpu_mem_fraction", "nan", "must be between 0.01 and 0.99"),
+        ("kv_cache_free_gpu_mem_fraction", "inf", "must be between 0.01 and 0.99"),
+        ("kv_cache_free_gpu_mem_fraction", "lots", "must be a number"),
+        ("exclude_input_in_output", "maybe", "must be true or false, got 'maybe'"),
+        ("gpt_model_type", "V2", "Invalid gpt_model_type 'V2': choose one of V1, v1"),
+        ("batch_scheduler_policy", "static_batch", "guaranteed_no_evict, max_utilization"),
+    ],
+)
+def test_bad_values_name_key_and_bound(key: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_parameters({**MINIMAL, key: text})
+
+
+def test_unknown_key_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="did you mean max_batch_size"):
+        parse_parameters({**MINIMAL, "max_batchsize": "4"})
+
+
+def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
+    with pytest.raises(ConfigurationError, match=r"unknown setting 'zzz'$"):
+        parse_parameters({**MINIMAL, "zzz": "4"})
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("enable_chunked_context", "False"),
+        ("gpu_weights_percent", "1"),
+        ("normalize_log_probs", "1"),
+        ("decoding_mode", ""),
+        ("medusa_choices", "${medusa_choices}"),
+    ],
+)
+def test_unsupported_key_passes_with_its_neutral_value(key: str, text: str) -> None:
+    assert parse_parameters({**MINIMAL, key: text}) == parse_parameters(MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "fix"),
+    [
+        ("enable_chunked_context", "true", "set it to 'false'"),
+        ("decoding_mode", "medusa", "remove it"),
+        ("max_num_sequences", "8", "remove it"),
+        ("lora_cache_max_adapter_size", "many", "must be a whole number"),
+    ],
+)
+def test_unsupported_key_is_refused_otherwise(key: str, text: str, fix: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{key} .*{fix}"):
+        parse_parameters({**MINIMAL, key: text})
+
+
+@pytest.mark.parametrize("raw", [{}, {"gpt_model_path": ""}, {"gpt_model_path": "${x}"}])
+def test_the_checkpoint_is_required(raw: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="gpt_model_path is not set"):
+        parse_parameters(raw)

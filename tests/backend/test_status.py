@@ -1,0 +1,76 @@
+"""The status file: what is written is read back, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.status import StatusWriter, read_status
+
+
+def test_nothing_written_reads_as_none(tmp_path: Path) -> None:
+    assert read_status(tmp_path / "status.json") is None
+
+
+def test_phase_fields_and_process_are_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    StatusWriter(path).write("loading", loaded_bytes=3, total_bytes=9)
+    status = read_status(path)
+    assert status is not None
+    assert (status.phase, status.pid) == ("loading", os.getpid())
+    assert status.fields == {"loaded_bytes": 3, "total_bytes": 9}
+
+
+def test_last_write_wins_and_leaves_one_file(tmp_path: Path) -> None:
+    writer = StatusWriter(str(tmp_path / "status.json"))
+    writer.write("ready", model="m")
+    writer.write("draining")
+    status = read_status(tmp_path / "status.json")
+    assert status is not None
+    assert (status.phase, status.fields) == ("draining", {})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_readers_never_see_half_a_status(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    writer = StatusWriter(path)
+    error = "x" * 20_000
+
+    def write_many() -> None:
+        for _ in range(50):
+            writer.write("failed", error=error)
+
+    threads = [threading.Thread(target=write_many) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        status = read_status(path)
+        assert status is None or status.fields["error"] == error
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_no_path_writes_nothing(
+    path: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    StatusWriter(path).write("draining")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failing_write_is_logged_not_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StatusWriter(tmp_path / "gone" / "status.json").write("drained")
+    assert "cannot write the status file" in caplog.text
+
+
+def test_foreign_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    path.write_text('{"phase": "dancing"}')
+    with pytest.raises(ValueError, match="not a status file"):
+        read_status(path)
