@@ -1,0 +1,40 @@
+"""Every op in plain torch: the oracle of the Triton kernels and the path of a CPU.
+
+All functions are pure unless they say otherwise, vectorised over the batch, and run on any device
+torch knows. Names, shapes and layouts are those of the kernels beside this package:
+
+* KV of a layer: ``key_cache`` and ``value_cache``, each
+  [num_blocks, tokens_per_block, num_kv_heads, head_dim]
+* block table: [num_sequences, max_blocks] int32; entries past the end of a sequence are ignored
+* slot of a token in the cache: ``block_id * tokens_per_block + offset``
+"""
+
+from inflight_kernels.reference.attention import (
+    AttentionPlan,
+    paged_attention_context,
+    paged_attention_generation,
+    plan_attention,
+    write_kv,
+)
+from inflight_kernels.reference.elementwise import (
+    add_rms_norm,
+    apply_rope,
+    rms_norm,
+    silu_mul,
+)
+from inflight_kernels.reference.sampling import greedy, sample, uniform
+
+__all__ = [
+    "AttentionPlan",
+    "add_rms_norm",
+    "apply_rope",
+    "greedy",
+    "paged_attention_context",
+    "paged_attention_generation",
+    "plan_attention",
+    "rms_norm",
+    "sample",
+    "silu_mul",
+    "uniform",
+    "write_kv",
+]

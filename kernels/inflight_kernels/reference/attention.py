@@ -1,0 +1,313 @@
+"""Attention over a paged KV cache, for a ragged batch, in plain torch.
+
+Sequences are put into groups of similar length, each group is gathered from the cache into one
+padded tensor and handed to torch's fused attention. There is one pass per group, not per sequence:
+lengths are rounded up to a power of two (with a floor) before grouping, so padding at most doubles
+a group and a batch of similar requests is a single group. Everything that depends on lengths only
+is in an `AttentionPlan`, made once and used for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IntArray = npt.NDArray[np.int64]
+
+# Below these, padding costs less than another pass.
+_MIN_QUERY_BUCKET = 32
+_MIN_CONTEXT_BUCKET = 256
+# Elements of one attention mask: 16 Mi (64 MiB in float32) bounds the memory of a long chunk.
+_MAX_MASK_ELEMENTS = 2**24
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Store key and value [T, KVH, D] at ``slot_mapping`` [T] int64 of the caches, in place.
+
+    A slot of -1 is skipped.
+    """
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    if bool((slot_mapping < 0).any()):
+        kept = (slot_mapping >= 0).nonzero().squeeze(1)
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    for cache, new in ((key_cache, key), (value_cache, value)):
+        cache.view(num_slots, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+
+
+def paged_attention_generation(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Attention of one new token per sequence: query [B, H, D] -> [B, H, D].
+
+    ``context_lengths`` [B] int32 counts the cached tokens with the new one, which is in the cache
+    already. With a ``sliding_window`` only that many last tokens are seen.
+    """
+    plan = plan_attention(
+        block_tables,
+        np.ones(len(query), dtype=np.int64),
+        _to_numpy(context_lengths),
+        key_cache.shape[1],
+        sliding_window,
+    )
+    return plan.attend(query, key_cache, value_cache, scale)
+
+
+def paged_attention_context(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Causal attention of a chunk of tokens per sequence: query [T, H, D] -> [T, H, D].
+
+    The tokens of sequence ``s`` are rows ``query_starts[s] .. query_starts[s + 1]`` and are the
+    last ones of its ``context_lengths[s]`` (cached before plus this chunk); their keys and values
+    are in the cache already.
+    """
+    plan = plan_attention(
+        block_tables,
+        np.diff(_to_numpy(query_starts)),
+        _to_numpy(context_lengths),
+        key_cache.shape[1],
+        sliding_window,
+    )
+    return plan.attend(query, key_cache, value_cache, scale)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sequences of similar length, padded to ``num_queries`` rows and ``num_keys`` keys each.
+
+    ``token_rows`` is a slice when the tokens lie side by side with nothing to pad, else [n * q]
+    indices; ``flat_rows`` and ``valid_tokens`` then say which padded rows go back where.
+    """
+
+    size: int
+    num_queries: int
+    token_rows: slice | Tensor
+    flat_rows: Tensor | None
+    valid_tokens: Tensor | None
+    blocks: Tensor  # [size * num_blocks] block ids
+    query_positions: Tensor  # [size, num_queries]
+    key_positions: Tensor  # [size, num_keys]
+    is_causal: bool  # fresh prompts: key i is position i, no mask needed
+    window: int | None
+    mask: Tensor | None = None  # [size, 1, 1, num_keys], generation only
+    buffers: tuple[Tensor, Tensor] | None = None  # gathered keys and values, reused by all layers
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """What all layers of one step share; `attend` runs one layer."""
+
+    groups: list[_Group]
+
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
+        """Attention of query [T, H, D], contiguous answer of the same shape."""
+        if len(self.groups) == 1 and isinstance(self.groups[0].token_rows, slice):
+            return _attend_group(self.groups[0], query, key_cache, value_cache, scale)
+        answer = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for group in self.groups:
+            rows = _attend_group(group, query, key_cache, value_cache, scale)
+            if group.flat_rows is None or group.valid_tokens is None:
+                answer[group.token_rows] = rows
+            else:
+                answer.index_copy_(0, group.valid_tokens, rows.index_select(0, group.flat_rows))
+        return answer
+
+
+def plan_attention(
+    block_tables: Tensor,
+    query_lengths: IntArray,
+    context_lengths: IntArray,
+    tokens_per_block: int,
+    sliding_window: int | None = None,
+) -> AttentionPlan:
+    """Group sequences whose packed queries follow each other in the order of ``block_tables``.
+
+    block_tables: [S, max_blocks] on the device; query_lengths, context_lengths: [S] on the host,
+    both at least 1, a context never shorter than its queries.
+    """
+    starts = np.concatenate(([0], np.cumsum(query_lengths)))[:-1]
+    is_fresh = query_lengths == context_lengths
+    keys = np.stack(
+        (
+            _bucket(query_lengths, _MIN_QUERY_BUCKET) * (query_lengths > 1),
+            _bucket(context_lengths, _MIN_CONTEXT_BUCKET),
+            is_fresh & (query_lengths > 1),
+        ),
+        axis=1,
+    )
+    groups = []
+    for rows in _equal_rows(keys):
+        groups.append(
+            _plan_group(
+                block_tables,
+                rows,
+                starts[rows],
+                query_lengths[rows],
+                context_lengths[rows],
+                tokens_per_block,
+                sliding_window,
+            )
+        )
+    return AttentionPlan(groups)
+
+
+def _plan_group(
+    block_tables: Tensor,
+    rows: IntArray,
+    starts: IntArray,
+    query_lengths: IntArray,
+    context_lengths: IntArray,
+    tokens_per_block: int,
+    window: int | None,
+) -> _Group:
+    device = block_tables.device
+    num_queries = int(query_lengths.max())
+    first_positions = context_lengths - query_lengths
+    # Padded rows repeat the last token, so that no row of the mask is empty.
+    steps = np.minimum(np.arange(num_queries), query_lengths[:, None] - 1)  # [n, q]
+    query_positions = first_positions[:, None] + steps
+    first_seen = first_positions * 0 if window is None else first_positions - window + 1
+    first_blocks = np.maximum(first_seen, 0) // tokens_per_block
+    last_blocks = (context_lengths - 1) // tokens_per_block
+    num_blocks = int((last_blocks - first_blocks).max()) + 1
+    # Past its end a sequence reads its own last block again: never another one's memory, which
+    # may hold a NaN that no mask can hide.
+    entries = np.minimum(first_blocks[:, None] + np.arange(num_blocks), last_blocks[:, None])
+    offsets = np.arange(num_blocks * tokens_per_block)
+    key_positions = first_blocks[:, None] * tokens_per_block + offsets
+    flat_rows = valid_tokens = None
+    is_packed = bool((query_lengths == num_queries).all() and (np.diff(rows) == 1).all())
+    token_rows: slice | Tensor
+    if is_packed:
+        token_rows = slice(int(starts[0]), int(starts[0]) + len(rows) * num_queries)
+    else:
+        tokens = starts[:, None] + steps
+        is_valid = np.arange(num_queries) < query_lengths[:, None]
+        token_rows = torch.from_numpy(tokens.reshape(-1)).to(device)
+        flat_rows = torch.from_numpy(np.flatnonzero(is_valid)).to(device)
+        valid_tokens = torch.from_numpy(tokens[is_valid]).to(device)
+    tables = block_tables if len(rows) == len(block_tables) else block_tables[rows.tolist()]
+    is_causal = num_queries > 1 and bool((first_positions == 0).all())
+    group = _Group(
+        size=len(rows),
+        num_queries=num_queries,
+        token_rows=token_rows,
+        flat_rows=flat_rows,
+        valid_tokens=valid_tokens,
+        blocks=tables.gather(1, torch.from_numpy(entries).to(device)).reshape(-1),
+        query_positions=torch.from_numpy(query_positions).to(device),
+        key_positions=torch.from_numpy(key_positions).to(device),
+        is_causal=is_causal and (window is None or window >= num_queries),
+        window=window,
+    )
+    if num_queries == 1 and (context_lengths.min() != key_positions.shape[1] or window is not None):
+        group.mask = _mask(group, slice(None))
+    return group
+
+
+def _attend_group(
+    group: _Group, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+) -> Tensor:
+    """Attention of one group, its padded rows packed: [size * num_queries, H, D]."""
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = key_cache.shape[2]
+    keys, values = (
+        gathered.view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
+        for gathered in _gather(group, key_cache, value_cache)
+    )  # [n, KVH, L, D]
+    queries = query[group.token_rows]
+    if group.num_queries == 1:
+        # The query heads of one KV head stand where query tokens stand: nothing is repeated.
+        queries = queries.reshape(group.size, num_kv_heads, -1, head_dim)
+        rows = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=group.mask, scale=scale
+        )
+        return rows.reshape(group.size, num_heads, head_dim)
+    queries = queries.reshape(group.size, group.num_queries, num_heads, head_dim).transpose(1, 2)
+    is_gqa = num_heads != num_kv_heads
+    if group.is_causal:
+        keys, values = keys[:, :, : group.num_queries], values[:, :, : group.num_queries]
+        rows = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=is_gqa
+        )
+    else:
+        tiles = [
+            functional.scaled_dot_product_attention(
+                queries[:, :, tile],
+                keys,
+                values,
+                attn_mask=_mask(group, tile),
+                scale=scale,
+                enable_gqa=is_gqa,
+            )
+            for tile in _query_tiles(group)
+        ]
+        rows = torch.cat(tiles, dim=2) if len(tiles) > 1 else tiles[0]
+    return rows.transpose(1, 2).reshape(-1, num_heads, head_dim)
+
+
+def _gather(group: _Group, key_cache: Tensor, value_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy the blocks of the group side by side; fresh memory costs page faults, so once."""
+    if group.buffers is None:
+        shape = (len(group.blocks), *key_cache.shape[1:])
+        group.buffers = key_cache.new_empty(shape), value_cache.new_empty(shape)
+    keys, values = group.buffers
+    torch.index_select(key_cache, 0, group.blocks, out=keys)
+    torch.index_select(value_cache, 0, group.blocks, out=values)
+    return keys, values
+
+
+def _query_tiles(group: _Group) -> Iterator[slice]:
+    tile = max(1, _MAX_MASK_ELEMENTS // group.key_positions.numel())
+    for start in range(0, group.num_queries, tile):
+        yield slice(start, start + tile)
+
+
+def _mask(group: _Group, tile: slice) -> Tensor:
+    """True where a query may look: [size, 1, queries of the tile, num_keys]."""
+    distance = group.query_positions[:, tile, None] - group.key_positions[:, None]
+    mask = distance >= 0
+    if group.window is not None:
+        mask &= distance < group.window
+    return mask[:, None]
+
+
+def _bucket(lengths: IntArray, floor: int) -> IntArray:
+    """Lengths rounded up to a power of two, at least ``floor``."""
+    exponents = np.ceil(np.log2(np.maximum(lengths, floor)))
+    return np.asarray(2**exponents, dtype=np.int64)
+
+
+def _equal_rows(keys: IntArray) -> Iterator[IntArray]:
+    """Indices of the rows of ``keys`` that are equal, one array per distinct row."""
+    if (keys == keys[0]).all():
+        yield np.arange(len(keys))
+        return
+    _, inverse = np.unique(keys, axis=0, return_inverse=True)
+    for group in range(int(inverse.max()) + 1):
+        yield np.flatnonzero(inverse == group)
+
+
+def _to_numpy(lengths: Tensor) -> IntArray:
+    return np.asarray(lengths.cpu().numpy(), dtype=np.int64)

@@ -1,0 +1,52 @@
+"""Norms, activation and rotary embedding on packed tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
+
+    x: [..., dim], weight: [dim]; the answer has the dtype of x. The product with ``weight`` is
+    taken after rounding to that dtype, as the checkpoints' own code does.
+    """
+    if x.dtype == torch.float32:
+        return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    return functional.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``new = x + residual``; returns ``(rms_norm(new), new)``, all [..., dim]."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` where gate_up [num_tokens, 2 * dim] holds gate, then up; -> [.., dim]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def apply_rope(
+    query: Tensor, key: Tensor, cos_sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotate query [T, H, D] and key [T, KVH, D] to their positions [T] (half-split pairs).
+
+    cos_sin: [max_positions, D] float32, the cosines of the D/2 frequencies and then their sines.
+    Dimension ``i`` turns together with ``i + D/2``. Products are taken in the dtype of the query,
+    as the checkpoints' own code does.
+    """
+    cos, sin = cos_sin[positions].to(query.dtype)[:, None].chunk(2, dim=-1)  # [T, 1, D/2]
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated

@@ -1,0 +1,104 @@
+"""Draw the next token of each row; a seeded row depends on its own seed and position only.
+
+A row is filtered by temperature, then top-k, then top-p, and drawn by inverting its cumulative
+distribution *in the order of the vocabulary* with one uniform number. That number is a hash of
+(seed, position), so it knows nothing of the batch, of a pause, or of the device, and an
+implementation may find the two thresholds however it likes: with a sort, or by bisection.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014);
+# int64 arithmetic wraps, so the unsigned constants are written as their signed twins.
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row [N, V] -> [N] int64; -1 where a row is not finite.
+
+    Not finite: a NaN, a +inf, or nothing but -inf. (-inf alone forbids a token.)
+    """
+    best, tokens = logits.max(dim=-1)
+    return torch.where(torch.isfinite(best), tokens, -1)
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) with 24 random bits, float32, for each (seed, position) of int64."""
+    mixed = _mix(_mix(seeds + _GAMMA) + positions * _GAMMA)
+    return _shift_right(mixed, 40).to(torch.float32) * 2.0**-24
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Draw one token per row of logits [N, V] float32 -> [N] int64; -1 where a row is not finite.
+
+    temperature [N] float32, top_k [N] int32 (0: off), top_p [N] float32 (0 or >= 1: off), seeds
+    and positions [N] int64: what `uniform` hashes; the position is the one the drawn token will
+    take. A row is greedy when its temperature is 0, its top_k is 1, or both filters are 0. Tokens
+    that tie with the last one a filter keeps are kept too. Only rows that draw pay for filters.
+    """
+    tokens = greedy(logits)
+    is_greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
+    rows = (~is_greedy & (tokens >= 0)).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return tokens
+    # The distance from the best token, so that a tiny temperature cannot overflow to +inf.
+    scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) / temperature[rows, None]
+    kept = _keep_top_k(scaled, top_k[rows])
+    kept = _keep_top_p(kept, top_p[rows])
+    tokens[rows] = _draw(kept, uniform(seeds[rows], positions[rows]))
+    return tokens
+
+
+def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    rows = (top_k > 0).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return logits
+    limits = top_k[rows].clamp(max=logits.shape[1]).to(torch.int64)
+    best = torch.topk(logits[rows], int(limits.max())).values  # [rows, largest k], descending
+    threshold = best.gather(1, limits[:, None] - 1)
+    kept = logits[rows].masked_fill(logits[rows] < threshold, -torch.inf)
+    return logits.index_copy(0, rows, kept)
+
+
+def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
+    rows = ((top_p > 0) & (top_p < 1)).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return logits
+    candidates = logits[rows]
+    ordered = candidates.sort(dim=-1, descending=True).values
+    probabilities = ordered.softmax(dim=-1, dtype=torch.float64)
+    mass_above = probabilities.cumsum(dim=-1) - probabilities
+    # The smallest set with at least that mass: a token stays while those above it have less.
+    num_kept = (mass_above < top_p[rows, None].to(torch.float64)).sum(dim=-1, keepdim=True)
+    threshold = ordered.gather(1, num_kept.clamp(min=1) - 1)
+    return logits.index_copy(0, rows, candidates.masked_fill(candidates < threshold, -torch.inf))
+
+
+def _draw(logits: Tensor, noise: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds ``noise`` [N] in [0, 1)."""
+    cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    wanted = noise.to(torch.float64)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, wanted, right=True).squeeze(1)
+
+
+def _mix(value: Tensor) -> Tensor:
+    value = (value ^ _shift_right(value, 30)) * _MIX_1
+    value = (value ^ _shift_right(value, 27)) * _MIX_2
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: Tensor, count: int) -> Tensor:
+    """Logical shift of int64, whose own ``>>`` drags the sign along."""
+    return (value >> count) & ((1 << (64 - count)) - 1)
