@@ -228,7 +228,7 @@ RENAMED_INPUTS: dict[str, str] = {
 }
 """Another name of an input -> the name used inside. Sending both is an error."""
 
-CONTROL_INPUTS: frozenset[str] = frozenset({"stop", "streaming", "stats", "text_input"})
+CONTROL_INPUTS: frozenset[str] = frozenset({"stop", "stream", "streaming", "stats", "text_input"})
 """Consumed by the Triton model; not tensors of an `InferenceRequest`."""
 
 

@@ -1,0 +1,329 @@
+"""`GptManager`: one worker thread that turns requests into tokens through four callbacks.
+
+The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager.md` and
+`cpp/include/tensorrt_llm/batch_manager/GptManager.h`); names are its names in Python's spelling.
+
+Order of one iteration, and what each part may do:
+
+1. *get* new requests, at most as many as there is room for;
+2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
+3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold;
+4. *send* what was produced: only now, so that a final response finds everything free already;
+5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
+6. *return statistics*, unless nothing was active.
+
+A failing step ends the requests of that step with an error; a failing callback is logged. Neither
+stops the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.inference_request import (
+    GetInferenceRequestsCallback,
+    InferenceRequest,
+    NamedTensor,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
+from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
+from inflight_backend.iteration_stats import IterationStats
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.request_validation import validate
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    FinishReason,
+    LlmRequest,
+    ScheduledBatch,
+    TrtGptModelType,
+)
+
+_logger = logging.getLogger(__name__)
+
+_IDLE_POLL_SECONDS = 0.005  # how long an idle loop waits before it asks for requests again
+_NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers
+_NO_BATCH = ScheduledBatch(iteration=0)
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Response:
+    """One call of the send-response callback, held back until the end of the iteration."""
+
+    request: LlmRequest
+    is_final: bool
+    error: str = ""
+
+
+class GptManager:
+    """Owns the loop, the requests in flight and their KV blocks; see the module's docstring.
+
+    ``model`` is a Hugging Face checkpoint folder (or an engine that is loaded already). The
+    callbacks run on the worker thread, which starts at once. Use it as a context manager or call
+    `shutdown`.
+
+    An id that `get_inference_requests_cb` returns while it is in flight is logged and not
+    accepted: an error response would end the request that runs. ``terminate_req_id``: a request
+    with this id ends the loop once everything in flight has finished.
+
+    `ConfigurationError` or `CheckpointError` if a setting or the checkpoint cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | StepEngine,
+        model_type: TrtGptModelType,
+        max_beam_width: int,
+        scheduler_policy: CapacitySchedulerPolicy,
+        get_inference_requests_cb: GetInferenceRequestsCallback,
+        send_response_cb: SendResponseCallback,
+        poll_stop_signal_cb: PollStopSignalCallback | None = None,
+        return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
+        optional_params: TrtGptModelOptionalParams | None = None,
+        terminate_req_id: int | None = None,
+        exclude_input_in_output: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if model_type == TrtGptModelType.V1:
+            raise ConfigurationError("gpt_model_type V1 is not supported; use inflight batching")
+        if max_beam_width != 1:
+            raise ConfigurationError(f"max_beam_width is {max_beam_width}; only 1 is supported")
+        params = optional_params or TrtGptModelOptionalParams()
+        engine = (
+            load_engine(Path(model), params, on_progress)
+            if isinstance(model, str | Path)
+            else model
+        )
+        self._batcher = InflightBatcher(engine, scheduler_policy, params)
+        self.limits = replace(self._batcher.limits, exclude_input_in_output=exclude_input_in_output)
+        self.max_num_requests = params.max_batch_size
+        self._get_cb = get_inference_requests_cb
+        self._send_cb = send_response_cb
+        self._poll_cb = poll_stop_signal_cb
+        self._stats_cb = return_batch_manager_stats_cb
+        self._terminate_req_id = terminate_req_id
+        self._active: dict[int, LlmRequest] = {}
+        self._responses: list[_Response] = []
+        self._iteration = 0
+        self._batch = _NO_BATCH
+        self._num_paused = 0
+        self._failed_callbacks: set[str] = set()
+        self._stats = self._measure()
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> GptManager:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    @property
+    def stats_json(self) -> str:
+        """The statistics of the last iteration (or of none yet)."""
+        return self._stats.to_json()
+
+    @property
+    def engine(self) -> StepEngine:
+        """The engine that runs the plans."""
+        return self._batcher.engine
+
+    @property
+    def policy(self) -> CapacitySchedulerPolicy:
+        """The capacity policy in force."""
+        return self._batcher.policy
+
+    def get_num_active_requests(self) -> int:
+        """Requests accepted and not finished."""
+        return len(self._active)
+
+    def wake(self) -> None:
+        """Ask for requests and stop signals now instead of at the next poll; from any thread."""
+        self._wake.set()
+
+    def shutdown(self) -> None:
+        """End the loop once no request is active, and wait for that."""
+        self._is_closing = True
+        self._wake.set()
+        self.wait_until_terminate()
+
+    def wait_until_terminate(self) -> None:
+        """Wait until the loop has ended, by `shutdown` or by the request that says so."""
+        self._thread.join()
+
+    # The loop. Everything below runs on the worker thread only.
+
+    def _run(self) -> None:
+        while not (self._is_closing and not self._active):
+            if not self._is_closing:
+                self.fetch_new_requests()
+            was_active = bool(self._active)
+            self._step_guarded()
+            self.return_completed_requests()
+            self.poll_stop_signals()
+            if was_active:
+                self.return_batch_manager_stats()
+            if self._batch.is_empty:
+                self._wake.wait(_IDLE_POLL_SECONDS)
+                self._wake.clear()
+
+    def fetch_new_requests(self) -> None:
+        """Get and accept new requests; a bad one is answered with an error of its own."""
+        room = self.max_num_requests - len(self._active)
+        for request in self._call("get_inference_requests", [], self._get_cb, room):
+            if request.request_id == self._terminate_req_id:
+                self._is_closing = True
+            else:
+                self._accept(request)
+
+    def step(self) -> None:
+        """Schedule, execute, update; nothing when no request is active."""
+        active = list(self._active.values())
+        self._batch = self._batcher.schedule(active)
+        self._num_paused = self._batcher.num_paused
+        if self._batch.is_empty:
+            return
+        self._iteration += 1
+        try:
+            tokens = self._batcher.engine.execute(self._batch)
+            advanced = self._batcher.planner.update(self._batch, tokens)
+        except Exception:
+            _logger.exception("iteration %d failed", self._iteration)
+            for request in self._batcher.planner.discard(self._batch):
+                self._end(request, "the engine failed while it ran this request")
+            return
+        for request in advanced:
+            self._apply(request)
+
+    def return_completed_requests(self) -> None:
+        """Send everything this iteration produced; all state of finished requests is free."""
+        responses, self._responses = self._responses, []
+        for response in responses:
+            request = response.request
+            tensors = [] if response.error else _make_tensors(request, response.is_final)
+            args = (request.request_id, tensors, response.is_final, response.error)
+            self._call("send_response", None, self._send_cb, *args)
+
+    def poll_stop_signals(self) -> None:
+        """End the requests named by the stop callback; unknown ids are passed over."""
+        if self._poll_cb is None:
+            return
+        for request_id in self._call("poll_stop_signal", set(), self._poll_cb):
+            request = self._active.get(request_id)
+            if request is not None:
+                request.finish(FinishReason.CANCELLED)
+                self._end(request)
+        self.return_completed_requests()
+
+    def return_batch_manager_stats(self) -> None:
+        """Measure this iteration and hand the JSON to the statistics callback."""
+        self._stats = self._measure()
+        if self._stats_cb is not None:
+            self._call("return_batch_manager_stats", None, self._stats_cb, self._stats.to_json())
+
+    def _accept(self, request: InferenceRequest) -> None:
+        if request.request_id in self._active:
+            _logger.error("request id %d is in flight; not accepted again", request.request_id)
+            return
+        try:
+            llm_request = validate(request, self.limits)
+        except InvalidRequest as error:
+            args = (request.request_id, [], True, str(error))
+            self._call("send_response", None, self._send_cb, *args)
+            return
+        self._active[request.request_id] = llm_request
+
+    def _apply(self, request: LlmRequest) -> None:
+        """What one new token means for its request: a response, or the end."""
+        if request.tokens[-1] == _NON_FINITE:
+            self._end(request, "the model's logits are not finite numbers")
+        elif request.is_finished:
+            self._end(request)
+        elif request.is_streaming:
+            self._responses.append(_Response(request, is_final=False))
+
+    def _end(self, request: LlmRequest, error: str = "") -> None:
+        """The one way out: release everything, then queue the one final response."""
+        self._batcher.planner.release(request)
+        if self._active.pop(request.request_id, None) is not None:
+            self._responses.append(_Response(request, is_final=True, error=error))
+
+    def _step_guarded(self) -> None:
+        """A step that cannot take the loop down: what escapes it ends the active requests."""
+        try:
+            self.step()
+        except Exception:
+            _logger.exception("the batch manager failed in iteration %d", self._iteration)
+            for request in list(self._active.values()):
+                self._end(request, "the batch manager failed while it held this request")
+
+    def _measure(self) -> IterationStats:
+        blocks = self._batcher.block_manager
+        num_context = len(self._batch.context_chunks)
+        num_generation = len(self._batch.generation_slots)
+        return IterationStats(
+            iteration=self._iteration,
+            num_active_requests=len(self._active),
+            max_num_requests=self.max_num_requests,
+            num_scheduled_requests=num_context + num_generation,
+            num_context_requests=num_context,
+            num_generation_requests=num_generation,
+            num_paused_requests=self._num_paused,
+            num_context_tokens=self._batch.num_context_tokens,
+            max_num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            tokens_per_block=blocks.tokens_per_block,
+            memory=self._batcher.engine.memory_usage(),
+        )
+
+    def _call(
+        self, name: str, default: _Result, callback: Callable[..., _Result | None], *args: object
+    ) -> _Result:
+        """Call a callback that may fail: logged once per callback, and ``default`` instead."""
+        try:
+            result = callback(*args)
+        except Exception:
+            if name not in self._failed_callbacks:
+                self._failed_callbacks.add(name)
+                _logger.exception("the %s callback failed (said once)", name)
+            return default
+        return default if result is None else result
+
+
+def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
+    """What a response carries: new tokens when streaming, else prompt (if wanted) and answer.
+
+    The token that ended the request is not part of the answer (as in TensorRT-LLM, whose sequence
+    length counts only tokens to be output).
+    """
+    start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
+    if request.is_streaming:
+        start = request.orig_prompt_len + request.num_sent_tokens
+    end = request.num_tokens
+    if is_final and request.finish_reason == FinishReason.END_ID:
+        end -= 1
+    ids = request.tokens[start:end]
+    request.num_sent_tokens += len(ids)
+    return [
+        NamedTensor("output_ids", np.array([[ids]], dtype=np.int32)),
+        NamedTensor("sequence_length", np.array([[len(ids)]], dtype=np.int32)),
+    ]

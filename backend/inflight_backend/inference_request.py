@@ -1,0 +1,120 @@
+"""What crosses the callbacks of `GptManager`: requests and responses as named tensors.
+
+Names, types and shapes are those of TensorRT-LLM's batch manager
+(`docs/source/batch_manager.md`, `cpp/include/tensorrt_llm/batch_manager/inferenceRequest.h`);
+the table behind them is `inflight_client.protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+from inflight_client import protocol
+
+if TYPE_CHECKING:
+    from inflight_scheduler import LlmRequest
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor with its name, the currency of the send-response callback."""
+
+    name: str
+    tensor: Array
+
+
+class InferenceRequest:
+    """A request as the get-inference-requests callback returns it: an id and named tensors.
+
+    ``request_id`` is an unsigned 64-bit number, unique among the requests in flight. Tensors carry
+    the leading batch dimension of 1. `set_tensor` refuses an unknown name and None; `get_tensor`
+    refuses a tensor that was not set.
+    """
+
+    __slots__ = ("_sent_names", "_tensors", "is_streaming", "llm_request", "request_id")
+
+    def __init__(
+        self,
+        request_id: int,
+        tensors: Mapping[str, Array] | None = None,
+        *,
+        is_streaming: bool = False,
+    ) -> None:
+        if not 0 <= request_id < 2**64:
+            raise InvalidRequest(f"request id {request_id} is not an unsigned 64-bit number")
+        self.request_id = request_id
+        self.is_streaming = is_streaming
+        self.llm_request: LlmRequest | None = None  # set by validation, so that it runs once
+        self._tensors: dict[str, Array] = {}
+        self._sent_names: dict[str, str] = {}
+        for name, tensor in (tensors or {}).items():
+            self.set_tensor(name, tensor)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        request_id: int,
+        input_ids: Sequence[int],
+        request_output_len: int,
+        *,
+        is_streaming: bool = False,
+        **values: object,
+    ) -> InferenceRequest:
+        """Build a request from plain values, for example ``temperature=0.7``."""
+        plain = {"input_ids": input_ids, "request_output_len": request_output_len, **values}
+        return cls(request_id, protocol.make_inputs(plain), is_streaming=is_streaming)
+
+    @property
+    def tensors(self) -> Mapping[str, Array]:
+        """The tensors by name; read-only."""
+        return self._tensors
+
+    def set_tensor(self, name: str, tensor: Array) -> None:
+        """Set one tensor; renamed inputs are stored under the name used inside."""
+        if name not in protocol.INPUT_BY_NAME or name in protocol.CONTROL_INPUTS:
+            raise InvalidRequest(f"invalid tensor name '{name}'")
+        if tensor is None:
+            raise InvalidRequest(f"tensor '{name}' is None")
+        inner_name = protocol.RENAMED_INPUTS.get(name, name)
+        if inner_name in self._tensors:
+            raise InvalidRequest(f"'{inner_name}' is given twice (also as '{name}')")
+        self._tensors[inner_name] = np.asarray(tensor)
+        self._sent_names[inner_name] = name
+
+    def get_tensor(self, name: str) -> Array:
+        """The tensor called ``name``; an error if it was not set."""
+        if name not in protocol.INPUT_BY_NAME:
+            raise InvalidRequest(f"invalid tensor name '{name}'")
+        try:
+            return self._tensors[protocol.RENAMED_INPUTS.get(name, name)]
+        except KeyError:
+            raise InvalidRequest(f"undefined tensor '{name}'") from None
+
+    def sent_name(self, name: str) -> str:
+        """The name under which the caller sent a tensor, for messages."""
+        return self._sent_names.get(name, name)
+
+    def has_tensor(self, name: str) -> bool:
+        """True if the tensor was set."""
+        return protocol.RENAMED_INPUTS.get(name, name) in self._tensors
+
+
+GetInferenceRequestsCallback = Callable[[int], Sequence[InferenceRequest]]
+"""(how many more requests can be accepted; negative = unbounded) -> new requests."""
+
+SendResponseCallback = Callable[[int, Sequence[NamedTensor], bool, str], None]
+"""(request id, tensors, is final, error message). A non-empty message implies final."""
+
+PollStopSignalCallback = Callable[[], "set[int]"]
+"""() -> ids of the requests to stop. Naming an id again, or one not in flight, is harmless."""
+
+ReturnBatchManagerStatsCallback = Callable[[str], None]
+"""(statistics of one iteration as JSON) -> None. Not called while nothing is active."""

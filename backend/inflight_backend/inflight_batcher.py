@@ -1,0 +1,168 @@
+"""One engine with its scheduler, blocks and slots: everything a step needs, wired together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.request_validation import RequestLimits
+from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
+from inflight_scheduler import (
+    BatchPlanner,
+    BlockManager,
+    CapacitySchedulerPolicy,
+    LlmRequest,
+    RequestScheduler,
+    ScheduledBatch,
+    check_decision,
+    make_scheduler,
+    refusal_reason,
+)
+
+if TYPE_CHECKING:
+    from inflight_backend.engine import Engine
+
+
+class StepEngine(Protocol):
+    """What the batch manager needs of an engine; `inflight_backend.engine.Engine` is one."""
+
+    @property
+    def device_name(self) -> str:
+        """Where it runs, for people."""
+
+    @property
+    def dtype_name(self) -> str:
+        """Type of weights and KV, for people."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the pool."""
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of one block."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Prompt plus new tokens of a request, at most."""
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of one plan, at most."""
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """Run a plan; one token per last context chunk, then one per generation slot."""
+
+    def memory_usage(self) -> MemoryUsage:
+        """Bytes in use now; cheap enough for every iteration."""
+
+
+def load_engine(
+    checkpoint: Path,
+    params: TrtGptModelOptionalParams,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Load a checkpoint; ``on_progress`` gets bytes loaded and bytes in all."""
+    from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
+
+    kv_cache = params.kv_cache_config
+    config = EngineConfig(
+        device=params.device,
+        dtype=params.dtype,
+        max_batch_size=params.max_batch_size,
+        max_num_tokens=params.max_num_tokens,
+        max_seq_len=params.max_seq_len,
+        tokens_per_block=kv_cache.tokens_per_block,
+        max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
+        kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
+    )
+    return Engine.load(checkpoint, config, on_progress)
+
+
+class InflightBatcher:
+    """Decides and plans the steps of one engine. Its parts are public: they own their resource."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        policy: CapacitySchedulerPolicy,
+        params: TrtGptModelOptionalParams,
+    ) -> None:
+        self.engine = engine
+        self.policy = policy
+        self.num_paused = 0
+        self.block_manager = BlockManager(engine.num_blocks, engine.tokens_per_block)
+        self.planner = BatchPlanner(self.block_manager, params.max_batch_size)
+        self._max_batch_size = params.max_batch_size
+        self._scheduler = self._make_scheduler(params)
+        self.limits = self._make_limits(params)
+
+    def schedule(self, active_requests: Sequence[LlmRequest]) -> ScheduledBatch:
+        """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
+        if not active_requests:
+            self.num_paused = 0
+            return self.planner.plan((), ())
+        context, generation, paused = self._scheduler.schedule_request(active_requests, ())
+        self.num_paused = len(paused)
+        return self.planner.plan(context, generation, paused)
+
+    def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
+        default = make_scheduler(
+            self.policy,
+            self.block_manager,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
+        if params.scheduler_class is None:
+            return default
+        scheduler_class = find_scheduler_class(params.scheduler_class)
+        try:
+            scheduler = scheduler_class(
+                self.block_manager, self._max_batch_size, self.engine.max_num_tokens
+            )
+        except Exception as error:
+            raise ConfigurationError(
+                f"scheduler_class = '{params.scheduler_class}' cannot be made: {error}"
+            ) from error
+        return GuardedScheduler(scheduler, default, self._check)
+
+    def _check(
+        self, decision: object, active: Sequence[LlmRequest], inflight_ids: Collection[int]
+    ) -> Decision:
+        return check_decision(
+            decision,
+            active,
+            inflight_ids,
+            block_manager=self.block_manager,
+            num_free_slots=self.planner.num_free_slots,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
+
+    def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:
+        longest_prompt = self.engine.max_seq_len - 1
+        may_pause = (
+            params.scheduler_class is not None
+            or self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION
+        )
+        return RequestLimits(
+            vocab_size=self.engine.vocab_size,
+            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
+            max_seq_len=self.engine.max_seq_len,
+            exclude_input_in_output=False,
+            refusal_reason=partial(
+                refusal_reason,
+                block_manager=self.block_manager,
+                max_num_tokens=self.engine.max_num_tokens,
+                may_pause=may_pause,
+            ),
+        )

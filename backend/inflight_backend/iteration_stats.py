@@ -1,0 +1,65 @@
+"""The statistics of one iteration under the names of TensorRT-LLM's batch manager.
+
+Keys and meaning: `docs/source/batch_manager.md` (in-flight batching), plus those its Triton backend
+reads for its metrics. One flat JSON object per iteration, keys in alphabetical order.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUsage:
+    """Bytes: resident memory of this process, GPU memory held by it, and pinned host memory."""
+
+    cpu: int = 0
+    gpu: int = 0
+    pinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IterationStats:
+    """Counts at the end of one iteration."""
+
+    iteration: int
+    num_active_requests: int
+    max_num_requests: int
+    num_scheduled_requests: int
+    num_context_requests: int
+    num_generation_requests: int
+    num_paused_requests: int
+    num_context_tokens: int
+    max_num_blocks: int
+    num_free_blocks: int
+    tokens_per_block: int
+    memory: MemoryUsage
+
+    def to_json(self) -> str:
+        """The flat object that `ReturnBatchManagerStatsCallback` receives."""
+        num_used = self.max_num_blocks - self.num_free_blocks
+        return json.dumps(
+            {
+                "Active Request Count": self.num_active_requests,
+                "Context Requests": self.num_context_requests,
+                "Fraction used KV cache blocks": num_used / max(self.max_num_blocks, 1),
+                "Free KV cache blocks": self.num_free_blocks,
+                "Generation Requests": self.num_generation_requests,
+                "Iteration Counter": self.iteration,
+                "Max KV cache blocks": self.max_num_blocks,
+                "Max Request Count": self.max_num_requests,
+                "MicroBatch ID": 0,
+                "Paused Requests": self.num_paused_requests,
+                "Runtime CPU Memory Usage": self.memory.cpu,
+                "Runtime GPU Memory Usage": self.memory.gpu,
+                "Runtime Pinned Memory Usage": self.memory.pinned,
+                "Scheduled Requests": self.num_scheduled_requests,
+                "Timestamp": datetime.now().strftime("%m-%d-%Y %H:%M:%S"),
+                "Tokens per KV cache block": self.tokens_per_block,
+                "Total Context Tokens": self.num_context_tokens,
+                "Used KV cache blocks": num_used,
+                "Waiting Requests": self.num_active_requests - self.num_scheduled_requests,
+            }
+        )

@@ -1,0 +1,146 @@
+"""Text in, text out: the checkpoint's own tokenizer, and pieces of text as tokens arrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from inflight_backend.errors import CheckpointError, InvalidRequest
+
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_MAX_WITHHELD_TOKENS = 8  # a character has at most 4 bytes, and a token at least one
+_CONTEXT_TOKENS = 6  # tokens of the prompt a decoder looks at before the first new one
+_MAX_BYTES_PER_TOKEN = 128
+
+
+class TextCodec:
+    """A tokenizer with the few facts the server needs. Thread-safe (tokenizers are)."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"tokenizer.json is missing in the folder '{folder.name}'")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for a bad file
+            raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
+        self.end_id = self._find_end_id(folder)
+
+    @classmethod
+    def load(cls, checkpoint: Path, tokenizer_dir: str | None) -> TextCodec | None:
+        """The tokenizer of ``tokenizer_dir``, else the checkpoint's; None if it ships none."""
+        if tokenizer_dir:
+            return cls(Path(tokenizer_dir))
+        return cls(checkpoint) if (checkpoint / "tokenizer.json").is_file() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id the tokenizer can produce."""
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(vocab.values(), default=-1) + 1
+
+    def check_fits(self, num_rows: int) -> None:
+        """`CheckpointError` if the tokenizer can produce ids the model has no embedding for."""
+        if self.vocab_size > num_rows:
+            raise CheckpointError(
+                f"the tokenizer has {self.vocab_size} tokens, the model's embedding "
+                f"only {num_rows} rows: they do not belong together"
+            )
+
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of a prompt, special tokens added as the checkpoint has it.
+
+        Raises `InvalidRequest` for a text so long that it cannot fit ``max_tokens``.
+        """
+        if len(text) > max_tokens * _MAX_BYTES_PER_TOKEN:
+            raise InvalidRequest(
+                f"'text_input' has {len(text)} characters, "
+                f"more than can fit max_input_len = {max_tokens} tokens"
+            )
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of some tokens, special tokens left out."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _find_end_id(self, folder: Path) -> int:
+        """The id of ``eos_token`` in tokenizer_config.json, else ``eos_token_id`` of the model."""
+        token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            end_id = self._tokenizer.token_to_id(token)
+            if end_id is not None:
+                return int(end_id)
+        for name in ("generation_config.json", "config.json"):
+            value = _read_json(folder / name).get("eos_token_id")
+            if isinstance(value, list) and value:
+                value = value[0]
+            if isinstance(value, int):
+                return value
+        return -1
+
+
+class IncrementalDetokenizer:
+    """Turns a growing list of tokens into pieces of text whose sum is the text of the answer.
+
+    A token by itself has no text: it may be part of a character, or its leading space may depend
+    on what stands before it. So a window of tokens is decoded twice, without and with the new ones,
+    and the difference is emitted once it ends in a whole character. The window starts with the last
+    tokens of the prompt, which are never emitted.
+    """
+
+    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int]) -> None:
+        self._codec = codec
+        self._window = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._num_emitted = len(self._window)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that became certain, possibly none."""
+        pieces = []
+        for token in ids:
+            self._window.append(token)
+            pieces.append(self._take(is_final=False))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What is left at the end; half a character is left out."""
+        return self._take(is_final=True)
+
+    def _take(self, *, is_final: bool) -> str:
+        num_new = len(self._window) - self._num_emitted
+        if num_new == 0:
+            return ""
+        before = self._codec.decode(self._window[: self._num_emitted])
+        after = self._codec.decode(self._window)
+        piece = after[len(before) :] if after.startswith(before) else _after_half(before, after)
+        if piece.endswith(_REPLACEMENT):
+            if is_final:
+                piece = piece.rstrip(_REPLACEMENT)
+            elif num_new < _MAX_WITHHELD_TOKENS:
+                return ""
+        if piece:
+            del self._window[: self._num_emitted]
+            self._num_emitted = len(self._window)
+        return piece
+
+
+def _after_half(before: str, after: str) -> str:
+    """The new part when the new tokens completed a character that the old ones had begun."""
+    whole = before.rstrip(_REPLACEMENT)
+    return after[len(whole) :] if after.startswith(whole) else ""
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+    return content if isinstance(content, dict) else {}

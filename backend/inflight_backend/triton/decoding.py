@@ -1,0 +1,127 @@
+"""From the tensors of a Triton request to an `InferenceRequest`, and what the client wants back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton.stream import ResponseStream, TokenStream
+from inflight_client import protocol
+
+Array = npt.NDArray[Any]
+
+_ALL_OUTPUTS = frozenset(protocol.names(protocol.OUTPUTS))
+_TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
+_TEXT_OUTPUTS = frozenset({"text_output"})
+
+
+def read_inputs(triton_request: Any) -> dict[str, Array]:
+    """Every tensor of the request by name, as numpy."""
+    return {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
+
+
+def read_flag(inputs: Mapping[str, Array], name: str) -> bool | None:
+    """A boolean control input; None when it was not sent."""
+    tensor = inputs.get(name)
+    if tensor is None:
+        return None
+    if tensor.size != 1:
+        raise InvalidRequest(f"'{name}' must hold one value, got {tensor.size}")
+    return bool(tensor.reshape(-1)[0])
+
+
+def is_streaming(inputs: Mapping[str, Array]) -> bool | None:
+    """``streaming``, or ``stream`` as text clients call it; None when neither was sent."""
+    token_flag, text_flag = read_flag(inputs, "streaming"), read_flag(inputs, "stream")
+    if token_flag is not None and text_flag is not None:
+        raise InvalidRequest("'streaming' is given twice (also as 'stream')")
+    return text_flag if token_flag is None else token_flag
+
+
+def read_text(inputs: Mapping[str, Array]) -> str | None:
+    """``text_input`` as a string; None when it was not sent."""
+    tensor = inputs.get("text_input")
+    if tensor is None:
+        return None
+    if "input_ids" in inputs:
+        raise InvalidRequest("'text_input' and 'input_ids' are both given; send one of them")
+    if tensor.size != 1:
+        raise InvalidRequest(f"'text_input' must hold one string, got {tensor.size}")
+    value = tensor.reshape(-1)[0]
+    try:
+        text = value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        raise InvalidRequest("'text_input' is not valid UTF-8") from None
+    if not text:
+        raise InvalidRequest("'text_input' is empty: a prompt needs at least one token")
+    return text
+
+
+def make_request(
+    number: int, inputs: Mapping[str, Array], codec: TextCodec | None, max_input_len: int
+) -> InferenceRequest:
+    """The request for the batch manager; a text prompt is encoded here."""
+    request = InferenceRequest(number, is_streaming=bool(is_streaming(inputs)))
+    text = read_text(inputs)
+    for name, tensor in inputs.items():
+        if name not in protocol.CONTROL_INPUTS:
+            request.set_tensor(name, tensor)
+    if text is not None:
+        if codec is None:
+            raise InvalidRequest("'text_input' needs a tokenizer, and the checkpoint has none")
+        ids = codec.encode(text, max_input_len)
+        request.set_tensor("input_ids", np.array([ids], dtype=np.int32))
+        if not request.has_tensor("end_id") and codec.end_id >= 0:
+            request.set_tensor("end_id", np.array([codec.end_id], dtype=np.int32))
+    return request
+
+
+def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:
+    """The tensors to send. A client that names none gets those of the kind of its prompt.
+
+    A token prompt needs ``output_ids`` or ``text_output``; the peer's rule that ``output_ids`` and
+    ``sequence_length`` come together holds for clients that name one of them.
+    """
+    if not requested or requested == _ALL_OUTPUTS:
+        return _TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS
+    chosen = requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS)
+    if not chosen:
+        raise InvalidRequest(
+            "none of the requested outputs can be sent; request 'output_ids' with "
+            "'sequence_length', or 'text_output'"
+        )
+    return chosen
+
+
+def make_token_stream(
+    stream: ResponseStream,
+    request: InferenceRequest,
+    inputs: Mapping[str, Array],
+    requested: frozenset[str],
+    codec: TextCodec | None,
+) -> TokenStream:
+    """The way back for a validated request (`request.llm_request` is set)."""
+    llm_request = request.llm_request
+    assert llm_request is not None, "validate the request first"
+    text = read_text(inputs)
+    outputs = choose_outputs(requested, is_text=text is not None)
+    if "text_output" not in outputs:
+        return TokenStream(stream, outputs)
+    if codec is None:
+        raise InvalidRequest("'text_output' needs a tokenizer, and the checkpoint has none")
+    # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
+    includes_prompt = not request.is_streaming and not llm_request.exclude_input_in_output
+    prompt_text = codec.decode(llm_request.tokens) if text is None else text
+    return TokenStream(
+        stream,
+        outputs,
+        IncrementalDetokenizer(codec, llm_request.tokens),
+        text_prefix=prompt_text if includes_prompt else "",
+        num_prompt_ids=llm_request.prompt_len if includes_prompt else 0,
+    )

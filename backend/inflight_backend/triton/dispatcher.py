@@ -1,0 +1,160 @@
+"""The thread on which responses leave, so that the generation loop never waits for the server.
+
+A send is a round trip of about 100 us however many tokens it carries (measured on Triton 24.10), so
+the dispatcher takes *everything* that has piled up and sends one response per request: with few
+streams that is one token each, under load consecutive tokens of a request travel together. The
+first token leaves at once in both cases.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inflight_backend.inference_request import NamedTensor
+from inflight_backend.triton.stream import ResponseStream, TokenStream
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What one request has to say in one round: tokens, and perhaps its end."""
+
+    ids: list[int] = field(default_factory=list)
+    is_final: bool = False
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stats:
+    text: str
+
+
+_Item = tuple[int, Sequence[NamedTensor], bool, str]
+
+
+class ResponseDispatcher:
+    """Sends what the callbacks of `GptManager` hand over; its own thread, in order per request."""
+
+    def __init__(self, stop_request: Callable[[int], None]) -> None:
+        """``stop_request``: called with the id of a request whose answers can no longer be sent."""
+        self._stop_request = stop_request
+        self._queue: queue.SimpleQueue[_Item | _Stats | None] = queue.SimpleQueue()
+        self._streams: dict[int, TokenStream] = {}
+        self._subscribers: list[ResponseStream] = []
+        self._subscribers_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
+        self._thread.start()
+
+    def open(self, request_id: int, stream: TokenStream) -> None:
+        """Make a request known; call it before the request can produce anything."""
+        self._streams[request_id] = stream
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request that was opened but never accepted."""
+        self._streams.pop(request_id, None)
+
+    def send_response(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        """The send-response callback: returns at once."""
+        self._queue.put((request_id, tensors, is_final, error))
+
+    def return_stats(self, text: str) -> None:
+        """The statistics callback: feeds everyone who subscribed."""
+        if self._subscribers:
+            self._queue.put(_Stats(text))
+
+    def subscribe(self, stream: ResponseStream) -> None:
+        """Send every statistics JSON from now on to ``stream``, until `unsubscribe`."""
+        with self._subscribers_lock:
+            self._subscribers.append(stream)
+
+    def unsubscribe(self, stream: ResponseStream) -> None:
+        """End the feed of ``stream`` with a final response."""
+        with self._subscribers_lock:
+            if stream in self._subscribers:
+                self._subscribers.remove(stream)
+        stream.send({}, is_final=True)
+
+    def close(self) -> None:
+        """Send everything handed over so far, end the feeds, and stop the thread."""
+        self._queue.put(None)
+        self._thread.join()
+        for stream in list(self._subscribers):
+            self.unsubscribe(stream)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            is_open = self._send_round(self._take_all())
+
+    def _take_all(self) -> list[_Item | _Stats | None]:
+        """Everything in the queue, waiting for the first."""
+        items = [self._queue.get()]
+        while True:
+            try:
+                items.append(self._queue.get_nowait())
+            except queue.Empty:
+                return items
+
+    def _send_round(self, items: Sequence[_Item | _Stats | None]) -> bool:
+        """Merge per request and send; False when the end of the queue was among the items."""
+        pieces: dict[int, _Piece] = {}
+        stats: list[str] = []
+        is_open = True
+        for item in items:
+            if item is None:
+                is_open = False
+            elif isinstance(item, _Stats):
+                stats.append(item.text)
+            else:
+                _merge(pieces, item)
+        for request_id, piece in pieces.items():
+            self._send_piece(request_id, piece)
+        if stats:
+            self._send_stats(stats)
+        return is_open
+
+    def _send_piece(self, request_id: int, piece: _Piece) -> None:
+        token_stream = self._streams.get(request_id)
+        if token_stream is None:
+            _logger.error("a response for the unknown request %d was dropped", request_id)
+            return
+        if piece.is_final:
+            del self._streams[request_id]
+        try:
+            if piece.ids or not piece.error:
+                token_stream.send(piece.ids, is_final=piece.is_final and not piece.error)
+            if piece.error:
+                token_stream.stream.send_error(piece.error)
+        except Exception:  # one client's stream may break, the others go on
+            _logger.exception("sending a response of request %d failed", request_id)
+            self._stop_request(request_id)
+            token_stream.stream.send_error("the response could not be built")
+
+    def _send_stats(self, stats: list[str]) -> None:
+        tensor = np.array([[text.encode() for text in stats]], dtype=np.object_)
+        with self._subscribers_lock:
+            subscribers = list(self._subscribers)
+        for stream in subscribers:
+            try:
+                stream.send({"stats": tensor}, is_final=False)
+            except Exception:
+                _logger.exception("sending statistics failed")
+
+
+def _merge(pieces: dict[int, _Piece], item: _Item) -> None:
+    request_id, tensors, is_final, error = item
+    piece = pieces.setdefault(request_id, _Piece())
+    for named in tensors:
+        if named.name == "output_ids":
+            piece.ids.extend(named.tensor.reshape(-1).tolist())
+    piece.is_final = is_final or bool(error)
+    piece.error = error

@@ -1,0 +1,169 @@
+"""Everything `execute` does with one Triton request: check it, queue it, or answer it at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
+from inflight_backend.request_validation import RequestLimits, validate
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
+from inflight_backend.triton.decoding import (
+    is_streaming,
+    make_request,
+    make_token_stream,
+    read_flag,
+    read_inputs,
+)
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+
+_logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+
+_ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
+    (InvalidRequest, "INVALID_ARG"),
+    (RequestInFlight, "ALREADY_EXISTS"),
+    (CapacityExceeded, "UNAVAILABLE"),
+)
+
+
+class Frontend:
+    """Accepts Triton requests and knows which are in flight. Never waits for the engine."""
+
+    def __init__(
+        self,
+        factory: ResponseFactory,
+        arrivals: ArrivalQueue,
+        dispatcher: ResponseDispatcher,
+        codec: TextCodec | None,
+    ) -> None:
+        self._factory = factory
+        self._arrivals = arrivals
+        self._dispatcher = dispatcher
+        self._codec = codec
+        self._ids = RequestIds()
+        self._live: dict[int, ResponseStream] = {}
+        self._feeds: list[ResponseStream] = []
+        self._lock = threading.Lock()
+        self._limits: RequestLimits | None = None
+        self._wake: Callable[[], None] = lambda: None
+        self._stats_json: Callable[[], str] = lambda: "{}"
+
+    def start(
+        self, limits: RequestLimits, wake: Callable[[], None], stats_json: Callable[[], str]
+    ) -> None:
+        """Connect to the batch manager: its limits, how to wake it, and its last statistics."""
+        self._limits, self._wake, self._stats_json = limits, wake, stats_json
+
+    @property
+    def num_live(self) -> int:
+        """Generation requests accepted and not ended."""
+        return len(self._live)
+
+    def accept(self, triton_request: Any) -> None:
+        """Take one request; it is answered here or later, but always exactly once to the end."""
+        stream = ResponseStream(triton_request.get_response_sender(), self._factory)
+        name = triton_request.request_id()
+        try:
+            inputs = read_inputs(triton_request)
+            if read_flag(inputs, "stop"):
+                self._stop_by_name(name, stream)
+            elif read_flag(inputs, "stats"):
+                self._send_stats(inputs, stream)
+            else:
+                requested = frozenset(triton_request.requested_output_names())
+                self._enqueue(name, inputs, requested, stream)
+        except Exception as error:  # whatever a request contains, it ends only itself
+            self._refuse(stream, error)
+
+    def stop(self, number: int) -> None:
+        """Stop a request in flight, waiting or running."""
+        if self._arrivals.stop(number):
+            self._dispatcher.send_response(number, (), True, "")
+        else:
+            self._wake()
+
+    def stop_all(self) -> None:
+        """Stop every request in flight and end every feed of statistics."""
+        for number in list(self._live):
+            self.stop(number)
+        for feed in list(self._feeds):
+            self._end_feed(feed)
+
+    def check_cancelled(self) -> None:
+        """Look once at every open stream and stop those whose client has gone."""
+        for number, stream in list(self._live.items()):
+            if stream.is_cancelled():
+                self.stop(number)
+        for feed in list(self._feeds):
+            if feed.is_cancelled():
+                self._end_feed(feed)
+
+    def _enqueue(
+        self,
+        name: str,
+        inputs: Mapping[str, Array],
+        requested: frozenset[str],
+        stream: ResponseStream,
+    ) -> None:
+        limits = self._limits
+        assert limits is not None, "start() comes before the first request"
+        number = self._ids.reserve(name)
+        try:
+            request = make_request(number, inputs, self._codec, limits.max_input_len)
+            validate(request, limits)
+            token_stream = make_token_stream(stream, request, inputs, requested, self._codec)
+            self._dispatcher.open(number, token_stream)
+            self._live[number] = stream
+            stream.on_final(lambda: self._forget(number, name))
+            self._arrivals.put(request)
+        except BaseException:
+            self._dispatcher.discard(number)
+            self._forget(number, name)
+            raise
+        self._wake()
+
+    def _forget(self, number: int, name: str) -> None:
+        self._live.pop(number, None)
+        if name:
+            self._ids.release(name)
+
+    def _stop_by_name(self, name: str, stream: ResponseStream) -> None:
+        """Acknowledge at once, also for an id that is not in flight (any more)."""
+        if not name:
+            raise InvalidRequest("a stop request needs the request id of the request to stop")
+        number = self._ids.find(name)
+        if number is not None:
+            self.stop(number)
+        else:
+            _logger.debug("stop for a request that is not in flight")
+        stream.send({}, is_final=True)
+
+    def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
+        """The last statistics at once, then one JSON per iteration unless streaming is off."""
+        is_feed = is_streaming(inputs) is not False
+        last = np.array([[self._stats_json().encode()]], dtype=np.object_)
+        stream.send({"stats": last}, is_final=not is_feed)
+        if is_feed:
+            self._feeds.append(stream)
+            self._dispatcher.subscribe(stream)
+
+    def _end_feed(self, feed: ResponseStream) -> None:
+        self._feeds.remove(feed)
+        self._dispatcher.unsubscribe(feed)
+
+    def _refuse(self, stream: ResponseStream, error: Exception) -> None:
+        for error_class, code in _ERROR_CODES:
+            if isinstance(error, error_class):
+                stream.send_error(str(error), code)
+                return
+        _logger.exception("a request could not be read", exc_info=error)
+        stream.send_error("the request could not be read")

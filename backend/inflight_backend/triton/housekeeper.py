@@ -1,0 +1,72 @@
+"""What must happen now and then beside the generation loop: one thread, no callback from Triton.
+
+Triton tells a Python model neither that a client has gone nor that the server is about to leave,
+so somebody has to look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Chore:
+    """Something to do every ``period`` seconds."""
+
+    run: Callable[[], None]
+    period: float
+    next_time: float = 0.0
+
+
+class Housekeeper:
+    """Runs chores on its own thread; one that raises is logged and tried again next time."""
+
+    def __init__(self, chores: Sequence[Chore]) -> None:
+        self._chores = chores
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="Housekeeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after the chore that runs now."""
+        self._is_closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            now = time.monotonic()
+            for chore in self._chores:
+                if chore.next_time <= now:
+                    chore.next_time = now + chore.period
+                    self._run_chore(chore)
+            wait = min(chore.next_time for chore in self._chores) - time.monotonic()
+            if self._is_closing.wait(max(wait, 0.0)):
+                return
+
+    def _run_chore(self, chore: Chore) -> None:
+        try:
+            chore.run()
+        except Exception:
+            _logger.exception("a housekeeping chore failed")
+
+
+def exit_with_parent() -> Callable[[], None]:
+    """A chore that ends this process when its parent is gone.
+
+    A model process outlives a server that was killed, keeps its memory and ignores SIGTERM;
+    Linux's parent-death signal cannot be used, since Triton forks from a thread that ends.
+    """
+    parent = os.getppid()
+
+    def check() -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return check

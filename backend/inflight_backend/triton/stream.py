@@ -1,0 +1,134 @@
+"""One Triton request on its way out: what to send, in which form, and that it ends exactly once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.text import IncrementalDetokenizer
+
+Array = npt.NDArray[Any]
+
+
+class TritonSender(Protocol):
+    """What we use of Triton's ``InferenceResponseSender``."""
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        """Send one response; ``flags`` = 1 marks the last one."""
+
+    def is_cancelled(self) -> bool:
+        """True once the client has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFactory:
+    """Builds Triton responses; the one place that needs ``pb_utils`` to do so."""
+
+    pb_utils: Any
+
+    @property
+    def final_flag(self) -> int:
+        """The flag that marks the last response of a request."""
+        return int(self.pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def tensors(self, tensors: dict[str, Array]) -> Any:
+        """A response that carries ``tensors``."""
+        return self.pb_utils.InferenceResponse(
+            output_tensors=[self.pb_utils.Tensor(name, value) for name, value in tensors.items()]
+        )
+
+    def error(self, message: str, code: str = "INTERNAL") -> Any:
+        """A response that carries an error; ``code`` names a constant of ``TritonError``."""
+        error_class = self.pb_utils.TritonError
+        return self.pb_utils.InferenceResponse(
+            output_tensors=[], error=error_class(message, getattr(error_class, code))
+        )
+
+
+class ResponseStream:
+    """Sends the responses of one Triton request, one at a time, and nothing after the last.
+
+    The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
+    send kills Triton 24.10, and so do two threads that send at once.
+    """
+
+    def __init__(self, sender: TritonSender, factory: ResponseFactory) -> None:
+        self._sender = sender
+        self._factory = factory
+        self._on_final: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def on_final(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called just before the final response leaves."""
+        self._on_final = callback
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the final response was sent."""
+        return self._is_closed
+
+    def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
+        """Send one response with ``tensors`` (none: only the news that this is the end)."""
+        self._send(self._factory.tensors(tensors), is_final)
+
+    def send_error(self, message: str, code: str = "INTERNAL") -> None:
+        """End the stream with an error."""
+        self._send(self._factory.error(message, code), True)
+
+    def is_cancelled(self) -> bool:
+        """True when the client has gone and the stream is still open."""
+        with self._lock:
+            return not self._is_closed and self._sender.is_cancelled()
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            if is_final:
+                self._is_closed = True
+                if self._on_final is not None:
+                    self._on_final()  # the id is free just before the last response leaves
+            self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
+
+
+@dataclass(slots=True)
+class TokenStream:
+    """Gives the tokens of one generation request the form its client asked for.
+
+    ``outputs`` are the names of the tensors to send. ``detokenizer`` is set when text is among
+    them; ``text_prefix`` is the prompt, for an answer that includes it. ``prefix_ids`` likewise.
+    """
+
+    stream: ResponseStream
+    outputs: frozenset[str]
+    detokenizer: IncrementalDetokenizer | None = None
+    text_prefix: str = ""
+    num_prompt_ids: int = 0
+
+    def send(self, ids: Sequence[int], *, is_final: bool) -> None:
+        """Send the tokens that are new since the last call, merged into one response."""
+        text = self._text(ids, is_final)
+        tensors: dict[str, Array] = {}
+        if "output_ids" in self.outputs:
+            tensors["output_ids"] = np.array([[ids]], dtype=np.int32)
+        if "sequence_length" in self.outputs:
+            tensors["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
+        if "text_output" in self.outputs:
+            if not text and not is_final and len(self.outputs) == 1:
+                return  # the token completes no character yet: nothing to say
+            tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
+        self.stream.send(tensors, is_final=is_final)
+
+    def _text(self, ids: Sequence[int], is_final: bool) -> str:
+        if self.detokenizer is None:
+            return ""
+        prefix, self.text_prefix = self.text_prefix, ""
+        skipped, self.num_prompt_ids = self.num_prompt_ids, 0
+        text = prefix + self.detokenizer.push(ids[skipped:])
+        return text + self.detokenizer.finish() if is_final else text

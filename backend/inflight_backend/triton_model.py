@@ -1,0 +1,157 @@
+"""`TritonPythonModel`: what Triton's Python backend loads, calls and unloads.
+
+Glue only. `execute` hands requests to the `Frontend` and returns at once; the loop runs on the
+worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`, and the
+`Housekeeper` looks for cancellation, draining and a dead parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight_backend.errors import ServingError
+from inflight_backend.gpt_manager import GptManager
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.parameters import ServerParameters, parse_parameters
+from inflight_backend.status import StatusWriter
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.frontend import Frontend
+from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
+from inflight_backend.triton.metrics import TritonMetrics
+from inflight_backend.triton.stream import ResponseFactory
+from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
+
+_logger = logging.getLogger(__name__)
+
+# With the default of 5 ms a sending thread waits that long for the interpreter lock whenever
+# Python code runs on another one: 200 responses a second. 0.5 ms costs nothing measurable.
+_SWITCH_INTERVAL_SECONDS = 0.0005
+_DRAIN_CHECK_SECONDS = 0.1
+_PARENT_CHECK_SECONDS = 0.5
+_STOP_ALL_WORD = "stop"
+
+_MODEL_TYPES = {
+    "v1": TrtGptModelType.V1,
+    "inflight_batching": TrtGptModelType.InflightBatching,
+    "inflight_fused_batching": TrtGptModelType.InflightFusedBatching,
+}
+
+
+class TritonPythonModel:
+    """The model ``tensorrt_llm``; see `inflight_client.protocol` for its tensors and parameters."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the checkpoint and start the threads; any failure fails the load with one line."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        config = json.loads(args["model_config"])
+        raw = {key: value["string_value"] for key, value in config["parameters"].items()}
+        status = StatusWriter(raw.get("status_file", ""))
+        try:
+            self._start(pb_utils, args, parse_parameters(raw), status)
+        except ServingError as error:
+            status.write("failed", error=str(error))
+            raise pb_utils.TritonModelException(str(error)) from None
+        except Exception as error:
+            status.write("failed", error=f"{type(error).__name__}: {error}")
+            raise
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take the requests; their responses leave through their response senders."""
+        for request in requests:
+            self._frontend.accept(request)
+
+    def finalize(self) -> None:
+        """Stop what still runs, and every thread, in the order in which they feed one another."""
+        self._housekeeper.close()
+        self._arrivals.drain()
+        self._frontend.stop_all()
+        self._manager.shutdown()
+        self._dispatcher.close()
+
+    def _start(
+        self,
+        pb_utils: Any,
+        args: dict[str, str],
+        parameters: ServerParameters,
+        status: StatusWriter,
+    ) -> None:
+        checkpoint = Path(parameters.gpt_model_path)
+        self._status = status
+        self._drain_file = Path(parameters.drain_file) if parameters.drain_file else None
+        self._is_draining = self._is_drained = False
+        codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
+        self._arrivals = ArrivalQueue(parameters.max_queue_size)
+        self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
+        self._frontend = Frontend(
+            ResponseFactory(pb_utils), self._arrivals, self._dispatcher, codec
+        )
+        self._manager = GptManager(
+            checkpoint,
+            _MODEL_TYPES[parameters.gpt_model_type.lower()],
+            parameters.max_beam_width,
+            CapacitySchedulerPolicy[parameters.batch_scheduler_policy.upper()],
+            self._arrivals.take,
+            self._dispatcher.send_response,
+            self._arrivals.poll_stop_signals,
+            self._dispatcher.return_stats,
+            TrtGptModelOptionalParams.from_parameters(parameters),
+            exclude_input_in_output=parameters.exclude_input_in_output,
+            on_progress=lambda done, total: status.write(
+                "loading", loaded_bytes=done, total_bytes=total
+            ),
+        )
+        if codec is not None:
+            codec.check_fits(self._manager.limits.vocab_size)
+        self._frontend.start(
+            self._manager.limits, self._manager.wake, lambda: self._manager.stats_json
+        )
+        metrics = TritonMetrics(pb_utils, args["model_name"], args["model_version"])
+        self._housekeeper = Housekeeper(
+            [
+                Chore(
+                    self._frontend.check_cancelled, parameters.cancellation_check_period_ms / 1000
+                ),
+                Chore(
+                    lambda: metrics.update(self._manager.stats_json),
+                    parameters.stats_check_period_ms / 1000,
+                ),
+                Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
+                Chore(exit_with_parent(), _PARENT_CHECK_SECONDS),
+            ]
+        )
+        engine = self._manager.engine
+        status.write(
+            "ready",
+            model=checkpoint.name,
+            policy=parameters.batch_scheduler_policy,
+            max_batch_size=parameters.max_batch_size,
+            max_seq_len=engine.max_seq_len,
+            num_blocks=engine.num_blocks,
+            tokens_per_block=engine.tokens_per_block,
+            device=engine.device_name,
+            dtype=engine.dtype_name,
+        )
+
+    def _check_drain(self) -> None:
+        """The launcher asks by a file: refuse new requests, say when nothing runs any more."""
+        if self._drain_file is None or not self._drain_file.exists():
+            return
+        if not self._is_draining:
+            self._is_draining = True
+            self._arrivals.drain()
+            self._status.write("draining")
+        if self._drain_file.read_text(encoding="utf-8").strip() == _STOP_ALL_WORD:
+            self._frontend.stop_all()
+        if self._frontend.num_live == 0 and not self._is_drained:
+            self._is_drained = True
+            self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
+            self._status.write("drained")

@@ -1,0 +1,67 @@
+"""A scheduler that the user brings: named in the configuration, and never trusted blindly."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from inflight_backend.errors import ConfigurationError
+from inflight_scheduler import InvalidDecision, LlmRequest, RequestScheduler
+
+_logger = logging.getLogger(__name__)
+
+Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
+
+
+def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
+    """The class ``package.module:ClassName``. It is trusted code: the operator names it.
+
+    It is called as ``ClassName(block_manager, max_batch_size, max_num_tokens)``.
+    """
+    module_name, _, class_name = name.partition(":")
+    if not module_name or not class_name:
+        raise ConfigurationError(
+            f"scheduler_class = '{name}' must have the form package.module:ClassName"
+        )
+    try:
+        scheduler_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"scheduler_class = '{name}': {error}") from None
+    if not isinstance(scheduler_class, type) or not issubclass(scheduler_class, RequestScheduler):
+        raise ConfigurationError(f"scheduler_class = '{name}' is not a RequestScheduler")
+    return scheduler_class
+
+
+class GuardedScheduler(RequestScheduler):
+    """Runs the user's scheduler and checks each decision; a refused one is made by the default."""
+
+    def __init__(
+        self,
+        scheduler: RequestScheduler,
+        default: RequestScheduler,
+        check: Callable[[object, Sequence[LlmRequest], Collection[int]], Decision],
+    ) -> None:
+        self._scheduler = scheduler
+        self._default = default
+        self._check = check
+        self._has_warned = False
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """The user's decision if it can be carried out, else the default scheduler's."""
+        try:
+            decision = self._scheduler.schedule_request(active_requests, inflight_request_ids)
+            return self._check(decision, active_requests, inflight_request_ids)
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _logger.warning(
+                    "the scheduler %s failed and the default takes over while it does (said "
+                    "once): %s",
+                    type(self._scheduler).__name__,
+                    error,
+                    exc_info=None if isinstance(error, InvalidDecision) else error,
+                )
+            return self._default.schedule_request(active_requests, inflight_request_ids)

@@ -1,0 +1,335 @@
+"""The callback contract of `GptManager`, rule by rule, with an engine that counts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fakes import CountingEngine
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.gpt_manager import GptManager
+from inflight_backend.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
+
+GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+WAIT = 10.0
+
+
+class Recorder:
+    """The four callbacks, with everything they were given."""
+
+    def __init__(self, requests: Sequence[InferenceRequest] = ()) -> None:
+        self.pending = list(requests)
+        self.rooms: list[int] = []
+        self.responses: dict[int, list[tuple[list[int], bool, str]]] = {}
+        self.events: list[str] = []
+        self.stops: set[int] = set()
+        self.stats: list[dict[str, Any]] = []
+        self.done = threading.Condition()
+        self.on_response: Callable[[int, bool], None] = lambda request_id, is_final: None
+
+    def get(self, room: int) -> list[InferenceRequest]:
+        self.rooms.append(room)
+        self.events.append("get")
+        room = max(room, 0)
+        new, self.pending = self.pending[:room], self.pending[room:]
+        return new
+
+    def send(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.events.append("send")
+        ids = [i for t in tensors if t.name == "output_ids" for i in t.tensor.reshape(-1).tolist()]
+        with self.done:
+            self.responses.setdefault(request_id, []).append((ids, is_final, error))
+            self.on_response(request_id, is_final)
+            self.done.notify_all()
+
+    def poll(self) -> set[int]:
+        self.events.append("poll")
+        return self.stops
+
+    def return_stats(self, text: str) -> None:
+        self.events.append("stats")
+        self.stats.append(json.loads(text))
+
+    def finals(self) -> set[int]:
+        return {i for i, sent in self.responses.items() if sent[-1][1]}
+
+    def wait_for_finals(self, *request_ids: int) -> None:
+        with self.done:
+            assert self.done.wait_for(lambda: self.finals() >= set(request_ids), WAIT)
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [token for ids, _, _ in self.responses[request_id] for token in ids]
+
+
+@contextmanager
+def running(
+    recorder: Recorder,
+    engine: CountingEngine | None = None,
+    policy: CapacitySchedulerPolicy = GUARANTEED,
+    **options: Any,
+) -> Iterator[GptManager]:
+    params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))
+    manager = GptManager(
+        engine or CountingEngine(),
+        TrtGptModelType.InflightFusedBatching,
+        1,
+        policy,
+        recorder.get,
+        recorder.send,
+        recorder.poll,
+        recorder.return_stats,
+        params,
+        **options,
+    )
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+
+
+def request(
+    request_id: int, prompt: Sequence[int], num_new: int, *, streaming: bool = True, **values: Any
+) -> InferenceRequest:
+    return InferenceRequest.from_tokens(
+        request_id, prompt, num_new, is_streaming=streaming, **values
+    )
+
+
+def test_streaming_sends_one_token_per_response_and_one_final() -> None:
+    recorder = Recorder([request(1, [5, 6], 3)])
+    with running(recorder):
+        recorder.wait_for_finals(1)
+    assert recorder.responses[1] == [([7], False, ""), ([8], False, ""), ([9], True, "")]
+
+
+@pytest.mark.parametrize(("exclude", "expected"), [(False, [5, 6, 7, 8]), (True, [7, 8])])
+def test_whole_answer_is_one_response(exclude: bool, expected: list[int]) -> None:
+    recorder = Recorder([request(1, [5, 6], 2, streaming=False)])
+    with running(recorder, exclude_input_in_output=exclude):
+        recorder.wait_for_finals(1)
+    assert recorder.responses[1] == [(expected, True, "")]
+
+
+def test_request_tensor_overrides_exclude_input_in_output() -> None:
+    recorder = Recorder([request(1, [5], 1, streaming=False, exclude_input_in_output=True)])
+    with running(recorder):
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == [6]
+
+
+def test_end_id_ends_the_request_and_is_not_part_of_the_answer() -> None:
+    recorder = Recorder([request(1, [5], 50, end_id=8)])
+    with running(recorder):
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == [6, 7]
+
+
+def test_get_is_asked_at_every_iteration_for_as_many_as_fit() -> None:
+    recorder = Recorder([request(i, [i], 20) for i in range(1, 6)])
+    with running(recorder, params=TrtGptModelOptionalParams(max_batch_size=2)):
+        recorder.wait_for_finals(*range(1, 6))
+    assert recorder.rooms[:2] == [2, 0]
+    assert min(recorder.rooms) == 0
+    assert all(recorder.tokens(i) == list(range(i + 1, i + 21)) for i in range(1, 6))
+
+
+def test_order_of_callbacks_within_an_iteration() -> None:
+    recorder = Recorder([request(1, [1], 2)])
+    with running(recorder):
+        recorder.wait_for_finals(1)
+    busy = recorder.events[: recorder.events.index("stats") + 1]
+    assert busy[-4:] == ["get", "send", "poll", "stats"]
+
+
+def test_everything_is_free_before_the_final_response() -> None:
+    recorder = Recorder()
+    seen: list[tuple[int, int]] = []
+    with running(recorder) as manager:
+
+        def look(request_id: int, is_final: bool) -> None:
+            if is_final:
+                blocks = manager._batcher.block_manager
+                seen.append((blocks.num_used_blocks, manager.get_num_active_requests()))
+
+        recorder.on_response = look
+        recorder.pending.append(request(1, [1, 2, 3], 9))
+        recorder.wait_for_finals(1)
+    assert seen == [(0, 0)]
+
+
+def test_stop_gives_an_ordinary_final_with_the_tokens_so_far() -> None:
+    recorder = Recorder([request(1, [1], 200), request(2, [50], 30)])
+
+    def stop_after_five(request_id: int, is_final: bool) -> None:
+        if request_id == 1 and len(recorder.tokens(1)) == 5:
+            recorder.stops = {1, 999}  # 999 was never seen; both are named in every poll
+
+    recorder.on_response = stop_after_five
+    with running(recorder):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(1) == [2, 3, 4, 5, 6]
+    assert recorder.responses[1][-1] == ([], True, "")
+    assert recorder.tokens(2) == list(range(51, 81))
+    assert 999 not in recorder.responses
+
+
+def test_an_id_in_flight_is_not_accepted_again_but_later_it_is() -> None:
+    recorder = Recorder([request(1, [1], 5), request(1, [100], 5)])
+    with running(recorder):
+        recorder.wait_for_finals(1)
+        assert recorder.tokens(1) == [2, 3, 4, 5, 6]
+        recorder.responses.clear()
+        recorder.pending.append(request(1, [100], 2))
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == [101, 102]
+
+
+def test_a_bad_request_gets_its_own_error_and_disturbs_nobody() -> None:
+    recorder = Recorder([request(1, [1], 5), request(2, [-4], 5), request(3, [7], 5)])
+    with running(recorder):
+        recorder.wait_for_finals(1, 2, 3)
+    assert recorder.responses[2] == [
+        ([], True, "'input_ids' holds -4, outside the vocabulary 0..999")
+    ]
+    assert recorder.tokens(1) == [2, 3, 4, 5, 6]
+    assert recorder.tokens(3) == [8, 9, 10, 11, 12]
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+    recorder = Recorder([request(1, [1] * 10, 30)])
+    with running(recorder, CountingEngine(num_blocks=4, tokens_per_block=4)):
+        recorder.wait_for_finals(1)
+    assert "KV blocks" in recorder.responses[1][0][2]
+
+
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+def test_all_count_without_a_gap_with_a_quarter_of_the_blocks(
+    policy: CapacitySchedulerPolicy,
+) -> None:
+    requests = [request(i, [i * 10, i * 10 + 1], 40) for i in range(1, 17)]
+    recorder = Recorder(requests)
+    engine = CountingEngine(num_blocks=44, tokens_per_block=4)  # 16 need 11 each
+    with running(recorder, engine, policy, params=TrtGptModelOptionalParams(max_batch_size=16)):
+        recorder.wait_for_finals(*range(1, 17))
+    for i in range(1, 17):
+        assert recorder.tokens(i) == list(range(i * 10 + 2, i * 10 + 42))
+        assert [final for _, final, _ in recorder.responses[i]].count(True) == 1
+    num_pauses = sum(stats["Paused Requests"] for stats in recorder.stats)
+    assert (num_pauses > 0) == (policy == MAX_UTILIZATION)
+    assert recorder.stats[-1]["Free KV cache blocks"] == 44
+
+
+def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> None:
+    recorder = Recorder([request(1, [1, 2, 3], 3)])
+    with running(recorder):
+        recorder.wait_for_finals(1)
+    assert sorted(recorder.stats[0]) == [
+        "Active Request Count",
+        "Context Requests",
+        "Fraction used KV cache blocks",
+        "Free KV cache blocks",
+        "Generation Requests",
+        "Iteration Counter",
+        "Max KV cache blocks",
+        "Max Request Count",
+        "MicroBatch ID",
+        "Paused Requests",
+        "Runtime CPU Memory Usage",
+        "Runtime GPU Memory Usage",
+        "Runtime Pinned Memory Usage",
+        "Scheduled Requests",
+        "Timestamp",
+        "Tokens per KV cache block",
+        "Total Context Tokens",
+        "Used KV cache blocks",
+        "Waiting Requests",
+    ]
+    first, last = recorder.stats[0], recorder.stats[-1]
+    assert (first["Context Requests"], first["Total Context Tokens"]) == (1, 3)
+    assert (first["Active Request Count"], last["Active Request Count"]) == (1, 0)
+    assert [stats["Iteration Counter"] for stats in recorder.stats] == [1, 2, 3]
+
+
+def test_a_failing_step_ends_only_its_requests() -> None:
+    def fail_once(batch: ScheduledBatch) -> None:
+        if batch.iteration == 3:
+            raise RuntimeError("secret detail")
+
+    recorder = Recorder([request(1, [1], 10)])
+    with running(recorder, CountingEngine(before_step=fail_once)) as manager:
+        recorder.wait_for_finals(1)
+        recorder.pending.append(request(2, [20], 3))
+        recorder.wait_for_finals(2)
+        assert manager._batcher.block_manager.num_used_blocks == 0
+    assert recorder.responses[1][-1] == ([], True, "the engine failed while it ran this request")
+    assert recorder.tokens(2) == [21, 22, 23]
+
+
+def test_logits_that_are_not_numbers_end_the_request_by_name() -> None:
+    class BrokenEngine(CountingEngine):
+        def execute(self, batch: ScheduledBatch) -> list[int]:
+            tokens = super().execute(batch)
+            return [-1 if token == 5 else token for token in tokens]
+
+    recorder = Recorder([request(1, [2], 10), request(2, [100], 10)])
+    with running(recorder, BrokenEngine()):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.responses[1][-1] == ([], True, "the model's logits are not finite numbers")
+    assert recorder.tokens(2) == list(range(101, 111))
+
+
+@pytest.mark.parametrize("name", ["get", "send", "poll", "return_stats"])
+def test_a_callback_that_raises_does_not_stop_the_loop(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder([request(1, [1], 3), request(2, [5], 3)])
+    real = getattr(recorder, name)
+    num_calls = 0
+
+    def fail_first(*args: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise RuntimeError("callback")
+        return real(*args)
+
+    monkeypatch.setattr(recorder, name, fail_first)
+    with running(recorder):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(2) == [6, 7, 8]
+
+
+def test_shutdown_drains() -> None:
+    recorder = Recorder([request(1, [1], 100)])
+    started = threading.Event()
+    recorder.on_response = lambda request_id, is_final: started.set()
+    with running(recorder):
+        assert started.wait(WAIT)
+    assert recorder.tokens(1) == list(range(2, 102))
+
+
+def test_the_terminate_request_ends_the_loop_after_the_others() -> None:
+    recorder = Recorder([request(1, [1], 20), request(77, [1], 1)])
+    with running(recorder, terminate_req_id=77) as manager:
+        manager.wait_until_terminate()
+    assert recorder.tokens(1) == list(range(2, 22))
+    assert 77 not in recorder.responses
+
+
+def test_unsupported_settings_are_refused_by_name() -> None:
+    recorder = Recorder()
+    callbacks = (recorder.get, recorder.send)
+    with pytest.raises(ConfigurationError, match="V1"):
+        GptManager(CountingEngine(), TrtGptModelType.V1, 1, GUARANTEED, *callbacks)
+    with pytest.raises(ConfigurationError, match="max_beam_width"):
+        GptManager(CountingEngine(), TrtGptModelType.InflightBatching, 2, GUARANTEED, *callbacks)

@@ -1,0 +1,159 @@
+"""Bad input: each error names the field and the bound. Numbers are those of the acceptance list."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
+from inflight_client import protocol
+
+LIMITS = RequestLimits(
+    vocab_size=100,
+    max_input_len=20,
+    max_seq_len=32,
+    exclude_input_in_output=False,
+    refusal_reason=lambda request: None,
+)
+
+
+def error_of(**values: Any) -> str:
+    tensors = {"input_ids": [1, 2], "request_output_len": 4, **values}
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    with pytest.raises(InvalidRequest) as caught:
+        validate(InferenceRequest(1, protocol.make_inputs(tensors)), LIMITS)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_ids": []}, "'input_ids' is empty"),  # case 2
+        ({"input_ids": None}, "the prompt is missing"),  # 4
+        ({"input_ids": [1, -3]}, "-3, outside the vocabulary 0..99"),  # 8
+        ({"input_ids": [100]}, "100, outside the vocabulary 0..99"),  # 9
+        ({"input_ids": [2**31 - 1]}, "2147483647, outside the vocabulary"),  # 10
+        ({"input_ids": [1] * 21}, "21 tokens, more than max_input_len = 20"),  # 12
+        ({"input_ids": [1] * 20, "request_output_len": 13}, "(13) = 33, more than max_seq_len"),
+        ({"request_output_len": 0}, "'request_output_len' is 0, outside 1.."),  # 14
+        ({"request_output_len": -1}, "'request_output_len' is -1"),  # 15
+        ({"request_output_len": 2**31 - 1}, "more than max_seq_len = 32"),  # 16
+        ({"request_output_len": None, "max_tokens": 0}, "'max_tokens' is 0"),
+        ({"max_tokens": 3}, "'request_output_len' is given twice (also as 'max_tokens')"),
+        ({"input_lengths": 3}, "'input_lengths' is 3, outside 1..2"),
+        ({"input_lengths": 0}, "'input_lengths' is 0, outside 1..2"),
+        ({"temperature": float("nan")}, "'temperature' is nan"),  # 21
+        ({"temperature": float("inf")}, "'temperature' is inf"),
+        ({"temperature": -0.5}, "'temperature' is -0.5; it must be a finite number, at least 0"),
+        ({"runtime_top_p": 1.0001}, "'runtime_top_p' is 1.0001"),  # 23
+        ({"runtime_top_p": float("nan")}, "'runtime_top_p' is nan"),
+        ({"runtime_top_k": -1}, "'runtime_top_k' is -1, outside 0.."),  # 24
+        ({"min_length": 5}, "'min_length' is 5, outside 0..4"),  # 26
+        ({"min_tokens": -1}, "'min_tokens' is -1"),
+        ({"end_id": 100}, "'end_id' is 100, outside -1..99"),  # 31
+        ({"pad_id": -2}, "'pad_id' is -2"),
+        ({"beam_width": 2}, "'beam_width' is not supported by this server; leave it out or send 1"),
+        ({"beam_width": 0}, "'beam_width' is not supported"),  # 27
+        ({"repetition_penalty": 0.0}, "'repetition_penalty' is not supported"),  # 25
+        ({"repetition_penalty": float("nan")}, "'repetition_penalty' is not supported"),
+        ({"num_return_sequences": 10**6}, "'num_return_sequences' is not supported"),  # 29
+        ({"embedding_bias": [0.5]}, "'embedding_bias' is not supported by this server; leave it"),
+        ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
+        ({"return_log_probs": True}, "'return_log_probs' is not supported"),
+        ({"draft_input_ids": [3]}, "'draft_input_ids' is not supported"),
+        ({"stop_words_list": [[5], [1]]}, "'stop_words_list' is not supported"),
+        ({"guided_decoding_guide": "{}"}, "'guided_decoding_guide' is not supported"),
+    ],
+)
+def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
+    assert message in error_of(**values)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("input_ids", np.array([[1]], np.int64), "'input_ids' has type int64, expected INT32"),
+        ("temperature", np.array([[1.0]]), "'temperature' has type float64, expected FP32"),
+        ("temperature", np.ones((1, 2), np.float32), "'temperature' must hold one value, got 2"),
+        ("input_ids", np.ones((2, 3), np.int32), "'input_ids' has shape [2, 3]"),  # 20
+        ("input_ids", np.ones((1, 2, 2), np.int32), "'input_ids' has shape [1, 2, 2]"),  # 19
+    ],
+)
+def test_wrong_type_or_shape(name: str, tensor: Any, message: str) -> None:
+    request = InferenceRequest(1)
+    if name != "input_ids":
+        request.set_tensor("input_ids", np.array([[1]], np.int32))
+    request.set_tensor(name, tensor)
+    with pytest.raises(InvalidRequest) as caught:
+        validate(request, LIMITS)
+    assert message in str(caught.value)
+
+
+def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
+    for spec in protocol.INPUTS:
+        if spec.is_honoured or spec.neutral is None:
+            continue
+        value: Any = spec.neutral
+        if value == protocol.EMPTY:
+            value = np.empty((2, 0) if spec.name.endswith("words_list") else (0,))
+        request = InferenceRequest(1, protocol.make_inputs({"input_ids": [1], spec.name: value}))
+        assert validate(request, LIMITS).tokens == [1], spec.name
+
+
+def test_accepted_values_arrive() -> None:
+    request = InferenceRequest.from_tokens(
+        9,
+        [1, 2, 3, 4],
+        8,
+        is_streaming=True,
+        input_lengths=3,
+        temperature=0.5,
+        runtime_top_k=7,
+        runtime_top_p=0.25,
+        seed=2**64 - 1,
+        min_tokens=2,
+        end_id=99,
+        pad_id=0,
+    )
+    llm_request = validate(request, LIMITS)
+    assert llm_request.tokens == [1, 2, 3]
+    assert (llm_request.max_new_tokens, llm_request.end_id, llm_request.pad_id) == (8, 99, 0)
+    sampling = llm_request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.25)
+    assert (sampling.seed, sampling.min_length) == (-1, 2)  # the seed as a signed number
+    assert llm_request.is_streaming
+
+
+def test_boundary_values_are_served() -> None:
+    request = InferenceRequest.from_tokens(1, [1] * 20, 12, runtime_top_p=1.0, temperature=0.0)
+    assert validate(request, LIMITS).prompt_len == 20
+
+
+def test_defaults() -> None:
+    llm_request = validate(InferenceRequest(1, protocol.make_inputs({"input_ids": [1]})), LIMITS)
+    assert llm_request.max_new_tokens == DEFAULT_MAX_TOKENS
+    assert llm_request.sampling.is_greedy
+    assert (llm_request.end_id, llm_request.sampling.min_length) == (-1, 0)
+
+
+def test_unseeded_requests_draw_differently() -> None:
+    requests = [InferenceRequest.from_tokens(i, [1], 1) for i in range(3)]
+    assert len({validate(request, LIMITS).sampling.seed for request in requests}) == 3
+
+
+def test_tensor_names_are_checked() -> None:
+    request = InferenceRequest(1)
+    with pytest.raises(InvalidRequest, match="invalid tensor name 'nope'"):
+        request.set_tensor("nope", np.zeros(1))
+    with pytest.raises(InvalidRequest, match="invalid tensor name 'stop'"):
+        request.set_tensor("stop", np.zeros(1))
+    with pytest.raises(InvalidRequest, match="undefined tensor 'end_id'"):
+        request.get_tensor("end_id")
+    with pytest.raises(InvalidRequest, match="'end_id' is None"):
+        request.set_tensor("end_id", None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="unsigned 64-bit"):
+        InferenceRequest(-1)

@@ -1,0 +1,143 @@
+"""Pieces of text: their sum is the text, no piece ends inside a character, the prompt stays out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from inflight_backend.errors import CheckpointError, InvalidRequest
+from inflight_backend.text import IncrementalDetokenizer, TextCodec
+
+
+def _byte_level() -> Tokenizer:
+    """One token per byte: every character outside ASCII is split."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    return tokenizer
+
+
+def _sentence_piece() -> Tokenizer:
+    """Llama-2 style: a space is part of the token, unknown characters fall back to bytes."""
+    words = ["<unk>", "\u2581", "\u2581Hello", "\u2581wor", "ld", "!", "a", "b"]
+    vocab = {word: i for i, word in enumerate(words)}
+    vocab |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    merges: list[tuple[str, str]] = []
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    folder = tmp_path_factory.mktemp("byte_level")
+    _byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    return TextCodec(folder)
+
+
+@pytest.fixture(scope="module")
+def spaced_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    folder = tmp_path_factory.mktemp("sentence_piece")
+    _sentence_piece().save(str(folder / "tokenizer.json"))
+    return TextCodec(folder)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30)
+
+
+@given(prompt=texts.filter(bool), answer=texts, data=st.data())
+def test_sum_of_pieces_is_the_answer(
+    codec: TextCodec, prompt: str, answer: str, data: st.DataObject
+) -> None:
+    ids = codec.encode(answer, 1000)
+    detokenizer = IncrementalDetokenizer(codec, codec.encode(prompt, 1000))
+    pieces = []
+    while ids:  # merged responses carry several tokens at once
+        num = data.draw(st.integers(1, 3))
+        pieces.append(detokenizer.push(ids[:num]))
+        ids = ids[num:]
+    assert not any("\ufffd" in piece for piece in pieces)
+    pieces.append(detokenizer.finish())
+    assert "".join(pieces) == answer
+
+
+def test_spaces_between_pieces_survive(spaced_codec: TextCodec) -> None:
+    hello, wor, ld = 2, 3, 4
+    detokenizer = IncrementalDetokenizer(spaced_codec, [hello])
+    pieces = [detokenizer.push([token]) for token in (wor, ld, hello)]
+    assert pieces == [" wor", "ld", " Hello"]
+
+
+def test_a_character_is_held_back_until_it_is_whole(codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
+    smile = codec.encode("\N{GRINNING FACE}", 10)
+    assert len(smile) == 4
+    pieces = [detokenizer.push([token]) for token in smile]
+    assert pieces == ["", "", "", "\N{GRINNING FACE}"]
+
+
+def test_half_a_character_at_the_end_is_left_out(codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
+    assert detokenizer.push(codec.encode("b\N{EURO SIGN}", 10)[:-1]) == "b"
+    assert detokenizer.finish() == ""
+
+
+def test_half_a_character_at_the_end_of_the_prompt(codec: TextCodec) -> None:  # case 7
+    euro = codec.encode("\N{EURO SIGN}", 10)
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("ab", 10) + euro[:2])
+    assert detokenizer.push(euro[2:]) == "\N{EURO SIGN}"
+    assert detokenizer.push(codec.encode("c", 10)) == "c"
+
+
+def test_a_genuine_replacement_character_in_the_prompt_does_not_leak(codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("ab\ufffd", 10))
+    assert detokenizer.push(codec.encode("cd", 10)) == "cd"
+
+
+def test_bytes_that_never_become_a_character_are_not_withheld_for_ever(codec: TextCodec) -> None:
+    lone = codec.encode("\N{EURO SIGN}", 10)[1:2]
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
+    assert "\ufffd" in detokenizer.push(lone * 50)
+
+
+def test_special_tokens_are_not_text(codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
+    assert detokenizer.push([codec.end_id]) + detokenizer.finish() == ""
+    assert codec.end_id == 256
+
+
+def test_a_text_that_cannot_fit_is_refused_unread(codec: TextCodec) -> None:
+    with pytest.raises(InvalidRequest, match="more than can fit max_input_len = 10 tokens"):
+        codec.encode("a" * 10_000, 10)
+
+
+def test_tokenizer_and_embedding_must_match(codec: TextCodec) -> None:
+    codec.check_fits(257)
+    with pytest.raises(CheckpointError, match="257 tokens, the model's embedding only 256 rows"):
+        codec.check_fits(256)
+
+
+def test_a_damaged_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        TextCodec(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        TextCodec(tmp_path)
+    assert TextCodec.load(tmp_path / "nowhere", None) is None

@@ -1,0 +1,338 @@
+"""The glue with a fake `pb_utils`: every way in, every way out, exactly one final each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from inflight_backend import gpt_manager
+from inflight_backend.status import read_status
+from inflight_backend.triton_model import TritonPythonModel
+from inflight_client.protocol import make_inputs
+from inflight_scheduler import ScheduledBatch
+
+WAIT = 10.0
+
+
+class Server:
+    """A loaded `TritonPythonModel` over an engine that counts."""
+
+    def __init__(self, folder: Path, engine: CountingEngine, **parameters: str) -> None:
+        self.engine = engine
+        self.status_file = folder / "status.json"
+        self.drain_file = folder / "drain"
+        parameters = {
+            "gpt_model_path": str(folder),
+            "status_file": str(self.status_file),
+            "drain_file": str(self.drain_file),
+            "cancellation_check_period_ms": "5",
+            "stats_check_period_ms": "5",
+            "max_batch_size": "4",
+            **parameters,
+        }
+        config = {"parameters": {k: {"string_value": v} for k, v in parameters.items()}}
+        self.model = TritonPythonModel()
+        self.model.initialize(
+            {
+                "model_config": json.dumps(config),
+                "model_name": "tensorrt_llm",
+                "model_version": "1",
+            }
+        )
+
+    def send(
+        self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any
+    ) -> FakeSender:
+        request = FakeRequest(make_inputs(values), request_id, outputs)
+        self.model.execute([request])
+        return request.sender
+
+    def ask(self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any) -> FakeSender:
+        sender = self.send(request_id, outputs, **values)
+        assert sender.is_final.wait(WAIT)
+        return sender
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Set: the engine runs. Cleared: its next step waits."""
+    event = threading.Event()
+    event.set()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> Iterator[Server]:
+    def wait_at_gate(batch: ScheduledBatch) -> None:
+        assert gate.wait(WAIT)
+
+    vocab = {str(i): i for i in range(1000)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    engine = CountingEngine(before_step=wait_at_gate)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
+    server = Server(tmp_path, engine)
+    yield server
+    gate.set()
+    server.model.finalize()
+
+
+def ids_of(sender: FakeSender) -> list[int]:
+    return [
+        token
+        for response in sender.responses
+        for tensor in response.output_tensors
+        if tensor.name() == "output_ids"
+        for token in tensor.as_numpy().reshape(-1).tolist()
+    ]
+
+
+def text_of(sender: FakeSender) -> str:
+    return "".join(
+        piece.decode()
+        for response in sender.responses
+        for tensor in response.output_tensors
+        if tensor.name() == "text_output"
+        for piece in tensor.as_numpy().reshape(-1)
+    )
+
+
+def error_of(sender: FakeSender) -> tuple[str, int]:
+    assert len(sender.responses) == 1
+    error = sender.responses[0].error
+    assert error is not None
+    return str(error), error.code
+
+
+def test_tokens_stream_in_contract_shapes(server: Server) -> None:
+    sender = server.ask(input_ids=[1, 2, 3], input_lengths=3, request_output_len=20, streaming=True)
+    assert ids_of(sender) == list(range(4, 24))
+    for response in sender.responses:
+        names = [tensor.name() for tensor in response.output_tensors]
+        assert names == ["output_ids", "sequence_length"]
+        output_ids, sequence_length = (t.as_numpy() for t in response.output_tensors)
+        assert output_ids.dtype == sequence_length.dtype == np.int32
+        assert output_ids.shape == (1, 1, int(sequence_length[0, 0]))
+
+
+def test_whole_answer_is_one_response_with_the_prompt(server: Server) -> None:
+    sender = server.ask(input_ids=[1, 2], request_output_len=3)
+    assert len(sender.responses) == 1
+    assert ids_of(sender) == [1, 2, 3, 4, 5]
+
+
+def test_text_in_text_out(server: Server) -> None:
+    sender = server.ask(text_input="5 6", max_tokens=3, stream=True)
+    assert text_of(sender) == " 7 8 9"
+    whole = server.ask(text_input="5 6", max_tokens=3)
+    assert (len(whole.responses), text_of(whole)) == (1, "5 6 7 8 9")
+    excluded = server.ask(text_input="5 6", max_tokens=3, exclude_input_in_output=True)
+    assert text_of(excluded) == " 7 8 9"
+
+
+def test_outputs_follow_the_request(server: Server) -> None:
+    sender = server.ask(outputs=("text_output",), input_ids=[7], request_output_len=2)
+    assert text_of(sender) == "7 8 9"
+    assert ids_of(sender) == []
+    error, _ = error_of(server.ask(outputs=("context_logits",), input_ids=[7]))
+    assert "none of the requested outputs can be sent" in error
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"text_input": ""}, "'text_input' is empty"),  # case 1
+        ({"text_input": "1", "input_ids": [1]}, "'text_input' and 'input_ids' are both given"),  # 3
+        ({"request_output_len": 4}, "the prompt is missing"),  # 4
+        ({"text_input": b"\xff\xfe"}, "'text_input' is not valid UTF-8"),  # 5
+        ({"input_ids": [1], "request_output_len": 0}, "'request_output_len' is 0"),  # 14
+        ({"input_ids": [1], "beam_width": 2}, "'beam_width' is not supported"),
+        ({"text_input": "1", "stream": True, "streaming": True}, "given twice"),
+        ({"input_ids": [1] * 200, "request_output_len": 100}, "300, more than max_seq_len = 256"),
+        ({"input_ids": [1], "stop": True}, "a stop request needs the request id"),
+    ],
+)
+def test_bad_requests_end_with_invalid_arg(
+    server: Server, values: dict[str, Any], message: str
+) -> None:
+    text, code = error_of(server.ask(**values))
+    assert message in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+    assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
+
+
+def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
+    server: Server, gate: threading.Event
+) -> None:
+    gate.clear()
+    first = server.send("job", input_ids=[1], request_output_len=5, streaming=True)
+    text, code = error_of(server.ask("job", input_ids=[50], request_output_len=5))
+    assert code == FakePbUtils.TritonError.ALREADY_EXISTS
+    assert "still being processed" in text
+    gate.set()
+    assert first.is_final.wait(WAIT)
+    assert ids_of(first) == [2, 3, 4, 5, 6]
+    assert ids_of(server.ask("job", input_ids=[50], request_output_len=1)) == [50, 51]
+
+
+def test_stop_by_id_ends_a_running_stream(server: Server, gate: threading.Event) -> None:
+    sender = server.send("job", input_ids=[1], request_output_len=200, streaming=True)
+    assert sender.has_response.wait(WAIT)
+    gate.clear()
+    ack = server.ask("job", input_ids=[0], input_lengths=0, request_output_len=0, stop=True)
+    assert [response.output_tensors for response in ack.responses] == [[]]
+    gate.set()
+    assert sender.is_final.wait(WAIT)
+    ids = ids_of(sender)
+    assert ids == list(range(2, 2 + len(ids)))
+    assert len(ids) < 200
+    assert sender.responses[-1].error is None
+
+
+def test_stop_of_a_waiting_request(server: Server, gate: threading.Event) -> None:
+    gate.clear()
+    running = [
+        server.send(f"r{i}", input_ids=[1], request_output_len=30, streaming=True) for i in range(4)
+    ]
+    waiting = server.send("waiting", text_input="5 6", max_tokens=30)
+    server.ask("waiting", stop=True)
+    assert waiting.is_final.wait(WAIT)
+    assert text_of(waiting) == "5 6"
+    gate.set()
+    for sender in running:
+        assert sender.is_final.wait(WAIT)
+        assert ids_of(sender) == list(range(2, 32))
+
+
+def test_stop_for_an_unknown_id_is_acknowledged(server: Server) -> None:  # case 58
+    assert server.ask("never seen", stop=True).responses[0].error is None
+
+
+def test_cancelled_clients_are_noticed(server: Server) -> None:
+    sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
+    assert sender.has_response.wait(WAIT)
+    sender.cancelled = True
+    assert sender.is_final.wait(WAIT)
+
+
+def test_statistics_feed_follows_until_cancelled(server: Server) -> None:
+    once = server.ask(stats=True, streaming=False)
+    assert len(once.responses) == 1
+    feed = server.send(stats=True)
+    server.ask(input_ids=[1], request_output_len=10)
+    deadline = time.monotonic() + WAIT
+    while len(lines_of(feed)) < 11 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    iterations = [json.loads(line)["Iteration Counter"] for line in lines_of(feed)]
+    assert iterations == list(range(11))
+    feed.cancelled = True
+    assert feed.is_final.wait(WAIT)
+
+
+def lines_of(feed: FakeSender) -> list[bytes]:
+    return [
+        line
+        for response in feed.responses
+        for tensor in response.output_tensors
+        for line in tensor.as_numpy().reshape(-1)
+    ]
+
+
+def test_metrics_have_the_peers_names(server: Server) -> None:
+    server.ask(input_ids=[1, 2, 3], request_output_len=5)
+    blocks = FakePbUtils.families["nv_trt_llm_kv_cache_block_metrics"]
+    label = "model=tensorrt_llm,version=1,kv_cache_block_type="
+    deadline = time.monotonic() + WAIT
+    while blocks.values.get(f"{label}free") != 64 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert blocks.values[f"{label}max"] == 64
+    assert blocks.values[f"{label}tokens_per"] == 4
+    assert "nv_trt_llm_request_metrics" in FakePbUtils.families
+
+
+def test_drain_refuses_new_requests_and_finishes_running_ones(
+    server: Server, gate: threading.Event
+) -> None:
+    gate.clear()
+    running = server.send(input_ids=[1], request_output_len=5, streaming=True)
+    server.drain_file.write_text("")
+    wait_for_phase(server, "draining")
+    text, code = error_of(server.ask(input_ids=[1]))
+    assert code == FakePbUtils.TritonError.UNAVAILABLE
+    assert "shutting down" in text
+    gate.set()
+    assert running.is_final.wait(WAIT)
+    assert ids_of(running) == [2, 3, 4, 5, 6]
+    wait_for_phase(server, "drained")
+
+
+def test_the_end_of_the_drain_time_stops_what_still_runs(
+    server: Server, gate: threading.Event
+) -> None:
+    sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
+    assert sender.has_response.wait(WAIT)
+    gate.clear()
+    server.drain_file.write_text("stop")
+    wait_for_phase(server, "draining")
+    gate.set()
+    wait_for_phase(server, "drained")
+    assert sender.is_final.is_set()
+
+
+def wait_for_phase(server: Server, phase: str) -> None:
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        status = read_status(server.status_file)
+        if status is not None and status.phase == phase:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"phase {phase} was not reached; last status: {status}")
+
+
+def test_queue_limit_is_a_named_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    def wait_at_gate(batch: ScheduledBatch) -> None:
+        assert gate.wait(WAIT)
+
+    engine = CountingEngine(before_step=wait_at_gate)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
+    server = Server(tmp_path, engine, max_batch_size="1", max_queue_size="1")
+    gate.clear()
+    senders = [server.send(input_ids=[1], request_output_len=2) for _ in range(6)]
+    refused = [sender for sender in senders if sender.is_final.wait(0.05)]
+    assert refused
+    text, code = error_of(refused[0])
+    assert code == FakePbUtils.TritonError.UNAVAILABLE
+    assert "max_queue_size = 1" in text
+    gate.set()
+    server.model.finalize()
+    assert all(sender.is_final.is_set() for sender in senders)
+
+
+def test_load_failure_is_one_line_in_the_status_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    with pytest.raises(RuntimeError, match="max_beam_width"):
+        Server(tmp_path, CountingEngine(), max_beam_width="9")
+    status = read_status(tmp_path / "status.json")
+    assert status is not None
+    assert status.phase == "failed"
+    assert "max_beam_width" in status.fields["error"]

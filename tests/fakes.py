@@ -1,0 +1,187 @@
+"""Stand-ins for what cannot run inside a unit test: Triton's ``pb_utils``, and a slow model.
+
+`CountingEngine` answers every request with last token + 1: a gap, a duplicate or a token of another
+request is visible in the answer. The real engine and the real server have tests of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from inflight_backend.iteration_stats import MemoryUsage
+from inflight_scheduler import ScheduledBatch
+
+
+class CountingEngine:
+    """A `StepEngine` whose next token is the last one plus 1, modulo the vocabulary."""
+
+    device_name = "fake"
+    dtype_name = "int"
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        tokens_per_block: int = 4,
+        vocab_size: int = 1000,
+        max_seq_len: int = 256,
+        max_num_tokens: int = 256,
+        before_step: Callable[[ScheduledBatch], None] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.max_num_tokens = max_num_tokens
+        self.before_step = before_step
+        self.batches: list[ScheduledBatch] = []
+        self._last_token: dict[int, int] = {}
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """Count on."""
+        if self.before_step is not None:
+            self.before_step(batch)
+        self.batches.append(batch)
+        tokens = []
+        for chunk in batch.context_chunks:
+            self._last_token[chunk.slot] = chunk.tokens[-1]
+            if chunk.is_last:
+                tokens.append(self._step(chunk.slot))
+        tokens += [self._step(slot) for slot in batch.generation_slots]
+        return tokens
+
+    def memory_usage(self) -> MemoryUsage:
+        """Nothing worth mentioning."""
+        return MemoryUsage()
+
+    def _step(self, slot: int) -> int:
+        token = (self._last_token[slot] + 1) % self.vocab_size
+        self._last_token[slot] = token
+        return token
+
+
+@dataclass
+class FakeTensor:
+    """``pb_utils.Tensor``: a name and an array."""
+
+    tensor_name: str
+    array: Any
+
+    def name(self) -> str:
+        """Its name."""
+        return self.tensor_name
+
+    def as_numpy(self) -> Any:
+        """Its values."""
+        return self.array
+
+
+class FakeTritonError(Exception):
+    """``pb_utils.TritonError`` with the codes of the real one."""
+
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS = range(7)
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass
+class FakeResponse:
+    """``pb_utils.InferenceResponse``."""
+
+    output_tensors: list[FakeTensor] = field(default_factory=list)
+    error: FakeTritonError | None = None
+
+
+class FakeMetricFamily:
+    """``pb_utils.MetricFamily``; remembers the last value of each metric."""
+
+    GAUGE = "gauge"
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.name = name
+        self.values: dict[str, float] = {}
+        FakePbUtils.families[name] = self
+
+    def Metric(self, labels: dict[str, str]) -> Any:
+        """A metric of this family."""
+        family, key = self, ",".join(f"{k}={v}" for k, v in labels.items())
+
+        class Gauge:
+            def set(self, value: float) -> None:
+                family.values[key] = value
+
+        return Gauge()
+
+
+class FakePbUtils:
+    """The part of ``triton_python_backend_utils`` that the glue uses."""
+
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    Tensor = FakeTensor
+    TritonError = FakeTritonError
+    TritonModelException = RuntimeError
+    InferenceResponse = FakeResponse
+    MetricFamily = FakeMetricFamily
+    families: dict[str, FakeMetricFamily]
+
+
+FakePbUtils.families = {}
+
+
+class FakeSender:
+    """A response sender that keeps what was sent and insists on the rules of the real one."""
+
+    def __init__(self) -> None:
+        self.responses: list[FakeResponse] = []
+        self.is_final = threading.Event()
+        self.has_response = threading.Event()
+        self.cancelled = False
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        """Keep a response; an error after the final one, as in Triton."""
+        if self.is_final.is_set():
+            raise RuntimeError("send after the final response")
+        if response is not None:
+            self.responses.append(response)
+            self.has_response.set()
+        if flags:
+            self.is_final.set()
+
+    def is_cancelled(self) -> bool:
+        """In Triton 24.10 this kills the server after the final response."""
+        assert not self.is_final.is_set(), "is_cancelled() after the final response"
+        return self.cancelled
+
+
+class FakeRequest:
+    """``pb_utils.InferenceRequest`` with its sender."""
+
+    def __init__(
+        self, tensors: dict[str, Any], request_id: str = "", outputs: tuple[str, ...] = ()
+    ) -> None:
+        self._tensors = [FakeTensor(name, np.asarray(value)) for name, value in tensors.items()]
+        self._request_id = request_id
+        self._outputs = outputs
+        self.sender = FakeSender()
+
+    def inputs(self) -> list[FakeTensor]:
+        """Its input tensors."""
+        return self._tensors
+
+    def request_id(self) -> str:
+        """The client's id, "" if none."""
+        return self._request_id
+
+    def requested_output_names(self) -> list[str]:
+        """What the client asked for."""
+        return list(self._outputs)
+
+    def get_response_sender(self) -> FakeSender:
+        """Where its responses go."""
+        return self.sender
