@@ -1,0 +1,281 @@
+"""What the front costs: the demo model through the real server, and the same engine without it.
+
+For each number of streams: tokens per second, time to the first token, gaps between responses
+(p50, p99), tokens per response, and the ratio to the engine alone (no Triton, the callbacks of
+`GptManager` only). Rounds are interleaved. The client reads HTTP ``generate_stream`` from raw
+sockets, the cheapest way to read a stream; it shares the cores with the server.
+
+    python benchmarks/serving.py --streams 1 8 64 256 --tokens 256 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from report import describe_run, write_result
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from inflight_backend import (
+    CapacitySchedulerPolicy,
+    GptManager,
+    InferenceRequest,
+    KvCacheConfig,
+    NamedTensor,
+    TrtGptModelOptionalParams,
+    TrtGptModelType,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
+POOL_TOKENS = 131_072
+PROMPT = "1 2 3 4"
+
+
+@dataclass
+class Trace:
+    """When one stream produced what: (seconds since its request, number of tokens)."""
+
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One measured round of ``num_streams`` simultaneous requests."""
+
+    num_streams: int
+    seconds: float
+    traces: list[Trace]
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the table; times in milliseconds."""
+        num_tokens = sum(sum(trace.counts) for trace in self.traces)
+        num_responses = sum(len(trace.counts) for trace in self.traces)
+        firsts = [trace.times[0] * 1e3 for trace in self.traces]
+        gaps = [
+            (later - earlier) * 1e3
+            for trace in self.traces
+            for earlier, later in zip(trace.times, trace.times[1:], strict=False)
+        ]
+        return {
+            "tokens_per_second": num_tokens / self.seconds,
+            "first_token_ms_p50": _quantile(firsts, 0.5),
+            "first_token_ms_p99": _quantile(firsts, 0.99),
+            "gap_ms_p50": _quantile(gaps, 0.5),
+            "gap_ms_p99": _quantile(gaps, 0.99),
+            "tokens_per_response": num_tokens / num_responses,
+        }
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+class EngineAlone:
+    """`GptManager` with four callbacks and nothing else."""
+
+    def __init__(self, prompt_ids: Sequence[int], max_batch_size: int) -> None:
+        self._prompt_ids = prompt_ids
+        self._waiting: list[InferenceRequest] = []
+        self._traces: dict[int, Trace] = {}
+        self._next_id = 1
+        self._started = 0.0
+        self._num_running = 0
+        self._manager = GptManager(
+            DEMO_MODEL,
+            TrtGptModelType.InflightFusedBatching,
+            1,
+            CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+            self._get,
+            self._send,
+            optional_params=TrtGptModelOptionalParams(
+                KvCacheConfig(max_tokens=POOL_TOKENS), max_batch_size=max_batch_size
+            ),
+        )
+
+    def run(self, num_streams: int, num_tokens: int) -> Round:
+        """All streams at once, to their end."""
+        ids = range(self._next_id, self._next_id + num_streams)
+        self._next_id += num_streams
+        self._traces = {i: Trace() for i in ids}
+        self._num_running = num_streams
+        self._started = time.perf_counter()
+        self._waiting = [
+            InferenceRequest.from_tokens(i, self._prompt_ids, num_tokens, is_streaming=True)
+            for i in ids
+        ]
+        self._manager.wake()
+        while self._num_running:
+            time.sleep(0.001)
+        return Round(num_streams, self._last - self._started, list(self._traces.values()))
+
+    def close(self) -> None:
+        """End the worker thread."""
+        self._manager.shutdown()
+
+    def _get(self, room: int) -> list[InferenceRequest]:
+        new, self._waiting = self._waiting[: max(room, 0)], self._waiting[max(room, 0) :]
+        return new
+
+    def _send(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        assert not error, error
+        self._last = time.perf_counter()
+        trace = self._traces[request_id]
+        trace.times.append(self._last - self._started)
+        trace.counts.append(tensors[0].tensor.size)
+        if is_final:
+            self._num_running -= 1
+
+
+class Served:
+    """The same through `inflight serve`."""
+
+    def __init__(self, prompt_ids: Sequence[int], max_batch_size: int, port: int) -> None:
+        self._prompt_ids = list(prompt_ids)
+        self._port = port
+        command = [sys.executable, "-m", "inflight_client.cli", "serve"]
+        command += ["--http-port", str(port), "--grpc-port", str(port + 1)]
+        command += ["--metrics-port", str(port + 2)]
+        command += ["--set", f"max_batch_size={max_batch_size}"]
+        command += ["--set", f"max_tokens_in_paged_kv_cache={POOL_TOKENS}"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        asyncio.run(self._wait_until_ready())
+
+    def run(self, num_streams: int, num_tokens: int) -> Round:
+        """All streams at once, each on its own connection."""
+        return asyncio.run(self._run(num_streams, num_tokens))
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._process.terminate()
+        self._process.wait(60)
+
+    async def _wait_until_ready(self) -> None:
+        while self._process.poll() is None:
+            try:
+                await self._stream(2)
+                return
+            except (OSError, ValueError):
+                await asyncio.sleep(0.2)
+        raise SystemExit("inflight serve did not start")
+
+    async def _run(self, num_streams: int, num_tokens: int) -> Round:
+        started = time.perf_counter()
+        traces = await asyncio.gather(*(self._stream(num_tokens) for _ in range(num_streams)))
+        return Round(num_streams, time.perf_counter() - started, list(traces))
+
+    async def _stream(self, num_tokens: int) -> Trace:
+        """One request; every ``data:`` line is one response with its ``sequence_length``."""
+        body = json.dumps(
+            {
+                "input_ids": self._prompt_ids,
+                "input_lengths": len(self._prompt_ids),
+                "request_output_len": num_tokens,
+                "streaming": True,
+            }
+        )
+        head = (
+            "POST /v2/models/tensorrt_llm/generate_stream HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        started = time.perf_counter()
+        writer.write((head + body).encode())
+        trace = Trace()
+        while line := await reader.readline():
+            found = re.search(rb'"sequence_length":(\d+)', line)
+            if found and int(found[1]):
+                trace.times.append(time.perf_counter() - started)
+                trace.counts.append(int(found[1]))
+        writer.close()
+        if sum(trace.counts) != num_tokens:
+            raise ValueError(f"{sum(trace.counts)} of {num_tokens} tokens arrived")
+        return trace
+
+
+def _median(rounds: Sequence[Round]) -> dict[str, float]:
+    figures = [r.figures() for r in rounds]
+    return {key: statistics.median(f[key] for f in figures) for key in figures[0]}
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Demo model: engine alone, and served by Triton over HTTP")
+    columns = (
+        "streams",
+        "engine tok/s",
+        "served tok/s",
+        "served / engine",
+        "first token p50 ms",
+        "gap p50 ms",
+        "gap p99 ms",
+        "tokens / response",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        engine, served = row["engine"], row["served"]
+        table.add_row(
+            str(row["streams"]),
+            f"{engine['tokens_per_second']:,.0f}",
+            f"{served['tokens_per_second']:,.0f}",
+            f"{row['ratio']:.2f}",
+            f"{served['first_token_ms_p50']:.1f}",
+            f"{served['gap_ms_p50']:.1f}",
+            f"{served['gap_ms_p99']:.1f}",
+            f"{served['tokens_per_response']:.1f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens of each stream")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8940, help="and the two after it")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    prompt_ids = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(PROMPT).ids
+    alone = EngineAlone(prompt_ids, max(args.streams))
+    served = Served(prompt_ids, max(args.streams), args.port)
+    rows = []
+    try:
+        for num_streams in args.streams:
+            rounds = [
+                (alone.run(num_streams, args.tokens), served.run(num_streams, args.tokens))
+                for _ in range(args.rounds + 1)
+            ][1:]  # the first round warms up
+            engine = _median([r[0] for r in rounds])
+            through = _median([r[1] for r in rounds])
+            ratio = through["tokens_per_second"] / engine["tokens_per_second"]
+            rows.append(
+                {"streams": num_streams, "engine": engine, "served": through, "ratio": ratio}
+            )
+    finally:
+        served.close()
+        alone.close()
+    result = describe_run("torch", "numpy", "nvidia-pytriton", "tritonclient")
+    result |= {"tokens_per_stream": args.tokens, "rounds": args.rounds, "rows": rows}
+    Console().print(_table(rows))
+    print("written to", write_result("serving", result, args.output).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Write docs/protocol.md from the table `inflight_client.protocol`; ``--check`` only compares."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from inflight_client import protocol
+from inflight_client.protocol import ParameterSpec, TensorSpec
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
+
+HEAD = """\
+# Tensors and parameters
+
+Written by `python tools/write_protocol_docs.py` from `inflight_client/protocol.py`; do not edit.
+
+Shapes are without the batch dimension, as in `config.pbtxt`: a client sends `[1, ...]`. *Refused*
+means that a request which carries the tensor ends with an error that names it, unless its value
+asks for nothing (given in brackets), because existing clients send such values by default.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    renamed = "\n".join(
+        f"- `{new}` is another name of `{old}`; sending both is an error."
+        for new, old in protocol.RENAMED_INPUTS.items()
+    )
+    ensemble = _table(
+        ("`ensemble`", f"`{protocol.LLM_MODEL_NAME}`"),
+        ((f"`{a}`", f"`{b}`") for a, b in protocol.ENSEMBLE_INPUT_MAP.items()),
+    )
+    return "\n".join(
+        [
+            HEAD,
+            f"## Inputs of `{protocol.LLM_MODEL_NAME}`\n",
+            _tensor_table(protocol.INPUTS),
+            renamed + "\n",
+            f"## Outputs of `{protocol.LLM_MODEL_NAME}`\n",
+            "An output is sent only when the client asks for it; a client that names none gets "
+            "`output_ids` and\n`sequence_length` for a prompt of ids, `text_output` for a prompt "
+            "of text. A request for nothing but\noutputs that are not sent yet is refused.\n",
+            _tensor_table(protocol.OUTPUTS),
+            "## Inputs of `ensemble`\n",
+            ensemble,
+            "## Parameters (`inflight serve --set key=value`)\n",
+            _table(
+                ("key", "default", "values", "meaning"),
+                (_parameter_row(spec) for spec in protocol.PARAMETERS),
+            ),
+        ]
+    )
+
+
+def _tensor_table(specs: Iterable[TensorSpec]) -> str:
+    return _table(
+        ("tensor", "type", "shape", "status", "meaning"), (_tensor_row(spec) for spec in specs)
+    )
+
+
+def _tensor_row(spec: TensorSpec) -> tuple[str, ...]:
+    state = "honoured"
+    if not spec.is_honoured:
+        state = "refused" if spec.neutral is None else f"refused (`{spec.neutral}`)"
+    shape = str(list(spec.dims))
+    return (f"`{spec.name}`", spec.dtype, shape, state, spec.meaning)
+
+
+def _parameter_row(spec: ParameterSpec) -> tuple[str, ...]:
+    values = ", ".join(spec.choices) or spec.kind
+    if spec.minimum is not None and spec.maximum is not None:
+        values = f"{spec.kind}, {spec.minimum:g} to {spec.maximum:g}"
+    meaning = spec.meaning if spec.is_honoured else f"{spec.meaning}: only the default is accepted"
+    return (f"`{spec.name}`", spec.default or "not set", values, meaning)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` fail if it is not what the table says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    if not parser.parse_args().check:
+        PAGE.write_text(render(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != render():
+        print("docs/protocol.md is out of date: run python tools/write_protocol_docs.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
