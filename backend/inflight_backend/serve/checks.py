@@ -1,0 +1,112 @@
+"""Everything that can be known to fail before a server is started, with one clear line each."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.serve.install import TritonInstall
+from inflight_backend.serve.settings import ServeSettings
+
+_LOADER_FAILED = 127
+_STUB_SECONDS = 20
+
+
+def check_settings(settings: ServeSettings) -> None:
+    """`ConfigurationError` unless checkpoint, tokenizer folder, host and ports can be served."""
+    check_checkpoint(settings.model)
+    if "tokenizer_dir" in settings.parameters and not has_tokenizer(settings):
+        raise ConfigurationError(f"tokenizer_dir {settings.tokenizer_dir} has no tokenizer.json")
+    check_ports(settings.host, settings.ports)
+
+
+def check_install(install: TritonInstall, environment: Mapping[str, str]) -> None:
+    """`ConfigurationError` unless the server can run our Python."""
+    if install.is_embedded:
+        check_numpy(metadata.version("numpy"))
+    check_stub_starts(install.stub, environment)
+
+
+def check_checkpoint(model: Path) -> None:
+    """`CheckpointError` unless ``model`` looks like a Hugging Face checkpoint folder."""
+    if not model.is_dir():
+        raise CheckpointError(f"the model folder {model} does not exist")
+    config = model / "config.json"
+    if not config.is_file():
+        raise CheckpointError(f"{model} has no config.json: it is not a Hugging Face checkpoint")
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{config} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{config} cannot be read: it holds no JSON object")
+    if not any(model.glob("*.safetensors")):
+        raise CheckpointError(f"{model} has no *.safetensors file (no other format is loaded)")
+
+
+def has_tokenizer(settings: ServeSettings) -> bool:
+    """True when text can be served; without a tokenizer only token ids can."""
+    return (settings.tokenizer_dir / "tokenizer.json").is_file()
+
+
+def check_ports(host: str, ports: Mapping[str, int]) -> None:
+    """`ConfigurationError` unless every port is free on ``host`` and no two are the same."""
+    if ":" in host:
+        raise ConfigurationError(f"--host {host}: tritonserver listens on IPv4 addresses only")
+    taken: dict[int, str] = {}
+    for option, port in ports.items():
+        if port in taken:
+            raise ConfigurationError(f"{taken[port]} and {option} are both {port}: choose another")
+        taken[port] = option
+        _check_port(host, option, port)
+
+
+def _check_port(host: str, option: str, port: int) -> None:
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        # Connections of a server that just ended linger on the port without keeping it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except socket.gaierror:
+            raise ConfigurationError(f"--host {host}: no such address") from None
+        except OSError as error:
+            raise ConfigurationError(
+                f"{option} {port} cannot be used on {host} ({error.strerror}): "
+                f"stop what uses it or choose another port"
+            ) from None
+
+
+def check_numpy(version: str) -> None:
+    """`ConfigurationError` for a numpy that the embedded server (24.10) cannot work with."""
+    if int(version.split(".")[0]) >= 2:
+        raise ConfigurationError(
+            f"numpy {version} is too new for the embedded tritonserver: text inputs would crash "
+            "it; install a version below 2 with: pip install 'numpy<2'"
+        )
+
+
+def check_stub_starts(stub: Path, environment: Mapping[str, str]) -> None:
+    """`ConfigurationError` if the stub lacks a library: the server would hang in loading.
+
+    Started without arguments the stub complains and ends at once.
+    """
+    try:
+        result = subprocess.run(
+            [str(stub)],
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=_STUB_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigurationError(f"the Python stub of tritonserver cannot start: {error}") from None
+    if result.returncode == _LOADER_FAILED:
+        reason = result.stderr.strip().splitlines()[-1:]
+        raise ConfigurationError(f"the Python stub of tritonserver cannot start: {''.join(reason)}")

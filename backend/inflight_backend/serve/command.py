@@ -1,0 +1,69 @@
+"""The command ``inflight serve``; the command line of the client finds it by entry point."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inflight_backend.errors import ServingError
+from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
+
+_DEFAULT = ServeSettings()
+_HIGHEST_PORT = 65535
+
+
+def _port(what: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        min=1, max=_HIGHEST_PORT, help=f"Port of the {what}."
+    )
+    return option
+
+
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face checkpoint folder; the demo model if not given."),
+    ] = None,
+    http_port: Annotated[int, _port("HTTP endpoint")] = _DEFAULT.http_port,
+    grpc_port: Annotated[int, _port("gRPC endpoint")] = _DEFAULT.grpc_port,
+    metrics_port: Annotated[int, _port("Prometheus metrics")] = _DEFAULT.metrics_port,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
+    ] = _DEFAULT.host,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A parameter of the model, such as max_batch_size=64; may be repeated.",
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
+    ] = _DEFAULT.drain_seconds,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the log of the server.")
+    ] = _DEFAULT.is_verbose,
+) -> None:
+    """Serve a checkpoint with Triton Inference Server until Ctrl-C."""
+    from inflight_backend.serve.launcher import run  # only this command pays for its imports
+
+    folder = model.absolute() if model is not None else DEMO_MODEL
+    try:
+        run(
+            ServeSettings(
+                model=folder,
+                host=host,
+                http_port=http_port,
+                grpc_port=grpc_port,
+                metrics_port=metrics_port,
+                parameters=parse_overrides(set_ or (), folder),
+                drain_seconds=drain_seconds,
+                is_verbose=verbose,
+            )
+        )
+    except (ServingError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,102 @@
+"""tritonserver and the model process it starts, as one thing to watch and to stop.
+
+Both live in a process group of their own, so that Ctrl-C reaches the launcher alone, which decides.
+The server is killed by the kernel if the launcher dies; the launcher adopts and reaps a
+model process whose server died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from inflight_backend.errors import ServingError
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_SECONDS = 0.05
+_REAP_SECONDS = 5.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ServerProcess:
+    """A running server; `stop` ends it and everything it started, and must be called."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int
+    ) -> None:
+        """Start ``command`` with its output in ``output``; `ServingError` if that fails."""
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        except OSError as error:
+            raise ServingError(f"cannot start {command[0]}: {error.strerror}") from None
+
+    @property
+    def pid(self) -> int:
+        """Id of the server and of its process group."""
+        return self._process.pid
+
+    def exit_status(self) -> str | None:
+        """How the server ended, in words; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def stop(self, grace_seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """Ask the server to end, kill the whole group after the grace time, reap everything.
+
+        A server with an open gRPC stream never ends by itself, even an idle one. A caller
+        whose ``is_hurried`` becomes true does not want to wait for the grace time.
+        """
+        if grace_seconds > 0 and self._process.poll() is None:
+            self._process.terminate()
+            deadline = time.monotonic() + grace_seconds
+            while self._process.poll() is None and time.monotonic() < deadline:
+                if is_hurried():
+                    break
+                time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        self._reap_orphans()
+
+    def _reap_orphans(self) -> None:
+        deadline = time.monotonic() + _REAP_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                reaped, _ = os.waitpid(-self.pid, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not reaped:
+                time.sleep(_POLL_SECONDS)
+
+
+def is_running(pid: int) -> bool:
+    """True while ``pid`` exists and is no zombie (a dead model process that nobody reaped)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

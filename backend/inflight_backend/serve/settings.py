@@ -1,0 +1,87 @@
+"""What the user asked `inflight serve` for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.parameters import parse_parameters, unknown_key_message
+from inflight_client.protocol import PARAMETER_BY_NAME
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+
+_OPTION_FOR_KEY = {
+    "gpt_model_path": "give the checkpoint with --model",
+    "status_file": "inflight serve keeps this file itself",
+    "drain_file": "inflight serve keeps this file itself",
+}
+_PATH_KEYS = frozenset({"tokenizer_dir"})
+_ANY_ADDRESS = "0.0.0.0"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """One run of the launcher. ``parameters`` are the values of ``--set``, checked."""
+
+    model: Path = DEMO_MODEL
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    parameters: dict[str, str] = field(default_factory=dict)
+    drain_seconds: float = 30.0
+    is_verbose: bool = False
+
+    @property
+    def is_demo(self) -> bool:
+        """True when the model is the one that ships with the package."""
+        return self.model == DEMO_MODEL
+
+    @property
+    def is_public(self) -> bool:
+        """True when the server listens on every interface."""
+        return self.host == _ANY_ADDRESS
+
+    @property
+    def local_host(self) -> str:
+        """The host under which a client on this machine reaches the server."""
+        return "127.0.0.1" if self.is_public else self.host
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The folder in which the model will look for tokenizer.json."""
+        return Path(self.parameters.get("tokenizer_dir") or self.model)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Option name -> port."""
+        return {
+            "--http-port": self.http_port,
+            "--grpc-port": self.grpc_port,
+            "--metrics-port": self.metrics_port,
+        }
+
+
+def parse_overrides(items: Iterable[str], model: Path) -> dict[str, str]:
+    """Turn ``key=value`` strings into parameters of the model; relative paths become absolute.
+
+    ``ConfigurationError`` for what is not ``key=value``, a key given twice, one that belongs to the
+    launcher, and everything `parse_parameters` refuses.
+    """
+    values: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigurationError(f"--set needs key=value, got {item!r}")
+        if key not in PARAMETER_BY_NAME:
+            raise ConfigurationError(f"--set: {unknown_key_message(key)}")
+        if key in _OPTION_FOR_KEY:
+            raise ConfigurationError(f"--set cannot change {key}: {_OPTION_FOR_KEY[key]}")
+        if key in values:
+            raise ConfigurationError(f"--set gives {key} twice: {values[key]!r} and {value!r}")
+        values[key] = str(Path(value).absolute()) if key in _PATH_KEYS and value else value
+    parse_parameters({**values, "gpt_model_path": str(model)})
+    return values

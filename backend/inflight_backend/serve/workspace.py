@@ -1,0 +1,118 @@
+"""The private folder of one run, and everything else a run could leave on the machine.
+
+A run owns ``<tmp>/inflight-serve-XXXXXXXX`` (mode 0700); the same name is the prefix of its shared
+memory. The folder is locked while its launcher lives, however it dies, so that a later
+run can recognise and remove what a killed one left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+_PREFIX = "inflight-serve-"
+_SHARED_MEMORY = Path("/dev/shm")
+# The Python backend makes an empty folder there, whatever TMPDIR says, and leaves it when killed.
+_BACKEND_SCRATCH = Path("/tmp")
+_LOCK = "lock"
+
+
+class Workspace:
+    """The private folder as a context manager; leaving it removes every trace of the run."""
+
+    def __init__(self) -> None:
+        """Create the folder, after removing those whose launcher is dead."""
+        sweep_abandoned()
+        self._scratch_before = _backend_scratch()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        unlocked = self.path / f"{_LOCK}.new"
+        self._lock = unlocked.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def shm_prefix(self) -> str:
+        """What the names of the shared memory of this run start with."""
+        return self.path.name
+
+    @property
+    def models(self) -> Path:
+        """The model repository."""
+        return self.path / "models"
+
+    @property
+    def backends(self) -> Path:
+        """The copy of the Python backend, if one is needed."""
+        return self.path / "backends"
+
+    @property
+    def status_file(self) -> Path:
+        """Where the model reports."""
+        return self.path / "status.json"
+
+    @property
+    def drain_file(self) -> Path:
+        """Its appearance asks the model to drain; ``stop`` in it, to end what still runs."""
+        return self.path / "drain"
+
+    @property
+    def log_file(self) -> Path:
+        """What the server and the model say."""
+        return self.path / "server.log"
+
+    def ask_to_drain(self, stop_all: bool = False) -> None:
+        """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
+        scratch = self.drain_file.with_suffix(".new")
+        scratch.write_text("stop" if stop_all else "", encoding="utf-8")
+        scratch.replace(self.drain_file)
+
+    def remove(self) -> None:
+        """Remove folder, shared memory and backend scratch; the processes must be gone."""
+        for folder in _backend_scratch() - self._scratch_before:
+            _remove_if_empty(folder)
+        _remove_run(self.path)
+        self._lock.close()
+
+
+def sweep_abandoned() -> None:
+    """Remove what runs left whose launcher was killed; folders of living ones stay."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_run(folder)
+        except OSError:
+            continue  # alive, somebody else's, or removed by another launcher just now
+
+
+def _remove_run(folder: Path) -> None:
+    for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
+        region.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _backend_scratch() -> set[Path]:
+    return set(_BACKEND_SCRATCH.glob("python_env_*"))
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Only a used folder matters to the server that made it, and a used one is not empty."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        return

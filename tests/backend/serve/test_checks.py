@@ -1,0 +1,117 @@
+"""What is refused before a server starts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.serve.checks import (
+    check_checkpoint,
+    check_install,
+    check_numpy,
+    check_ports,
+    check_settings,
+    check_stub_starts,
+    has_tokenizer,
+)
+from inflight_backend.serve.install import environment, locate
+from inflight_backend.serve.settings import ServeSettings
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").touch()
+    return folder
+
+
+def test_complete_checkpoint_passes(checkpoint: Path) -> None:
+    check_checkpoint(checkpoint)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        check_checkpoint(tmp_path / "nowhere")
+
+
+def test_folder_without_config(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        check_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_unreadable_config(checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        check_checkpoint(checkpoint)
+
+
+def test_folder_without_safetensors(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file"):
+        check_checkpoint(checkpoint)
+
+
+def test_tokenizer_folder_given_must_hold_one(checkpoint: Path, tmp_path: Path) -> None:
+    settings = ServeSettings(model=checkpoint, parameters={"tokenizer_dir": str(tmp_path)})
+    assert not has_tokenizer(settings)
+    with pytest.raises(ConfigurationError, match=r"tokenizer_dir .* has no tokenizer\.json"):
+        check_settings(settings)
+
+
+def test_port_in_use_names_option_port_and_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=rf"--grpc-port {port} .* on 127\.0\.0\.1"):
+            check_ports("127.0.0.1", {"--grpc-port": port})
+
+
+def test_two_options_with_one_port() -> None:
+    with pytest.raises(ConfigurationError, match="--http-port and --grpc-port are both"):
+        check_ports("127.0.0.1", dict.fromkeys(("--http-port", "--grpc-port"), 1 << 15))
+
+
+@pytest.mark.parametrize(
+    ("host", "message"), [("::1", "IPv4 addresses only"), ("no.such.invalid", "--host no.such")]
+)
+def test_unusable_host(host: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_ports(host, {"--http-port": 1 << 15})
+
+
+@pytest.mark.parametrize("version", ["2.0.0", "2.3.1", "10.0"])
+def test_numpy_too_new_for_the_embedded_server(version: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"numpy {version} is too new.*'numpy<2'"):
+        check_numpy(version)
+
+
+@pytest.mark.parametrize("version", ["1.24.0", "1.26.4"])
+def test_numpy_that_works(version: str) -> None:
+    check_numpy(version)
+
+
+def test_the_server_of_this_environment_passes() -> None:
+    install = locate()
+    check_install(install, environment(install))
+
+
+def test_stub_without_its_libraries_is_refused(tmp_path: Path) -> None:
+    stub = tmp_path / "stub"
+    stub.write_text("#!/bin/sh\necho 'error while loading shared libraries: libx.so' >&2\nexit 127")
+    stub.chmod(0o755)
+    with pytest.raises(ConfigurationError, match=r"cannot start: error while .* libx\.so"):
+        check_stub_starts(stub, os.environ)
+
+
+def test_stub_that_cannot_be_executed_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "stub").touch()
+    with pytest.raises(ConfigurationError, match="cannot start"):
+        check_stub_starts(tmp_path / "stub", os.environ)

@@ -1,0 +1,52 @@
+"""The command line: every foreseeable mistake is one line on stderr and exit code 1."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from inflight_backend.serve.command import serve
+
+app = typer.Typer()
+app.command()(serve)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "nowhere does not exist"),
+        (["--set", "nonsense"], "--set needs key=value, got 'nonsense'"),
+        (["--set", "max_batchsize=3"], "did you mean max_batch_size?"),
+        (["--set", "max_batch_size=lots"], "max_batch_size must be a whole number, got 'lots'"),
+    ],
+)
+def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_two_equal_ports_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    arguments = ["--model", str(tmp_path), "--http-port", "31999", "--grpc-port", "31999"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "--http-port and --grpc-port are both 31999" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--http-port", "0"], ["--drain-seconds", "-1"]])
+def test_numbers_out_of_range_are_refused(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_command_is_registered_under_its_name() -> None:
+    (point,) = entry_points(group="inflight.commands", name="serve")
+    assert point.load() is serve

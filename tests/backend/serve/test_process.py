@@ -1,0 +1,118 @@
+"""Stopping a process group, whatever its members do. Real processes, no server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.errors import ServingError
+from inflight_backend.serve.process import ServerProcess, is_running
+
+POLITE = "import time; print('up', flush=True); time.sleep(60)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE
+# A "server" with a "model process" that ignores SIGTERM; it says the pid of the latter.
+PARENT = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def start(code: str, log: Path) -> tuple[ServerProcess, str]:
+    """Start ``code`` and wait for the first line it prints."""
+    with log.open("wb") as output:
+        process = ServerProcess([sys.executable, "-c", code], os.environ, output)
+    wait_until(lambda: log.read_text().endswith("\n"))
+    return process, log.read_text().strip()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def not_hurried() -> bool:
+    return False
+
+
+def test_polite_process_ends_on_sigterm(tmp_path: Path) -> None:
+    process, _ = start(POLITE, tmp_path / "log")
+    assert process.exit_status() is None
+    process.stop(30, not_hurried)
+    assert process.exit_status() == "killed by SIGTERM"
+
+
+def test_stubborn_process_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+    process, _ = start(STUBBORN, tmp_path / "log")
+    process.stop(0.2, not_hurried)
+    assert process.exit_status() == "killed by SIGKILL"
+
+
+def test_hurried_caller_does_not_wait(tmp_path: Path) -> None:
+    process, _ = start(STUBBORN, tmp_path / "log")
+    begin = time.monotonic()
+    process.stop(60, lambda: True)
+    assert time.monotonic() - begin < 30
+    assert process.exit_status() == "killed by SIGKILL"
+
+
+def test_model_process_goes_with_its_server(tmp_path: Path) -> None:
+    process, model = start(PARENT, tmp_path / "log")
+    assert is_running(int(model))
+    process.stop(30, not_hurried)
+    assert not Path(f"/proc/{model}").exists()  # reaped too
+
+
+def test_model_process_whose_server_died_is_reaped(tmp_path: Path) -> None:
+    process, model = start(PARENT, tmp_path / "log")
+    os.kill(process.pid, 9)
+    wait_until(lambda: process.exit_status() is not None)
+    assert is_running(int(model))
+    process.stop(0, not_hurried)
+    assert not Path(f"/proc/{model}").exists()
+
+
+def test_exit_code_in_words(tmp_path: Path) -> None:
+    process, _ = start("print('up'); raise SystemExit(3)", tmp_path / "log")
+    wait_until(lambda: process.exit_status() is not None)
+    assert process.exit_status() == "exit code 3"
+    process.stop(0, not_hurried)
+
+
+def test_missing_binary_is_one_clear_error() -> None:
+    with pytest.raises(ServingError, match="cannot start /nonexistent: No such file"):
+        ServerProcess(["/nonexistent"], os.environ, subprocess.DEVNULL)
+
+
+def test_server_dies_with_its_launcher(tmp_path: Path) -> None:
+    code = (
+        "import os, subprocess, time\n"
+        "from inflight_backend.serve.process import ServerProcess\n"
+        f"p = ServerProcess([{sys.executable!r}, '-c', {STUBBORN!r}], os.environ, "
+        "subprocess.DEVNULL)\n"
+        "print(p.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        server = int(launcher.stdout.readline())
+        launcher.kill()
+    wait_until(lambda: not is_running(server))
+
+
+def test_zombie_does_not_run() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    wait_until(lambda: not is_running(child.pid))
+    assert Path(f"/proc/{child.pid}").exists()
+    child.wait()
+    assert not is_running(child.pid)

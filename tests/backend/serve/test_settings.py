@@ -1,0 +1,51 @@
+"""``--set key=value``: what is taken and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
+
+MODEL = Path("checkpoint")
+
+
+def test_pairs_are_split_at_the_first_equals_sign() -> None:
+    values = parse_overrides(["max_batch_size=64", "scheduler_class=a.b:C"], MODEL)
+    assert values == {"max_batch_size": "64", "scheduler_class": "a.b:C"}
+
+
+def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_overrides(["tokenizer_dir=t"], MODEL) == {"tokenizer_dir": str(tmp_path / "t")}
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["max_batch_size"], "needs key=value, got 'max_batch_size'"),
+        (["=4"], "needs key=value"),
+        (["max_batch=4"], "did you mean max_batch_size"),
+        (["max_batch_size=0"], "max_batch_size is 0: it must be between 1 and 65536"),
+        (["device=tpu"], "choose one of auto, cpu, cuda"),
+        (["max_batch_size=4", "max_batch_size=8"], "max_batch_size twice: '4' and '8'"),
+        (["gpt_model_path=x"], "cannot change gpt_model_path: give the checkpoint with --model"),
+        (["drain_file=x"], "cannot change drain_file"),
+        (["FORCE_CPU_ONLY_INPUT_TENSORS=yes"], "unknown setting"),
+        (["enable_chunked_context=true"], "not supported"),
+    ],
+)
+def test_bad_items_are_refused_by_name(items: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_overrides(items, MODEL)
+
+
+def test_derived_values() -> None:
+    settings = ServeSettings(host="0.0.0.0")
+    assert settings.is_demo
+    assert settings.is_public
+    assert settings.local_host == "127.0.0.1"
+    assert settings.tokenizer_dir == DEMO_MODEL
+    assert ServeSettings(parameters={"tokenizer_dir": "/t"}).tokenizer_dir == Path("/t")

@@ -1,0 +1,81 @@
+"""The private folder, and that nothing of a run stays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.serve.workspace import Workspace, sweep_abandoned
+
+KILLED = """
+import os
+from inflight_backend.serve.workspace import Workspace
+workspace = Workspace()
+print(workspace.path, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def shared_memory(workspace: Workspace) -> Path:
+    """A region named as the Python backend names them."""
+    return Path("/dev/shm") / f"{workspace.shm_prefix}2e0b-76c3"
+
+
+def test_folder_is_private_and_goes_with_its_shared_memory(temporary_folder: Path) -> None:
+    with Workspace() as workspace:
+        assert workspace.path.parent == temporary_folder
+        assert workspace.path.stat().st_mode & 0o777 == 0o700
+        workspace.models.mkdir()
+        shared_memory(workspace).touch()
+    assert list(temporary_folder.iterdir()) == []
+    assert not shared_memory(workspace).exists()
+
+
+def test_folder_goes_when_the_run_fails(temporary_folder: Path) -> None:
+    with pytest.raises(RuntimeError), Workspace():
+        raise RuntimeError
+    assert list(temporary_folder.iterdir()) == []
+
+
+def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    folder = Path(killed.stdout.strip())
+    region = Path("/dev/shm") / f"{folder.name}abc"
+    region.touch()
+    assert folder.is_dir()
+    with Workspace():
+        assert not folder.exists()
+        assert not region.exists()
+
+
+def test_living_run_is_left_alone() -> None:
+    with Workspace() as workspace:
+        sweep_abandoned()
+        assert workspace.path.is_dir()
+
+
+def test_folder_that_is_being_made_is_left_alone(temporary_folder: Path) -> None:
+    made = temporary_folder / "inflight-serve-abc"
+    made.mkdir()
+    sweep_abandoned()
+    assert made.is_dir()
+
+
+def test_drain_file_says_which_kind_of_stop() -> None:
+    with Workspace() as workspace:
+        assert not workspace.drain_file.exists()
+        workspace.ask_to_drain()
+        assert workspace.drain_file.read_text() == ""
+        workspace.ask_to_drain(stop_all=True)
+        assert workspace.drain_file.read_text() == "stop"
