@@ -95,10 +95,12 @@ class BlockManager:
             num_full, num_partial = divmod(request.prompt_len, tokens_per_block)
             return num_full + (request.beam_width if num_partial else 0)
         num_cached = request.num_cached_tokens
-        num_steps = min(2 if two_step_lookahead else 1, request.num_remaining_tokens)
-        num_next = num_cached + num_steps
-        num_new = -(-num_next // tokens_per_block) + (-num_cached // tokens_per_block)
-        return request.beam_width * num_new
+        num_steps = 2 if two_step_lookahead else 1
+        num_places = -num_cached % tokens_per_block  # left in the last block
+        if num_places >= num_steps:
+            return 0
+        num_tokens = min(num_steps, request.num_remaining_tokens) - num_places
+        return request.beam_width * -(-num_tokens // tokens_per_block)
 
     def get_blocks_at_completion(self, request: LlmRequest) -> int:
         """Blocks ``request`` holds at its last token, at most: full prompt blocks are shared."""

@@ -65,6 +65,9 @@ class MaxRequestsScheduler(CapacityScheduler):
 class GuaranteedNoEvictScheduler(CapacityScheduler):
     """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
 
+    The guarantee rests on every running request having been admitted under it: to take over in the
+    middle from a scheduler that reserves less, use `MaxUtilizationScheduler`, which can pause.
+
     One departure from the published rule: contexts past their first chunk, which hold blocks
     already, are looked at before fresh ones. In arrival order this changes nothing. With a fresh
     request of higher priority in front that does not fit, the published rule would leave them

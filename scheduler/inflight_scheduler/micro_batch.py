@@ -62,9 +62,10 @@ class MicroBatchScheduler:
         for request in fitting_requests:
             if num_left == 0:
                 break
-            if not until <= request.state < after or request.request_id in inflight_request_ids:
+            state = request.state
+            if not until <= state < after or request.request_id in inflight_request_ids:
                 continue
-            is_context = request.is_context_init_state
+            is_context = state is LlmRequestState.CONTEXT_INIT
             cost = self._context_cost(request) if is_context else request.beam_width
             if budget is not None and num_tokens + cost > budget:
                 break

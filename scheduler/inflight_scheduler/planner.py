@@ -159,8 +159,7 @@ class BatchPlanner:
                     min_end_position=request.orig_prompt_len + request.sampling.min_length,
                 )
             )
-        if request.is_first_context_chunk:
-            self._grow(request, slot, request.prompt_len, new_blocks)
+        self._grow(request, slot, request.prompt_len, new_blocks)
         start = request.context_current_position
         return ContextChunk(
             slot=slot,

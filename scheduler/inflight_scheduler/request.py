@@ -152,7 +152,7 @@ class LlmRequest:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens whose KV is computed; the last one drawn is not, until the next step feeds it."""
-        if self.state == _CONTEXT_INIT:
+        if self.state is _CONTEXT_INIT:
             return self.context_current_position
         return len(self.tokens) - 1
 
@@ -164,7 +164,7 @@ class LlmRequest:
     @property
     def is_context_init_state(self) -> bool:
         """True while some of the prompt is not computed yet."""
-        return self.state == _CONTEXT_INIT
+        return self.state is _CONTEXT_INIT
 
     @property
     def is_generation_in_progress_state(self) -> bool:
@@ -174,7 +174,7 @@ class LlmRequest:
     @property
     def is_finished(self) -> bool:
         """True once no further step will run for this request."""
-        return self.state == _GENERATION_COMPLETE
+        return self.state is _GENERATION_COMPLETE
 
     @property
     def is_first_context_chunk(self) -> bool:
@@ -203,7 +203,7 @@ class LlmRequest:
         self.tokens.append(token)
         if token == self.end_id:
             self.finish(FinishReason.END_ID)
-        elif self.num_remaining_tokens <= 0:
+        elif len(self.tokens) - self.prompt_len >= self.max_new_tokens:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason) -> None:

@@ -1,0 +1,210 @@
+"""Stories of the planner, with exact slots and block ids."""
+
+from __future__ import annotations
+
+import pytest
+from scheduler.world import FakeEngine, make_request, tokens_alone
+
+from inflight_scheduler import (
+    BatchPlanner,
+    BlockAssignment,
+    BlockManager,
+    ContextChunk,
+    FinishReason,
+    SamplingParams,
+    SlotPool,
+    SlotSetup,
+)
+
+
+def make_planner(num_blocks: int = 6, num_slots: int = 4) -> BatchPlanner:
+    return BatchPlanner(BlockManager(num_blocks, tokens_per_block=4), num_slots)
+
+
+def test_story_of_two_requests() -> None:
+    planner = make_planner()
+    one = make_request(1, num_prompt=4, max_new=3, end_id=10, min_length=2)
+    two = make_request(2, num_prompt=2, max_new=2)
+
+    first = planner.plan([one, two], [])
+    assert first.iteration == 1
+    assert first.setups == (
+        SlotSetup(0, 1, SamplingParams(min_length=2), end_id=10, min_end_position=4 + 2),
+        SlotSetup(1, 2, SamplingParams(), end_id=-1, min_end_position=2),
+    )
+    assert first.new_blocks == (BlockAssignment(0, 0, 0), BlockAssignment(1, 0, 1))
+    assert first.context_chunks == (
+        ContextChunk(slot=0, start=0, tokens=tuple(one.tokens), is_last=True),
+        ContextChunk(slot=1, start=0, tokens=tuple(two.tokens), is_last=True),
+    )
+    assert first.generation_slots == ()
+    assert planner.update(first, [5, 6]) == [one, two]
+    assert (one.tokens[-1], two.tokens[-1]) == (5, 6)
+
+    # One has four tokens cached: the fifth opens block 2. Two still has room.
+    second = planner.plan([], [two, one])
+    assert (second.setups, second.context_chunks) == ((), ())
+    assert second.new_blocks == (BlockAssignment(0, 1, 2),)
+    assert second.generation_slots == (1, 0)
+    assert planner.update(second, [7, 8]) == [two, one]
+    assert (one.tokens[-1], two.tokens[-1]) == (8, 7)
+    assert (two.is_finished, two.finish_reason) == (True, FinishReason.LENGTH)
+    assert planner.num_free_slots == 2, "finished requests keep slot and blocks until released"
+    planner.release(two)
+    assert (planner.num_free_slots, planner.block_manager.num_free_blocks) == (3, 4)
+    assert two.seq_slot is None
+
+    # The slot and the block freed last are the first ones used again.
+    three = make_request(3, num_prompt=1)
+    third = planner.plan([three], [one])
+    assert third.setups[0].slot == 1
+    assert third.new_blocks == (BlockAssignment(1, 0, 1),)
+
+
+def test_story_of_a_pause() -> None:
+    planner = make_planner(num_blocks=3)
+    engine = FakeEngine(3, 4)
+    one = make_request(1, num_prompt=4, max_new=5)
+    two = make_request(2, num_prompt=5, max_new=4)
+    alone = tokens_alone(two.tokens, 4, end_id=-1, min_length=0)
+    first = planner.plan([one, two], [])
+    assert planner.block_manager.block_table(2) == (1, 2)
+    planner.update(first, engine.execute(first))
+
+    paused = planner.plan([], [one], [two])
+    assert planner.block_manager.block_table(1) == (0, 1), "a block of the paused one is reused"
+    assert planner.block_manager.block_table(2) == ()
+    assert (two.seq_slot, two.prompt_len, two.num_pauses) == (None, 6, 1)
+    planner.update(paused, engine.execute(paused))
+    planner.release(one)
+
+    resumed = planner.plan([two], [])
+    assert resumed.context_chunks[0].tokens == tuple(alone[:6])
+    assert resumed.setups[0].min_end_position == 5, "a pause does not move it"
+    planner.update(resumed, engine.execute(resumed))
+    while not two.is_finished:
+        batch = planner.plan([], [two])
+        planner.update(batch, engine.execute(batch))
+    assert two.tokens == alone
+
+
+def test_chunks_take_the_blocks_of_the_whole_prompt_at_once() -> None:
+    planner = make_planner()
+    request = make_request(1, num_prompt=9, max_new=2)
+    request.context_chunk_size = 4
+    first = planner.plan([request], [])
+    assert [new.block_id for new in first.new_blocks] == [0, 1, 2]
+    assert (first.num_context_tokens, first.context_chunks[0].is_last) == (4, False)
+    assert planner.update(first, []) == [], "no token before the last chunk"
+    last = planner.plan([request], [])
+    assert (last.setups, last.new_blocks) == ((), ())
+    assert (last.context_chunks[0].start, last.context_chunks[0].is_last) == (4, True)
+    assert planner.update(last, [3]) == [request]
+
+
+def test_tokens_of_contexts_come_before_those_of_generation() -> None:
+    planner = make_planner()
+    running, fresh, chunked = make_request(1, 2), make_request(2, 2), make_request(3, 8)
+    planner.update(planner.plan([running], []), [1])
+    chunked.context_chunk_size = 5
+    batch = planner.plan([chunked, fresh], [running])
+    assert batch.num_tokens == 5 + 2 + 1
+    assert planner.update(batch, [8, 9]) == [fresh, running]
+    assert (fresh.tokens[-1], running.tokens[-1]) == (8, 9)
+
+
+@pytest.mark.parametrize("ending", ["release", "pause"])
+def test_a_late_token_is_dropped(ending: str) -> None:
+    planner = make_planner(num_slots=2)
+    gone, stays = make_request(1, 2), make_request(2, 2)
+    planner.update(planner.plan([gone, stays], []), [1, 1])
+    batch = planner.plan([], [gone, stays])
+    num_tokens = gone.num_tokens
+    if ending == "release":
+        gone.finish(FinishReason.CANCELLED)
+        planner.release(gone)
+    else:
+        planner.plan([], [], [gone])
+    newcomer = make_request(3, 2)
+    next_batch = planner.plan([newcomer], [])
+    assert next_batch.setups[0].slot == batch.generation_slots[0], "the slot has a new owner"
+    assert planner.update(batch, [4, 5]) == [stays]
+    assert (gone.num_tokens, newcomer.num_tokens) == (num_tokens, 2)
+    assert planner.update(next_batch, [6]) == [newcomer]
+
+
+def test_a_context_that_was_stopped_meanwhile_is_dropped_too() -> None:
+    planner = make_planner()
+    gone, stays = make_request(1, 2), make_request(2, 2)
+    batch = planner.plan([gone, stays], [])
+    gone.finish(FinishReason.CANCELLED)
+    planner.release(gone)
+    assert planner.update(batch, [4, 5]) == [stays]
+    assert (gone.num_generated_tokens, stays.tokens[-1]) == (0, 5)
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
+def test_a_wrong_number_of_tokens_is_refused(tokens: list[int]) -> None:
+    planner = make_planner()
+    requests = [make_request(1), make_request(2)]
+    batch = planner.plan(requests, [])
+    with pytest.raises(ValueError, match=rf"returned {len(tokens)} tokens, expected 2"):
+        planner.update(batch, tokens)
+    assert all(request.is_context_init_state for request in requests)
+    assert planner.discard(batch) == requests
+
+
+def test_a_failed_batch_gives_back_its_requests() -> None:
+    planner = make_planner()
+    one, two, idle = make_request(1, 2), make_request(2, 2), make_request(3, 2)
+    planner.update(planner.plan([one, idle], []), [1, 1])
+    failed = planner.plan([two], [one])
+    assert planner.discard(failed) == [two, one]
+    for request in (one, two):
+        planner.release(request)
+    assert planner.block_manager.num_used_blocks == 1, "the idle one is undisturbed"
+    batch = planner.plan([], [idle])
+    assert planner.update(batch, [1]) == [idle]
+
+
+def test_an_empty_batch_leaves_nothing_behind() -> None:
+    planner = make_planner()
+    batch = planner.plan([], [])
+    assert batch.is_empty
+    assert planner.update(batch, []) == []
+    assert planner.discard(batch) == []
+
+
+def test_releasing_twice_or_never_started_is_harmless() -> None:
+    planner = make_planner()
+    request = make_request(1)
+    planner.release(request)
+    planner.plan([request], [])
+    planner.release(request)
+    planner.release(request)
+    assert planner.num_free_slots == 4
+    planner.slots.check_integrity([])
+    planner.block_manager.check_integrity()
+
+
+def test_scheduling_without_room_is_our_bug() -> None:
+    planner = make_planner(num_blocks=1)
+    with pytest.raises(AssertionError, match="request 1 was scheduled without room for 5 tokens"):
+        planner.plan([make_request(1, num_prompt=5)], [])
+    planner = make_planner(num_slots=1)
+    with pytest.raises(AssertionError, match="all 1 slots are taken"):
+        planner.plan([make_request(1), make_request(2)], [])
+
+
+def test_slots_are_counted() -> None:
+    pool = SlotPool(3)
+    assert [pool.assign(), pool.assign()] == [0, 1]
+    pool.check_integrity([0, 1])
+    with pytest.raises(AssertionError, match="of 3 slots"):
+        pool.check_integrity([0])
+    pool.free(0)
+    assert pool.num_free_slots == 2
+    with pytest.raises(AssertionError):
+        pool.free(3)
+    with pytest.raises(ValueError, match="num_slots must be at least 1, not 0"):
+        SlotPool(0)

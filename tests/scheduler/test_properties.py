@@ -1,0 +1,227 @@
+"""Anything may happen, in any order: every invariant after every step, and everybody finishes."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from scheduler.world import VOCAB_SIZE, Decision, World, ids, make_request, tokens_alone
+
+from inflight_scheduler import (
+    BlockManager,
+    CapacitySchedulerPolicy,
+    FinishReason,
+    InvalidDecision,
+    LlmRequest,
+    make_scheduler,
+    refusal_reason,
+)
+
+Spec = tuple[int, int, int, int, float]
+# prompt, output, end id, min length, priority
+SPECS = st.tuples(
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.just(-1) | st.integers(0, VOCAB_SIZE - 1),
+    st.integers(0, 4),
+    st.sampled_from([0.5, 0.5, 0.5, 0.1, 0.9]),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Scheduler, block manager, planner and a fake engine under one policy."""
+
+    policy: ClassVar[CapacitySchedulerPolicy]
+
+    @initialize(
+        num_blocks=st.integers(2, 8),
+        tokens_per_block=st.integers(1, 4),
+        max_batch_size=st.integers(1, 5),
+        num_spare_requests=st.integers(0, 3),
+        max_num_tokens=st.none() | st.integers(4, 24),
+        two_step_lookahead=st.booleans(),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        max_batch_size: int,
+        num_spare_requests: int,
+        max_num_tokens: int | None,
+        two_step_lookahead: bool,
+    ) -> None:
+        manager = BlockManager(num_blocks, tokens_per_block)
+        num_slots = max_batch_size + num_spare_requests
+        scheduler = make_scheduler(
+            self.policy,
+            manager,
+            max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens,
+            max_num_requests=num_slots,
+            two_step_lookahead=two_step_lookahead,
+        )
+        self.world = World(scheduler, manager, num_slots)
+        self.max_num_tokens = max_num_tokens
+        self.alone: dict[int, list[int]] = {}
+
+    @rule(specs=st.lists(SPECS, min_size=1, max_size=5))
+    def arrive(self, specs: list[Spec]) -> None:
+        """What is too large for this world is cut until it is admitted."""
+        for num_prompt, max_new, end_id, min_length, priority in specs:
+            make = partial(
+                make_request,
+                len(self.alone),
+                end_id=end_id,
+                min_length=min_length,
+                priority=priority,
+            )
+            request = make(num_prompt, max_new)
+            while self.refusal_reason(request) is not None:
+                num_prompt, max_new = max(1, num_prompt - 1), max(1, max_new - 1)
+                request = make(num_prompt, max_new)
+            self.alone[request.request_id] = tokens_alone(
+                request.tokens, max_new, end_id, min_length
+            )
+            self.world.arrive(request)
+
+    def refusal_reason(self, request: LlmRequest) -> str | None:
+        return refusal_reason(
+            request,
+            block_manager=self.world.manager,
+            max_num_tokens=self.max_num_tokens,
+            may_pause=self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION,
+        )
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            batch = self.world.step()
+            assert not batch.is_empty or not self.world.active
+
+    @precondition(lambda self: self.world.active)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        self.world.stop(data.draw(st.sampled_from(self.world.active)))
+        self.world.check_invariants()
+
+    @precondition(lambda self: self.world.active)
+    @rule(data=st.data())
+    def stop_while_the_batch_runs(self, data: st.DataObject) -> None:
+        batch = self.world.plan(self.world.decide())
+        self.world.stop(data.draw(st.sampled_from(self.world.active)))
+        self.world.complete(batch)
+
+    @rule()
+    def fail(self) -> None:
+        batch = self.world.plan(self.world.decide())
+        for request in self.world.planner.discard(batch):
+            request.finish(FinishReason.CANCELLED)
+            self.world.end(request)
+        self.world.check_invariants()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.drain()
+        for request in self.world.finished:
+            alone = self.alone[request.request_id]
+            if request.finish_reason == FinishReason.CANCELLED:
+                assert request.tokens == alone[: request.num_tokens]
+            else:
+                assert request.tokens == alone
+                is_cut = request.num_remaining_tokens == 0
+                assert is_cut or request.finish_reason == FinishReason.END_ID
+
+
+class GuaranteedNoEvictMachine(SchedulerMachine):
+    policy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+
+
+class MaxUtilizationMachine(SchedulerMachine):
+    """Also hears now and then from a scheduler that decides at random."""
+
+    policy = CapacitySchedulerPolicy.MAX_UTILIZATION
+
+    @precondition(lambda self: self.world.active)
+    @rule(seed=st.integers(0, 2**16))
+    def foreign_scheduler(self, seed: int) -> None:
+        """What the guard lets pass can be carried out; what it refuses changes nothing."""
+        decision = random_decision(self.world, random.Random(seed))
+        before = ids(self.world.active), self.world.manager.num_free_blocks
+        if passes(self.world, decision):
+            self.world.step(decision)
+        else:
+            assert before == (ids(self.world.active), self.world.manager.num_free_blocks)
+            self.world.check_invariants()
+
+
+def random_decision(world: World, dice: random.Random) -> Decision:
+    """As much as the guard lets pass, in any order; or careless, and sometimes nonsense."""
+    decision: Decision = ([], [], [])
+    context, generation, paused = decision
+    is_careful = dice.random() < 0.7
+    for request in dice.sample(world.active, len(world.active)):
+        right = context if request.is_context_init_state else generation
+        chosen = dice.choice([right, right, paused, None])
+        if chosen is not None:
+            chosen.append(request)
+            if is_careful and not passes(world, decision):
+                chosen.pop()
+    return decision
+
+
+def passes(world: World, decision: Decision) -> bool:
+    try:
+        world.check(decision)
+    except InvalidDecision:
+        return False
+    return True
+
+
+SETTINGS = settings(
+    max_examples=80,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestGuaranteedNoEvict = GuaranteedNoEvictMachine.TestCase
+TestGuaranteedNoEvict.settings = SETTINGS
+TestMaxUtilization = MaxUtilizationMachine.TestCase
+TestMaxUtilization.settings = SETTINGS
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name)
+def test_a_crowd_in_a_pool_of_a_quarter(policy: CapacitySchedulerPolicy) -> None:
+    num_pauses = most_pauses = 0
+    for seed in range(25):
+        dice = random.Random(seed)
+        manager = BlockManager(num_blocks=12, tokens_per_block=dice.choice([1, 2, 3]))
+        scheduler = make_scheduler(
+            policy,
+            manager,
+            max_batch_size=8,
+            max_num_tokens=dice.choice([None, 16]),
+            two_step_lookahead=dice.random() < 0.5,
+        )
+        world = World(scheduler, manager, num_slots=8)
+        alone = {}
+        for request_id in range(16):
+            request = make_request(request_id, dice.randint(1, 5), dice.randint(3, 7))
+            alone[request_id] = tokens_alone(request.tokens, request.max_new_tokens, -1, 0)
+            world.arrive(request)
+            if dice.random() < 0.3:
+                world.step()
+        world.drain()
+        assert {request.request_id: request.tokens for request in world.finished} == alone
+        num_pauses += world.num_pauses
+        most_pauses = max(most_pauses, *(request.num_pauses for request in world.finished))
+    if policy == CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+        assert num_pauses == 0
+    else:
+        assert num_pauses > 100, "this crowd must be a crowd"
+        assert most_pauses > 1, "somebody is paused again and again"
