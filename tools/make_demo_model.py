@@ -1,8 +1,8 @@
 """Write the demo model: a Llama checkpoint that counts, its weights set by hand, not trained.
 
-Counting needs the previous number at every token, so a cache that loses, swaps or repeats a block
-shows up as a wrong digit. No training means no luck: the count is exact, the same file comes out
-everywhere in seconds, and every weight has a reason. After a prompt in decimal numbers it goes
+Counting needs the last two numbers at every token, so a cache that loses or swaps them shows up as
+a wrong digit (older tokens carry no weight: damage there stays unseen). No training means no luck:
+the count is exact, and every weight has a reason. After a prompt in decimal numbers it goes
 
 * up by one: ``1 2 3`` gives `` 4 5 6 ...``, also after a single number that follows the BOS token;
 * up by two, when the last two numbers differ by two: ``2 4`` gives `` 6 8 ...``;
