@@ -1,0 +1,229 @@
+"""Streams the safetensors of a checkpoint folder into parameters that are allocated once.
+
+Headers are read and compared with what the model needs before a byte of weights is: every tensor
+must be there, be used exactly once and have the right shape and a float type. Only safetensors
+are read, never a pickle.
+
+Links: a weights file may be a link inside the folder, and, as hub caches lay out a snapshot
+(``models--*/snapshots/<revision>``), a link into the ``blobs`` folder beside ``snapshots``. Any
+other link that leaves the folder is refused, so a checkpoint cannot make us read foreign files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from inflight_backend.engine.json_reader import JsonReader
+from inflight_backend.engine.parameters import ParameterSpec, Source
+from inflight_backend.errors import CheckpointError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SHOWN_NAMES = 3
+
+OnProgress = Callable[[int, int], None]
+"""Gets bytes loaded and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the checkpoint as its header describes it."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _DTYPE_TO_BYTES.get(self.dtype, 1)
+
+
+class Checkpoint:
+    """An open checkpoint folder; use it as a context manager, so that its files are closed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._entries: dict[str, _Entry] = {}
+
+    def __enter__(self) -> Checkpoint:
+        """Open all files and read their headers; `CheckpointError` names the file."""
+        with ExitStack() as stack:
+            for name, expected in _weight_files(self._folder).items():
+                opened = _open(self._folder, name, stack)
+                self._files[name] = opened
+                self._add_entries(name, opened, expected)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def check(
+        self,
+        specs: Sequence[ParameterSpec],
+        ignorable: frozenset[str],
+        duplicates: Mapping[str, str],
+    ) -> None:
+        """`CheckpointError` unless every tensor has one use and every use has its tensor."""
+        sources = {source.name: source for spec in specs for source in spec.sources}
+        missing = [name for name in sources if name not in self._entries]
+        if missing:
+            raise CheckpointError(f"{self._where()}: {_list('missing tensor', missing)}")
+        optional = ignorable | set(duplicates)
+        unused = [name for name in self._entries if name not in sources and name not in optional]
+        if unused:
+            raise CheckpointError(
+                f"{self._entries[unused[0]].file}: {_list('tensor without a use', unused)}"
+            )
+        for source in sources.values():
+            _check_entry(source, self._entries[source.name])
+        for name, original in duplicates.items():
+            self._check_duplicate(name, sources[original])
+
+    def load(
+        self,
+        specs: Sequence[ParameterSpec],
+        dtype: torch.dtype,
+        device: str,
+        on_progress: OnProgress | None = None,
+    ) -> dict[str, Tensor]:
+        """Every parameter by name, on the device; tensors go there one at a time."""
+        total = sum(self._entries[src.name].num_bytes for spec in specs for src in spec.sources)
+        done = 0
+        parameters = {}
+        for spec in specs:
+            parameter = _allocate(spec, dtype, device)
+            row = 0
+            for source in spec.sources:
+                end = row + source.shape[0]
+                parameter[row:end].copy_(self._read(source.name))
+                row = end
+                done += self._entries[source.name].num_bytes
+                if on_progress is not None:
+                    on_progress(done, total)
+            parameters[spec.name] = parameter
+        return parameters
+
+    def _add_entries(self, file: str, opened: Any, expected: set[str] | None) -> None:
+        names = set(opened.keys())
+        if expected is not None and names != expected:
+            odd = sorted(names ^ expected)
+            raise CheckpointError(f"{file}: does not hold what {_INDEX} says ({_names(odd)})")
+        for name in names:
+            if name in self._entries:
+                raise CheckpointError(f"{file}: {name} is also in {self._entries[name].file}")
+            tensor = opened.get_slice(name)
+            self._entries[name] = _Entry(file, tuple(tensor.get_shape()), tensor.get_dtype())
+
+    def _check_duplicate(self, name: str, original: Source) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        _check_entry(Source(name, original.shape), entry)
+        if not torch.equal(self._read(name), self._read(original.name)):
+            raise CheckpointError(
+                f"{entry.file}: {name} differs from {original.name}, though config.json ties them "
+                f"(tie_word_embeddings)"
+            )
+
+    def _read(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        try:
+            tensor = self._files[entry.file].get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{entry.file}: {name} cannot be read ({error})") from None
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _where(self) -> str:
+        return _INDEX if len(self._files) > 1 else next(iter(self._files))
+
+
+def _weight_files(folder: Path) -> dict[str, set[str] | None]:
+    """Weight file -> the tensors the index promises in it, None where there is no index."""
+    if (folder / _INDEX).is_file():
+        index = JsonReader.from_file(folder / _INDEX).section("weight_map")
+        files: dict[str, set[str] | None] = {}
+        for tensor in index:
+            file = index.text(tensor)
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                index.fail(tensor, f"must name a .safetensors file of the folder, not {file!r}")
+            promised = files.setdefault(file, set())
+            assert promised is not None
+            promised.add(tensor)
+        if not files:
+            raise CheckpointError(f"{_INDEX}: weight_map is empty")
+        return dict(sorted(files.items()))
+    if (folder / _SINGLE).exists() or (folder / _SINGLE).is_symlink():
+        return {_SINGLE: None}
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{pickles[0]}: only safetensors are read, a pickle could run code; convert it "
+            f"(transformers: save_pretrained writes {_SINGLE})"
+        )
+    raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}")
+
+
+def _open(folder: Path, name: str, stack: ExitStack) -> Any:
+    path = folder / name
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise CheckpointError(f"{name}: no such file") from None
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(root) for root in allowed):
+        raise CheckpointError(f"{name}: is a link that leaves the checkpoint folder")
+    try:
+        return stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{name}: not a whole safetensors file, truncated or damaged ({error})"
+        ) from None
+
+
+def _check_entry(source: Source, entry: _Entry) -> None:
+    if entry.shape != source.shape:
+        raise CheckpointError(
+            f"{entry.file}: {source.name} has shape {list(entry.shape)}, "
+            f"config.json asks for {list(source.shape)}"
+        )
+    if entry.dtype not in _DTYPE_TO_BYTES:
+        raise CheckpointError(
+            f"{entry.file}: {source.name} is {entry.dtype}, "
+            f"supported are {', '.join(_DTYPE_TO_BYTES)}"
+        )
+
+
+def _allocate(spec: ParameterSpec, dtype: torch.dtype, device: str) -> Tensor:
+    with suppress(RuntimeError, MemoryError):  # torch says out of memory with a RuntimeError
+        return torch.empty(spec.shape, dtype=dtype, device=device)
+    raise CheckpointError(f"{spec.name}: no memory on {device} for shape {list(spec.shape)}")
+
+
+def _list(what: str, names: Sequence[str]) -> str:
+    plural = "s" if len(names) > 1 else ""
+    return f"{len(names)} {what}{plural}: {_names(names)}"
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _SHOWN_NAMES} more" if len(listed) > _SHOWN_NAMES else ""
+    return ", ".join(listed[:_SHOWN_NAMES]) + more

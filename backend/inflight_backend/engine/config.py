@@ -1,0 +1,117 @@
+"""Settings of the engine; "auto" and None are resolved against a checkpoint and a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from inflight_backend.engine.attention import ATTENTION_BACKENDS
+from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.errors import ConfigurationError
+
+_DEVICES = ("auto", "cpu", "cuda")
+_NAME_TO_DTYPE = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_DEFAULT_NUM_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How a checkpoint is run; see `resolve` for what the defaults become.
+
+    ``max_batch_size`` is the number of slots, ``max_num_tokens`` bounds the tokens of one step,
+    ``max_seq_len`` prompt plus new tokens of a request. The KV pool is described in `kv_pool`.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_batch_size: int = 256
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    tokens_per_block: int = 32
+    max_tokens_in_paged_kv_cache: int | None = None
+    kv_cache_free_gpu_mem_fraction: float = 0.9
+    attention_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_choice("device", self.device, _DEVICES)
+        _check_choice("dtype", self.dtype, ("auto", *_NAME_TO_DTYPE))
+        _check_choice("attention_backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
+        _check_range("max_batch_size", self.max_batch_size, 1, 2**16)
+        _check_range("tokens_per_block", self.tokens_per_block, 1, 1024)
+        for name in ("max_num_tokens", "max_seq_len", "max_tokens_in_paged_kv_cache"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_range(name, value, 1, 2**40)
+        fraction = self.kv_cache_free_gpu_mem_fraction
+        if not 0.0 < fraction < 1.0:
+            raise ConfigurationError(
+                f"kv_cache_free_gpu_mem_fraction must be between 0 and 1, not {fraction}"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of weights, activations and KV of a resolved configuration."""
+        return _NAME_TO_DTYPE[self.dtype]
+
+    @property
+    def num_tokens_limit(self) -> int:
+        """``max_num_tokens`` of a resolved configuration."""
+        assert self.max_num_tokens is not None
+        return self.max_num_tokens
+
+    @property
+    def seq_len_limit(self) -> int:
+        """``max_seq_len`` of a resolved configuration."""
+        assert self.max_seq_len is not None
+        return self.max_seq_len
+
+
+def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """A copy without "auto" and None, except ``max_tokens_in_paged_kv_cache``.
+
+    device: CUDA if there is one. dtype: the checkpoint's on a GPU, float32 on a CPU. max_seq_len:
+    the checkpoint's positions, and not more. max_num_tokens: the larger of 8192 and max_seq_len.
+    attention_backend: triton on CUDA where it can be imported, else torch.
+    """
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device is cuda, but torch finds no CUDA device; use cpu or auto")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device == "cpu" else model.dtype
+    max_positions = model.max_position_embeddings
+    max_seq_len = config.max_seq_len or max_positions
+    if max_seq_len > max_positions:
+        raise ConfigurationError(
+            f"max_seq_len ({max_seq_len}) is above the checkpoint's "
+            f"max_position_embeddings ({max_positions})"
+        )
+    backend = config.attention_backend
+    if backend == "auto":
+        is_triton = device == "cuda" and "triton" in ATTENTION_BACKENDS
+        backend = "triton" if is_triton else "torch"
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        max_num_tokens=config.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
+        attention_backend=backend,
+    )
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _check_range(name: str, value: int, minimum: int, maximum: int) -> None:
+    if not minimum <= value <= maximum:
+        raise ConfigurationError(f"{name} must be between {minimum} and {maximum}, not {value}")

@@ -1,0 +1,99 @@
+"""The memory of all KV blocks, and how large it is.
+
+Tokens in the pool: ``max_tokens_in_paged_kv_cache`` if given. On a GPU also what
+``kv_cache_free_gpu_mem_fraction`` of the memory left after loading holds; the smaller wins. On a
+CPU, without a setting, the smaller of 65,536 tokens and a quarter of the available memory.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from inflight_backend.errors import ConfigurationError
+
+_CPU_DEFAULT_TOKENS = 65_536
+_CPU_MEMORY_SHARE = 0.25
+
+
+class KvPool:
+    """One tensor [num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim].
+
+    It starts as zeros, and engines keep NaN out of blocks they hand on (`clean`).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        tokens_per_block: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        shape = (num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim)
+        try:
+            self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError):
+            raise ConfigurationError(
+                f"no memory on {device} for {num_blocks} KV blocks; "
+                "lower max_tokens_in_paged_kv_cache"
+            ) from None
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self._layers = [(layer[0], layer[1]) for layer in self._memory]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [num_blocks, tokens_per_block, KVH, head_dim]."""
+        return self._layers[index]
+
+    def clean(self, block_ids: Tensor) -> None:
+        """Replace NaN and infinities in these blocks [n] by numbers; all else stays."""
+        blocks = self._memory.index_select(2, block_ids)
+        self._memory.index_copy_(2, block_ids, blocks.nan_to_num_())
+
+
+def choose_num_blocks(
+    bytes_per_token: int,
+    tokens_per_block: int,
+    device: str,
+    max_tokens: int | None,
+    gpu_fraction: float,
+) -> int:
+    """Blocks of the pool by the rule above; `ConfigurationError` if not even one fits."""
+    limits = [] if max_tokens is None else [max_tokens]
+    if device == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info()
+        limits.append(int(free_bytes * gpu_fraction) // bytes_per_token)
+    elif max_tokens is None:
+        limits.append(_CPU_DEFAULT_TOKENS)
+        limits.append(int(available_memory() * _CPU_MEMORY_SHARE) // bytes_per_token)
+    num_blocks = min(limits) // tokens_per_block
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"the KV pool has room for {min(limits)} tokens and a block takes {tokens_per_block}; "
+            "raise max_tokens_in_paged_kv_cache or lower tokens_per_block"
+        )
+    return num_blocks
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be taken without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_memory() -> int:
+    """Bytes of main memory this process holds; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        return 0
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

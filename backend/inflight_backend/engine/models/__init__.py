@@ -1,0 +1,16 @@
+"""The families we serve: a module each, with nothing in it but what is special about it.
+
+To add one, write the module and put it into the table below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from inflight_backend.engine.json_reader import JsonReader
+from inflight_backend.engine.models import llama, mistral, qwen2, qwen3
+from inflight_backend.engine.models.traits import ModelTraits
+
+ARCHITECTURE_TO_TRAITS: dict[str, Callable[[JsonReader], ModelTraits]] = {
+    family.ARCHITECTURE: family.read_traits for family in (llama, mistral, qwen2, qwen3)
+}

@@ -1,0 +1,11 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value; the upper layers may slide."""
+
+from inflight_backend.engine.json_reader import JsonReader
+from inflight_backend.engine.models.traits import ModelTraits, read_layer_windows
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+def read_traits(reader: JsonReader) -> ModelTraits:
+    """The biases are fixed, no key speaks of them."""
+    return ModelTraits(has_qkv_bias=True, sliding_windows=read_layer_windows(reader))

@@ -1,0 +1,43 @@
+"""What one model family may do differently from the plain decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight_backend.engine.json_reader import JsonReader
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """The switches of the decoder. ``sliding_windows`` is empty or has one entry per layer."""
+
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    is_num_kv_heads_required: bool = True
+    is_head_dim_required: bool = False
+
+
+def read_layer_windows(reader: JsonReader) -> tuple[int | None, ...]:
+    """Sliding windows of Qwen: off unless ``use_sliding_window``; the first layers see all.
+
+    ``layer_types`` says it per layer; without it ``max_window_layers`` layers come before the
+    first that slides.
+    """
+    num_layers = reader.integer("num_hidden_layers", maximum=1024)
+    if not reader.boolean("use_sliding_window", default=False):
+        return (None,) * num_layers
+    window = reader.integer("sliding_window")
+    types = reader.texts("layer_types")
+    if not types:
+        first = reader.integer("max_window_layers", minimum=0)
+        types = ["full_attention"] * first + ["sliding_attention"] * max(0, num_layers - first)
+        types = types[:num_layers]
+    if len(types) != num_layers:
+        reader.fail("layer_types", f"has {len(types)} entries for {num_layers} layers")
+    for kind in types:
+        if kind not in ("full_attention", "sliding_attention"):
+            reader.fail("layer_types", f"holds {kind!r}, which is not supported")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

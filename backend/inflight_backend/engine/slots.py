@@ -1,0 +1,171 @@
+"""Per-slot state on the device, and the little of it the host must know as well.
+
+Every running request owns a slot. What changes in a step arrives as `StepWords`; positions, cache
+slots and lengths are then computed on the device for all rows at once, and the last token of a
+slot never leaves it. The host mirrors the lengths (they follow from the plans alone) and two
+facts about sampling, so that it never has to ask the device how to go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight_backend.engine import step_buffer as columns
+from inflight_backend.engine.attention import AttentionInputs
+from inflight_backend.engine.step_buffer import NUM_COLUMNS, StepWords
+from inflight_scheduler import ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What drawing the next tokens needs; all [num_samples] on the device.
+
+    ``positions`` are those the drawn tokens will take. The two flags come from the host's mirror.
+    """
+
+    slots: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    end_ids: Tensor
+    min_end_positions: Tensor
+    is_all_greedy: bool
+    may_forbid_end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step as the decoder sees it: packed tokens and their positions, [num_tokens] int64.
+
+    ``sample_rows`` are the rows that draw a token, None for all of them in order.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    sample_rows: Tensor | None
+    attention: AttentionInputs
+    sampling: SamplingInputs
+
+
+class SlotTable:
+    """Owner of the state of ``num_slots`` slots; its tensors keep their addresses for life."""
+
+    def __init__(self, num_slots: int, max_blocks: int, tokens_per_block: int, device: str) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._parameters = torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
+        self._cached_lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._host_lengths = np.zeros(num_slots, dtype=np.int64)
+        self._host_is_greedy = np.zeros(num_slots, dtype=np.bool_)
+        self._host_min_end = np.zeros(num_slots, dtype=np.int64)
+
+    def apply(self, batch: ScheduledBatch, words: StepWords) -> StepInputs:
+        """Take over setups, blocks and progress of a plan; returns the inputs of its step."""
+        self._parameters[words.setup_slots.long()] = words.setup_rows
+        for setup in batch.setups:
+            self._host_is_greedy[setup.slot] = setup.sampling.is_greedy
+            self._host_min_end[setup.slot] = setup.min_end_position if setup.end_id >= 0 else 0
+        self._block_tables[words.block_slots.long(), words.block_indices.long()] = words.block_ids
+
+        slots = torch.cat((words.chunk_slots, words.generation_slots)).long()  # of all sequences
+        token_slots, tokens, positions = self._pack(batch, words)
+        attention = self._advance(batch, words, slots, token_slots, positions)
+        return StepInputs(
+            tokens=tokens,
+            positions=positions,
+            sample_rows=words.sample_rows.long() if batch.context_chunks else None,
+            attention=attention,
+            sampling=self._sampling(batch, words.sample_slots.long()),
+        )
+
+    def store(self, slots: Tensor, tokens: Tensor) -> None:
+        """Remember the drawn tokens [num_samples]; the next step of their slots starts with them.
+
+        A row that failed (-1) keeps a valid id, since a step may already be on its way.
+        """
+        self._last_tokens[slots] = tokens.clamp(min=0)
+
+    def _pack(self, batch: ScheduledBatch, words: StepWords) -> tuple[Tensor, Tensor, Tensor]:
+        """Slot, id and position of every token: context chunks, then generations."""
+        slots = words.generation_slots.long()
+        tokens, positions = self._last_tokens[slots], self._cached_lengths[slots]
+        if not batch.context_chunks:
+            return slots, tokens, positions
+        starts = words.query_starts.long()
+        num_tokens = len(words.tokens)
+        device = words.tokens.device
+        chunks = torch.repeat_interleave(
+            torch.arange(len(words.chunk_slots), device=device),
+            starts.diff(),
+            output_size=num_tokens,
+        )  # [num_context_tokens]: the chunk of each token
+        offsets = (words.chunk_starts - starts[:-1])[chunks]
+        context_positions = torch.arange(num_tokens, device=device) + offsets
+        return (
+            torch.cat((words.chunk_slots.long()[chunks], slots)),
+            torch.cat((words.tokens.long(), tokens)),
+            torch.cat((context_positions, positions)),
+        )
+
+    def _advance(
+        self,
+        batch: ScheduledBatch,
+        words: StepWords,
+        slots: Tensor,
+        token_slots: Tensor,
+        positions: Tensor,
+    ) -> AttentionInputs:
+        """Book the tokens of this step as cached, on both sides."""
+        num_chunks = len(batch.context_chunks)
+        generations = np.array(batch.generation_slots, dtype=np.int64)
+        lengths = np.ones(num_chunks + len(generations), dtype=np.int64)
+        for index, chunk in enumerate(batch.context_chunks):
+            lengths[index] = len(chunk.tokens)
+            self._host_lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+        self._host_lengths[generations] += 1
+        chunk_slots = np.array([chunk.slot for chunk in batch.context_chunks], dtype=np.int64)
+        host_contexts = self._host_lengths[np.concatenate((chunk_slots, generations))]
+
+        num_context_tokens = len(words.tokens)
+        contexts = torch.cat((words.chunk_ends.long(), positions[num_context_tokens:] + 1))
+        self._cached_lengths[slots] = contexts
+        size = self._tokens_per_block
+        num_blocks = -(-int(host_contexts.max()) // size)
+        block_ids = self._block_tables[token_slots, positions // size].long()
+        return AttentionInputs(
+            num_context_sequences=num_chunks,
+            num_context_tokens=num_context_tokens,
+            block_tables=self._block_tables[:, :num_blocks][slots],
+            context_lengths=contexts.int(),
+            query_starts=words.query_starts,
+            slot_mapping=block_ids * size + positions % size,
+            host_query_lengths=lengths,
+            host_context_lengths=host_contexts,
+        )
+
+    def _sampling(self, batch: ScheduledBatch, slots: Tensor) -> SamplingInputs:
+        rows = self._parameters[slots]
+        floats = rows.view(torch.float32)
+        host_slots = [chunk.slot for chunk in batch.context_chunks if chunk.is_last]
+        host_slots += batch.generation_slots
+        return SamplingInputs(
+            slots=slots,
+            temperature=floats[:, columns.TEMPERATURE],
+            top_k=rows[:, columns.TOP_K],
+            top_p=floats[:, columns.TOP_P],
+            seeds=rows.view(torch.int64)[:, columns.SEED],
+            positions=self._cached_lengths[slots],
+            end_ids=rows[:, columns.END_ID].long(),
+            min_end_positions=rows[:, columns.MIN_END_POSITION],
+            is_all_greedy=bool(self._host_is_greedy[host_slots].all()),
+            may_forbid_end=bool(
+                (self._host_min_end[host_slots] > self._host_lengths[host_slots]).any()
+            ),
+        )

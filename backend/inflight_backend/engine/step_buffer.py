@@ -1,0 +1,125 @@
+"""One packed copy per step: all a plan says, as int32 words, in one piece to the device.
+
+Floats travel as their bits and seeds as two words. The buffers have fixed addresses and the size
+of the largest plan, so a captured graph may read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inflight_scheduler import ScheduledBatch, SlotSetup
+
+# Columns of the table of slots, in words. The seed comes first, so that it can be read as int64.
+SEED, TEMPERATURE, TOP_K, TOP_P, END_ID, MIN_END_POSITION = 0, 2, 3, 4, 5, 6
+NUM_COLUMNS = 8
+
+_Words = npt.NDArray[np.int32]
+_NO_WORDS: _Words = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWords:
+    """The words of a plan on the device, int32, in sections.
+
+    ``sample_rows`` are the packed rows of the last tokens of last chunks, ``sample_slots`` the
+    slots of all rows that draw a token: last chunks, then generations.
+    """
+
+    setup_slots: Tensor  # [num_setups]
+    setup_rows: Tensor  # [num_setups, NUM_COLUMNS]
+    block_slots: Tensor  # [num_new_blocks]
+    block_indices: Tensor
+    block_ids: Tensor
+    tokens: Tensor  # [num_context_tokens]
+    chunk_slots: Tensor  # [num_chunks]
+    chunk_starts: Tensor
+    chunk_ends: Tensor
+    query_starts: Tensor  # [num_chunks + 1]
+    generation_slots: Tensor  # [num_generations]
+    sample_rows: Tensor  # [num_samples]
+    sample_slots: Tensor
+
+
+class StepBuffer:
+    """Host and device side of the packed copy; on a CPU they are the same memory."""
+
+    def __init__(self, max_words: int, device: str) -> None:
+        self._host = torch.empty(max_words, dtype=torch.int32, pin_memory=device != "cpu")
+        self._words = self._host.numpy()
+        self._device = self._host if device == "cpu" else self._host.to(device)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return self._host.nbytes if self._host.is_pinned() else 0
+
+    def send(self, batch: ScheduledBatch) -> StepWords:
+        """Pack ``batch`` and start its copy; the views are valid until the next call."""
+        sections = _sections(batch)
+        sizes = [len(section) for section in sections]
+        total = sum(sizes)
+        assert total <= len(self._words), f"plan of {total} words, room for {len(self._words)}"
+        np.concatenate(sections, out=self._words[:total])
+        if self._device is not self._host:
+            self._device[:total].copy_(self._host[:total], non_blocking=True)
+        views = list(torch.split(self._device[:total], sizes))
+        views[1] = views[1].view(-1, NUM_COLUMNS)
+        return StepWords(*views)
+
+
+def max_words(max_batch_size: int, max_num_tokens: int, num_blocks: int) -> int:
+    """Words of the largest plan: every slot set up, every block assigned, every token prompt."""
+    return max_batch_size * (NUM_COLUMNS + 8) + 3 * num_blocks + max_num_tokens + 1
+
+
+def _sections(batch: ScheduledBatch) -> list[_Words]:
+    """The fields of `StepWords`, in order, as flat arrays."""
+    chunks = batch.context_chunks
+    lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    query_starts = np.concatenate((np.zeros(1, dtype=np.int32), lengths.cumsum(dtype=np.int32)))
+    slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+    is_last = np.array([chunk.is_last for chunk in chunks], dtype=np.bool_)
+    generation_slots = np.array(batch.generation_slots, dtype=np.int32)
+    first_generation = int(query_starts[-1])
+    generation_rows = np.arange(
+        first_generation, first_generation + len(generation_slots), dtype=np.int32
+    )
+    new_blocks = batch.new_blocks
+    tokens = [np.array(chunk.tokens, dtype=np.int32) for chunk in chunks]
+    return [
+        np.array([setup.slot for setup in batch.setups], dtype=np.int32),
+        _setup_rows(batch.setups).reshape(-1),
+        np.array([block.slot for block in new_blocks], dtype=np.int32),
+        np.array([block.index for block in new_blocks], dtype=np.int32),
+        np.array([block.block_id for block in new_blocks], dtype=np.int32),
+        np.concatenate(tokens) if tokens else _NO_WORDS,
+        slots,
+        starts,
+        starts + lengths,
+        query_starts,
+        generation_slots,
+        np.concatenate(((query_starts[1:] - 1)[is_last], generation_rows)),
+        np.concatenate((slots[is_last], generation_slots)),
+    ]
+
+
+def _setup_rows(setups: tuple[SlotSetup, ...]) -> _Words:
+    rows = np.zeros((len(setups), NUM_COLUMNS), dtype=np.int32)
+    if setups:
+        seeds = [setup.sampling.seed % 2**64 for setup in setups]
+        rows[:, SEED : SEED + 2] = np.array(seeds, dtype=np.uint64).view(np.int32).reshape(-1, 2)
+        temperatures = [setup.sampling.temperature for setup in setups]
+        rows[:, TEMPERATURE] = np.array(temperatures, dtype=np.float32).view(np.int32)
+        rows[:, TOP_K] = [setup.sampling.top_k for setup in setups]
+        top_ps = [setup.sampling.top_p for setup in setups]
+        rows[:, TOP_P] = np.array(top_ps, dtype=np.float32).view(np.int32)
+        rows[:, END_ID] = [setup.end_id for setup in setups]
+        rows[:, MIN_END_POSITION] = [setup.min_end_position for setup in setups]
+    return rows
