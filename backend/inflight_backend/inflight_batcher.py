@@ -116,14 +116,8 @@ class InflightBatcher:
         return self.planner.plan(context, generation, paused)
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
-        default = make_scheduler(
-            self.policy,
-            self.block_manager,
-            max_batch_size=self._max_batch_size,
-            max_num_tokens=self.engine.max_num_tokens,
-        )
         if params.scheduler_class is None:
-            return default
+            return self._make_default(self.policy)
         scheduler_class = find_scheduler_class(params.scheduler_class)
         try:
             scheduler = scheduler_class(
@@ -133,7 +127,18 @@ class InflightBatcher:
             raise ConfigurationError(
                 f"scheduler_class = '{params.scheduler_class}' cannot be made: {error}"
             ) from error
+        # A foreign scheduler may have admitted more than any reservation holds, so whoever takes
+        # over from it must be able to pause.
+        default = self._make_default(CapacitySchedulerPolicy.MAX_UTILIZATION)
         return GuardedScheduler(scheduler, default, self._check)
+
+    def _make_default(self, policy: CapacitySchedulerPolicy) -> RequestScheduler:
+        return make_scheduler(
+            policy,
+            self.block_manager,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
 
     def _check(
         self, decision: object, active: Sequence[LlmRequest], inflight_ids: Collection[int]

@@ -61,7 +61,8 @@ class TritonPythonModel:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None
         except Exception as error:
-            status.write("failed", error=f"{type(error).__name__}: {error}")
+            first_line = str(error).partition("\n")[0]
+            status.write("failed", error=f"{type(error).__name__}: {first_line}")
             raise
 
     def execute(self, requests: Sequence[Any]) -> None:

@@ -34,7 +34,10 @@ def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
 
 
 class GuardedScheduler(RequestScheduler):
-    """Runs the user's scheduler and checks each decision; a refused one is made by the default."""
+    """Runs the user's scheduler and checks each decision; a refused one is made by the default.
+
+    A decision that lets nobody run is refused too: nothing would ever change.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,10 @@ class GuardedScheduler(RequestScheduler):
         """The user's decision if it can be carried out, else the default scheduler's."""
         try:
             decision = self._scheduler.schedule_request(active_requests, inflight_request_ids)
-            return self._check(decision, active_requests, inflight_request_ids)
+            checked = self._check(decision, active_requests, inflight_request_ids)
+            if not any(checked) and not inflight_request_ids:
+                raise InvalidDecision(f"none of {len(active_requests)} active requests runs")
+            return checked
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True

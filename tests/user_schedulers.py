@@ -1,0 +1,51 @@
+"""Schedulers as users might write them, good and bad; named in the configuration by tests."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from inflight_scheduler import BlockManager, LlmRequest, RequestScheduler
+
+Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
+
+
+class OneAtATime(RequestScheduler):
+    """A user's policy: the shortest request runs alone."""
+
+    def __init__(
+        self, block_manager: BlockManager, max_batch_size: int, max_num_tokens: int
+    ) -> None:
+        self.block_manager = block_manager
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Whoever runs goes on; else the one with the least to do."""
+        running = [r for r in active_requests if r.is_generation_in_progress_state]
+        if running:
+            return [], running, []
+        return [min(active_requests, key=lambda r: r.num_remaining_tokens)], [], []
+
+
+class Raises(OneAtATime):
+    """Has a bug."""
+
+    def schedule_request(self, *args: object) -> Decision:
+        raise RuntimeError("a bug in the user's code")
+
+
+class Greedy(OneAtATime):
+    """Takes everybody at once, whether blocks are there or not."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        context = [r for r in active_requests if r.is_context_init_state]
+        return context, [r for r in active_requests if r.is_generation_in_progress_state], []
+
+
+class Lazy(OneAtATime):
+    """Never lets anybody run."""
+
+    def schedule_request(self, *args: object) -> Decision:
+        return [], [], []
