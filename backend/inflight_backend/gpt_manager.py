@@ -119,6 +119,7 @@ class GptManager:
         self._iteration = 0
         self._batch = _NO_BATCH
         self._num_paused = 0
+        self._num_waiting = 0
         self._failed_callbacks: set[str] = set()
         self._stats = self._measure()
         self._is_closing = False
@@ -139,7 +140,7 @@ class GptManager:
 
     @property
     def stats_json(self) -> str:
-        """The statistics of the last iteration (or of none yet)."""
+        """The statistics of the last iteration; while idle, those of doing nothing."""
         return self._stats.to_json()
 
     @property
@@ -183,6 +184,7 @@ class GptManager:
             if was_active:
                 self.return_batch_manager_stats()
             if self._batch.is_empty:
+                self._stats = self._measure()
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
 
@@ -200,6 +202,8 @@ class GptManager:
         active = list(self._active.values())
         self._batch = self._batcher.schedule(active)
         self._num_paused = self._batcher.num_paused
+        batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
+        self._num_waiting = len(active) - batch_size
         if self._batch.is_empty:
             return
         self._iteration += 1
@@ -288,6 +292,7 @@ class GptManager:
             num_context_requests=num_context,
             num_generation_requests=num_generation,
             num_paused_requests=self._num_paused,
+            num_waiting_requests=self._num_waiting,
             num_context_tokens=self._batch.num_context_tokens,
             max_num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
