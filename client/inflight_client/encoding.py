@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -85,25 +85,29 @@ def generate_call(
 
     `InvalidArgument` for an unknown option or a value that does not fit its tensor.
     """
-    outputs: tuple[str, ...] = TOKEN_OUTPUTS
+    outputs: tuple[str, ...]
     values: dict[str, object]
     if isinstance(prompt, str):
         outputs = TEXT_OUTPUTS if is_streaming else WHOLE_TEXT_OUTPUTS
-        values = {"text_input": prompt, "max_tokens": max_tokens, "stream": is_streaming}
+        values = {
+            "text_input": _clean_text("prompt", prompt),
+            "max_tokens": _clean_value("max_tokens", "max_tokens", max_tokens),
+            "stream": is_streaming,
+        }
     else:
-        token_ids = _token_ids(prompt)
+        outputs, token_ids = TOKEN_OUTPUTS, _clean_tokens(prompt)
         values = {
             "input_ids": token_ids,
             "input_lengths": len(token_ids),
-            "request_output_len": max_tokens,
+            "request_output_len": _clean_value("max_tokens", "request_output_len", max_tokens),
             "streaming": is_streaming,
         }
-    for name, value in {"exclude_input_in_output": True, **options}.items():
-        if name not in OPTION_TO_INPUT:
+    for option, value in {"exclude_input_in_output": True, **options}.items():
+        if option not in OPTION_TO_INPUT:
             known = ", ".join(OPTION_TO_INPUT)
-            raise InvalidArgument(f"{name} is not an option of a request; known are {known}.")
-        values[OPTION_TO_INPUT[name]] = value
-    values = {name: _clean_value(name, value) for name, value in values.items()}
+            raise InvalidArgument(f"{option} is not an option of a request; known are {known}.")
+        tensor = OPTION_TO_INPUT[option]
+        values[tensor] = _clean_value(option, tensor, value)
     return InferCall(values, outputs, checked_request_id(request_id), model)
 
 
@@ -178,31 +182,22 @@ class AnswerCollector:
         return "length" if self._num_tokens == limit else "stop"
 
 
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise InvalidArgument(
-            "prompt: give text (str) or a sequence of token ids (int), "
-            f"not {type(prompt).__name__} of something else."
-        ) from None
+def _clean_tokens(prompt: Sequence[int]) -> list[int]:
+    if not isinstance(prompt, Iterable):
+        raise InvalidArgument(f"prompt = {prompt!r}: give text (str) or a sequence of token ids.")
+    return [_clean_integer("prompt", "INT32", token) for token in prompt]
 
 
-def _clean_value(name: str, value: Any) -> object:
+def _clean_value(argument: str, tensor: str, value: Any) -> object:
     """``value`` as a plain Python value that its tensor can hold."""
-    spec = INPUT_BY_NAME[name]
-    numpy_type = DTYPE_TO_NUMPY[spec.dtype]
-    if isinstance(value, list):
-        return [_clean_integer(name, spec.dtype, item) for item in value]
-    if spec.dtype == "STRING":
-        return _clean_text(name, value)
-    if issubclass(numpy_type, np.integer):
-        return _clean_integer(name, spec.dtype, value)
-    if issubclass(numpy_type, np.floating):
-        return _clean_float(name, value)
-    if not isinstance(value, bool):
-        raise InvalidArgument(f"{name} = {value!r}: give True or False.")
-    return value
+    dtype = INPUT_BY_NAME[tensor].dtype
+    if dtype == "BOOL":
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{argument} = {value!r}: give True or False.")
+        return value
+    if issubclass(DTYPE_TO_NUMPY[dtype], np.integer):
+        return _clean_integer(argument, dtype, value)
+    return _clean_float(argument, value)
 
 
 def _clean_text(name: str, value: str) -> str:
