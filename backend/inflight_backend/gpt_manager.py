@@ -175,23 +175,33 @@ class GptManager:
 
     def _run(self) -> None:
         while not (self._is_closing and not self._active):
-            if not self._is_closing:
-                self.fetch_new_requests()
-            was_active = bool(self._active)
-            self._step_guarded()
-            self.return_completed_requests()
-            self.poll_stop_signals()
-            if was_active:
-                self.return_batch_manager_stats()
+            try:
+                self._iterate()
+            except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
+                _logger.exception("the batch manager failed in iteration %d", self._iteration)
+                for request in list(self._active.values()):
+                    self._end(request, "the batch manager failed while it held this request")
+                self.return_completed_requests()
             if self._batch.is_empty:
-                self._stats = self._measure()
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
+
+    def _iterate(self) -> None:
+        if not self._is_closing:
+            self.fetch_new_requests()
+        was_active = bool(self._active)
+        self.step()
+        self.return_completed_requests()
+        self.poll_stop_signals()
+        if was_active:
+            self.return_batch_manager_stats()
+        else:
+            self._stats = self._measure()
 
     def fetch_new_requests(self) -> None:
         """Get and accept new requests; a bad one is answered with an error of its own."""
         room = self.max_num_requests - len(self._active)
-        for request in self._call("get_inference_requests", [], self._get_cb, room):
+        for request in self._call("get_inference_requests", self._get_cb, room) or ():
             if request.request_id == self._terminate_req_id:
                 self._is_closing = True
             else:
@@ -225,13 +235,13 @@ class GptManager:
             request = response.request
             tensors = [] if response.error else _make_tensors(request, response.is_final)
             args = (request.request_id, tensors, response.is_final, response.error)
-            self._call("send_response", None, self._send_cb, *args)
+            self._call("send_response", self._send_cb, *args)
 
     def poll_stop_signals(self) -> None:
         """End the requests named by the stop callback; unknown ids are passed over."""
         if self._poll_cb is None:
             return
-        for request_id in self._call("poll_stop_signal", set(), self._poll_cb):
+        for request_id in self._call("poll_stop_signal", self._poll_cb) or ():
             request = self._active.get(request_id)
             if request is not None:
                 request.finish(FinishReason.CANCELLED)
@@ -242,7 +252,7 @@ class GptManager:
         """Measure this iteration and hand the JSON to the statistics callback."""
         self._stats = self._measure()
         if self._stats_cb is not None:
-            self._call("return_batch_manager_stats", None, self._stats_cb, self._stats.to_json())
+            self._call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 
     def _accept(self, request: InferenceRequest) -> None:
         if request.request_id in self._active:
@@ -251,8 +261,7 @@ class GptManager:
         try:
             llm_request = validate(request, self.limits)
         except InvalidRequest as error:
-            args = (request.request_id, [], True, str(error))
-            self._call("send_response", None, self._send_cb, *args)
+            self._call("send_response", self._send_cb, request.request_id, [], True, str(error))
             return
         self._active[request.request_id] = llm_request
 
@@ -270,15 +279,6 @@ class GptManager:
         self._batcher.planner.release(request)
         if self._active.pop(request.request_id, None) is not None:
             self._responses.append(_Response(request, is_final=True, error=error))
-
-    def _step_guarded(self) -> None:
-        """A step that cannot take the loop down: what escapes it ends the active requests."""
-        try:
-            self.step()
-        except Exception:
-            _logger.exception("the batch manager failed in iteration %d", self._iteration)
-            for request in list(self._active.values()):
-                self._end(request, "the batch manager failed while it held this request")
 
     def _measure(self) -> IterationStats:
         blocks = self._batcher.block_manager
@@ -300,18 +300,15 @@ class GptManager:
             memory=self._batcher.engine.memory_usage(),
         )
 
-    def _call(
-        self, name: str, default: _Result, callback: Callable[..., _Result | None], *args: object
-    ) -> _Result:
-        """Call a callback that may fail: logged once per callback, and ``default`` instead."""
+    def _call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
+        """Call a callback that may fail: logged once per callback, and None instead."""
         try:
-            result = callback(*args)
+            return callback(*args)
         except Exception:
             if name not in self._failed_callbacks:
                 self._failed_callbacks.add(name)
                 _logger.exception("the %s callback failed (said once)", name)
-            return default
-        return default if result is None else result
+            return None
 
 
 def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
