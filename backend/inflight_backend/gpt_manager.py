@@ -22,11 +22,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import (
@@ -326,6 +328,14 @@ def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
     ids = request.tokens[start:end]
     request.num_sent_tokens += len(ids)
     return [
-        NamedTensor("output_ids", np.array([[ids]], dtype=np.int32)),
-        NamedTensor("sequence_length", np.array([[len(ids)]], dtype=np.int32)),
+        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
+        NamedTensor("sequence_length", _length_tensor(len(ids))),
     ]
+
+
+@lru_cache(maxsize=64)
+def _length_tensor(length: int) -> npt.NDArray[np.int32]:
+    """[[length]], made once: a stream sends the same one with every token."""
+    tensor = np.array([[length]], dtype=np.int32)
+    tensor.flags.writeable = False
+    return tensor

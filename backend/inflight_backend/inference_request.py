@@ -8,8 +8,7 @@ the table behind them is `inflight_client.protocol`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
-    """A tensor with its name, the currency of the send-response callback."""
+class NamedTensor(NamedTuple):
+    """A tensor with its name, the currency of the send-response callback; read-only."""
 
     name: str
     tensor: Array
