@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        _honour_pythonpath()
         config = json.loads(args["model_config"])
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(raw.get("status_file", ""))
@@ -156,3 +158,9 @@ class TritonPythonModel:
             self._is_drained = True
             self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
             self._status.write("drained")
+
+
+def _honour_pythonpath() -> None:
+    """Let a user's module be found: Triton's embedded interpreter ignores PYTHONPATH from 3.11."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
