@@ -37,6 +37,7 @@ class ServeProcess:
     grpc_port: int
     metrics_port: int
     _names: set[str] = field(default_factory=set)
+    _outside: set[Path] = field(default_factory=set)
 
     @property
     def http_url(self) -> str:
@@ -109,6 +110,7 @@ class ServeProcess:
         assert self._command_lines() == {}
         regions = (each.name for each in _SHARED_MEMORY.iterdir())
         assert not [name for name in regions if name.startswith(tuple(self._names))]
+        assert not [path for path in self._outside if path.exists()]
 
     def _kill(self, program: str) -> None:
         lines = self._command_lines()
@@ -124,8 +126,16 @@ class ServeProcess:
         return {pid: line for pid, line in found.items() if str(self.scratch / "tmp") in line}
 
     def _note_workspace(self) -> None:
-        """Remember the name of the private folder, with which its shared memory starts."""
-        self._names.update(path.name for path in (self.scratch / "tmp").glob("inflight-serve-*"))
+        """Remember what the run owns outside of its folder, while that folder tells.
+
+        Its shared memory starts with the name of the folder; the file ``scratch`` in it names
+        the folder that the Python backend makes for itself.
+        """
+        for workspace in (self.scratch / "tmp").glob("inflight-serve-*"):
+            self._names.add(workspace.name)
+            with suppress(OSError):
+                written = (workspace / "scratch").read_text()
+                self._outside.update({Path(written)} if written else ())
 
 
 def start_serve(
