@@ -264,24 +264,12 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 
-ENSEMBLE_OUTPUT_MAP: dict[str, str] = {
-    "text_output": "text_output",
-    "cum_log_probs": "cum_log_probs",
-    "output_log_probs": "output_log_probs",
-    "context_logits": "context_logits",
-    "generation_logits": "generation_logits",
-    "batch_index": "batch_index",
-    "sequence_index": "sequence_index",
-    "kv_cache_alloc_new_blocks": "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks": "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks": "kv_cache_alloc_total_blocks",
-    "arrival_time_ns": "arrival_time_ns",
-    "first_scheduled_time_ns": "first_scheduled_time_ns",
-    "first_token_time_ns": "first_token_time_ns",
-    "last_token_time_ns": "last_token_time_ns",
-    "acceptance_rate": "acceptance_rate",
-    "total_accepted_draft_tokens": "total_accepted_draft_tokens",
-    "total_draft_tokens": "total_draft_tokens",
+_NOT_IN_ENSEMBLE = frozenset(
+    "output_ids sequence_length context_phase_params num_input_tokens num_output_tokens stats".split()
+)
+
+ENSEMBLE_OUTPUT_MAP: dict[str, str] = {"text_output": "text_output"} | {
+    spec.name: spec.name for spec in OUTPUTS if spec.name not in _NOT_IN_ENSEMBLE
 }
 """Output of the ``ensemble`` model -> output of ``tensorrt_llm``."""
 
