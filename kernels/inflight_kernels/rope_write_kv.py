@@ -7,7 +7,7 @@ for token position p. Optionally query and key heads are first RMS-normed over t
 weight each (qk-norm). Token t goes to slot ``slot_mapping[t] = block * tokens_per_block + row`` of
 both caches; -1 writes nothing. An FP8 cache holds K / key_scale and V / value_scale.
 
-A program handles one token and up to 16 query heads, or up to 16 KV heads.
+A program handles one token and up to 8 query heads, or up to 8 KV heads.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from inflight_kernels import _host
 from inflight_kernels._device import narrow, to_fp8
 
-_MAX_HEADS_PER_PROGRAM = 16
+_MAX_HEADS_PER_PROGRAM = 8
 
 
 @triton.jit
