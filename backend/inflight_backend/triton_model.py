@@ -18,7 +18,7 @@ from typing import Any
 from inflight_backend.errors import ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.parameters import ServerParameters, parse_parameters
+from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.status import StatusWriter
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
@@ -56,7 +56,7 @@ class TritonPythonModel:
         _honour_pythonpath()
         config = json.loads(args["model_config"])
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
-        status = StatusWriter(raw.get("status_file", ""))
+        status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
             self._start(pb_utils, args, parse_parameters(raw), status)
         except ServingError as error:

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 LLM_MODEL_NAME = "tensorrt_llm"
 ENSEMBLE_MODEL_NAME = "ensemble"
@@ -265,7 +264,14 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 
 _NOT_IN_ENSEMBLE = frozenset(
-    "output_ids sequence_length context_phase_params num_input_tokens num_output_tokens stats".split()
+    [
+        "output_ids",
+        "sequence_length",
+        "context_phase_params",
+        "num_input_tokens",
+        "num_output_tokens",
+        "stats",
+    ]
 )
 
 ENSEMBLE_OUTPUT_MAP: dict[str, str] = {"text_output": "text_output"} | {
@@ -422,24 +428,6 @@ TRITON_PARAMETERS: frozenset[str] = frozenset(
     {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
 )
 """Keys that the Python backend itself reads; passed over."""
-
-
-def make_inputs(values: dict[str, object]) -> dict[str, npt.NDArray[np.generic]]:
-    """Turn plain values into input tensors with the batch dimension, keyed by name.
-
-    A scalar becomes ``[1, 1]``, a list ``[1, n]``, a string ``[1, 1]`` of bytes. ``KeyError``
-    for a name that is not an input.
-    """
-    tensors: dict[str, npt.NDArray[np.generic]] = {}
-    for name, value in values.items():
-        spec = INPUT_BY_NAME[name]
-        if spec.dtype == "STRING":
-            encoded = value.encode() if isinstance(value, str) else value
-            tensors[name] = np.array([[encoded]], dtype=np.object_)
-            continue
-        array = np.asarray(value, dtype=DTYPE_TO_NUMPY[spec.dtype])
-        tensors[name] = array.reshape((1, -1) if array.ndim < 2 else (1, *array.shape))
-    return tensors
 
 
 def names(specs: Iterable[TensorSpec | ParameterSpec]) -> list[str]:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from inflight_backend import gpt_manager
 from inflight_backend.status import read_status
 from inflight_backend.triton_model import TritonPythonModel
-from inflight_client.protocol import make_inputs
+from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
 WAIT = 10.0
