@@ -235,8 +235,8 @@ def choose_tile(group: int, head_dim: int, cache_dtype: torch.dtype) -> Generati
     wide = head_dim > 128 or cache_dtype == torch.float32
     if group == 1:
         return GenerationTile(block_n=16 if wide else 32, stages=4, num_warps=4)
-    # FP8 is converted, and float32 multiplied, in registers: with four warps they run out.
-    num_warps = 4 if cache_dtype.itemsize == 2 else 8
+    # float32 is multiplied in registers: with four warps they run out.
+    num_warps = 8 if cache_dtype == torch.float32 else 4
     return GenerationTile(block_n=32 if wide else 64, stages=5, num_warps=num_warps)
 
 

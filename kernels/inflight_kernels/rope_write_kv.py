@@ -269,6 +269,6 @@ def rope_write_kv(
         NORM_K=key_norm_weight is not None,
         HEADS=heads,
         BLOCK=_host.next_power_of_2(head_dim // 2),
-        num_warps=4,
+        num_warps=2,  # 8 heads of 64 pairs: one 16-byte access per thread and half
     )
     return out
