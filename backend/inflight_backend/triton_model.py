@@ -52,6 +52,7 @@ class TritonPythonModel:
         """Load the checkpoint and start the threads; any failure fails the load with one line."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
+        exit_with_parent(_PARENT_CHECK_SECONDS)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
         config = json.loads(args["model_config"])
@@ -128,7 +129,6 @@ class TritonPythonModel:
                     parameters.stats_check_period_ms / 1000,
                 ),
                 Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
-                Chore(exit_with_parent(), _PARENT_CHECK_SECONDS),
             ]
         )
         engine = self._manager.engine
