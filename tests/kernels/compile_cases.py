@@ -47,7 +47,6 @@ LLAMA_8B = Shape("8B", 32, 8, 128, 4096, 14336, 128256)
 LLAMA_13B = Shape("13B", 40, 40, 128, 5120, 13824, 32000)
 HEAD_64 = Shape("head 64", 32, 8, 64)
 HEAD_80 = Shape("head 80", 32, 32, 80)
-HEAD_96 = Shape("head 96", 32, 32, 96)
 HEAD_256 = Shape("head 256", 16, 8, 256)
 GROUP_7 = Shape("group of 7", 28, 4, 128)
 
@@ -100,7 +99,6 @@ def attention_cases() -> Iterator[Case]:
         (LLAMA_13B, 64, _FP8, _HOPPER, {}),
         (HEAD_64, 32, _BF16, _HOPPER, {}),
         (HEAD_80, 64, _BF16, _HOPPER, {}),
-        (HEAD_96, 64, _BF16, _HOPPER, {}),
         (HEAD_256, 64, _BF16, _BOTH, {}),
         (GROUP_7, 64, _BF16, _HOPPER, {}),
     ]
