@@ -5,7 +5,7 @@ The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager
 
 Order of one iteration, and what each part may do:
 
-1. *get* new requests, at most as many as there is room for;
+1. *get* new requests, at most as many as there is room for; end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
 3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold;
 4. *send* what was produced: only now, so that a final response finds everything free already;
@@ -28,6 +28,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
@@ -114,7 +115,8 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
-        self._active: dict[int, LlmRequest] = {}
+        self._active = self._batcher.active
+        self._deadlines = DeadlineWatch(params)
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -176,6 +178,7 @@ class GptManager:
         while not (self._is_closing and not self._active):
             if not self._is_closing:
                 self.fetch_new_requests()
+            self.finish_timed_out_requests()
             was_active = bool(self._active)
             self._step_guarded()
             self.return_completed_requests()
@@ -195,10 +198,19 @@ class GptManager:
             else:
                 self._accept(request)
 
+    def finish_timed_out_requests(self) -> None:
+        """End requests past a deadline: never started is an error, else what there is counts."""
+        for expired in self._deadlines.take_expired():
+            request = expired.request
+            error = ""
+            if expired.is_queue_deadline:
+                error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
+            request.finish(FinishReason.TIMED_OUT)
+            self._end(request, error)
+
     def step(self) -> None:
         """Schedule, execute, update; nothing when no request is active."""
-        active = list(self._active.values())
-        self._batch = self._batcher.schedule(active)
+        self._batch = self._batcher.schedule()
         self._num_paused = self._batcher.num_paused
         if self._batch.is_empty:
             return
@@ -241,7 +253,7 @@ class GptManager:
             self._call("return_batch_manager_stats", None, self._stats_cb, self._stats.to_json())
 
     def _accept(self, request: InferenceRequest) -> None:
-        if request.request_id in self._active:
+        if self._active.get(request.request_id) is not None:
             _logger.error("request id %d is in flight; not accepted again", request.request_id)
             return
         try:
@@ -250,7 +262,8 @@ class GptManager:
             args = (request.request_id, [], True, str(error))
             self._call("send_response", None, self._send_cb, *args)
             return
-        self._active[request.request_id] = llm_request
+        self._active.add(llm_request)
+        self._deadlines.add(llm_request)
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
@@ -264,7 +277,7 @@ class GptManager:
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
-        if self._active.pop(request.request_id, None) is not None:
+        if self._active.remove(request):
             self._responses.append(_Response(request, is_final=True, error=error))
 
     def _step_guarded(self) -> None:
@@ -273,7 +286,7 @@ class GptManager:
             self.step()
         except Exception:
             _logger.exception("the batch manager failed in iteration %d", self._iteration)
-            for request in list(self._active.values()):
+            for request in list(self._active):
                 self._end(request, "the batch manager failed while it held this request")
 
     def _measure(self) -> IterationStats:

@@ -21,6 +21,7 @@ from inflight_scheduler.capacity import (
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
+from inflight_scheduler.explain import WaitCode, WaitReason, explain
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
@@ -69,7 +70,10 @@ __all__ = [
     "SlotSetup",
     "StaticBatchScheduler",
     "TrtGptModelType",
+    "WaitCode",
+    "WaitReason",
     "check_decision",
+    "explain",
     "make_capacity_scheduler",
     "make_scheduler",
     "refusal_reason",

@@ -63,7 +63,7 @@ class MaxRequestsScheduler(CapacityScheduler):
         return self._gated(active_requests)[: self.max_num_requests], []
 
 
-class _ReservingScheduler(CapacityScheduler):
+class ReservingScheduler(CapacityScheduler):
     """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion."""
 
     __slots__ = ("block_manager",)
@@ -138,7 +138,7 @@ class _ReservingScheduler(CapacityScheduler):
         return True
 
 
-class GuaranteedNoEvictScheduler(_ReservingScheduler):
+class GuaranteedNoEvictScheduler(ReservingScheduler):
     """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
 
     The guarantee rests on every running request having been admitted under it: to take over in the
@@ -164,7 +164,7 @@ class GuaranteedNoEvictScheduler(_ReservingScheduler):
         self.admit(fresh, forecast, fitting, may_skip=True)
 
 
-class StaticBatchScheduler(_ReservingScheduler):
+class StaticBatchScheduler(ReservingScheduler):
     """STATIC_BATCH: a new batch starts only when no request of the last one is generating.
 
     Contexts of the running batch that were cut go on (they hold blocks already, see
