@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
+
+import pytest
+from fakes import CountingEngine
+from manager_harness import Recorder, request, running
+
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
@@ -24,6 +32,33 @@ def test_the_example_without_triton_serves_a_checkpoint() -> None:
     )
     assert result.returncode == 0, result.stderr
     first = next(line for line in result.stdout.splitlines() if line.startswith("1 2 3"))
-    assert first.split() == [str(i) for i in range(1, 1 + len(first.split()))]
+    assert first == "1 2 3 4 5 6 7 8 9 10 11 1"  # 20 tokens, one per byte
     assert result.stdout.splitlines()[0].endswith("13")
     assert '"Used KV cache blocks": 0' in result.stderr.splitlines()[-1]
+
+
+def test_the_scheduler_of_the_page_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code block of docs/scheduling.md, run as the manager's scheduler."""
+    page = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    module = types.ModuleType("docs_scheduler")
+    exec(compile(code, "docs/scheduling.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "docs_scheduler", module)
+    recorder = Recorder([request(i, [100 * i], 40 - 5 * i) for i in range(1, 7)])
+    finished: list[int] = []
+    recorder.on_response = lambda i, is_final: finished.append(i) if is_final else None
+    params = TrtGptModelOptionalParams(
+        max_batch_size=2, scheduler_class="docs_scheduler:ShortestFirst"
+    )
+    with running(recorder, CountingEngine(num_blocks=16), params=params):
+        recorder.wait_for_finals(*range(1, 7))
+    for i in range(1, 7):
+        assert recorder.tokens(i) == list(range(100 * i + 1, 100 * i + 41 - 5 * i))
+
+
+def test_links_of_the_pages_lead_somewhere() -> None:
+    """Relative links of the README and of docs/ point to files that exist."""
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -19,10 +19,6 @@ class CapacityExceeded(ServingError):
     """The server is full or draining; the same request may succeed later."""
 
 
-class EngineFailed(ServingError):
-    """A step of the engine failed; the requests of that step end with this error."""
-
-
 class ConfigurationError(ServingError):
     """A setting is unknown, out of its bounds or contradicts another."""
 

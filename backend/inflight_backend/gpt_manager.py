@@ -22,11 +22,13 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import ConfigurationError, InvalidRequest
@@ -121,6 +123,7 @@ class GptManager:
         self._iteration = 0
         self._batch = _NO_BATCH
         self._num_paused = 0
+        self._num_waiting = 0
         self._failed_callbacks: set[str] = set()
         self._stats = self._measure()
         self._is_closing = False
@@ -141,7 +144,7 @@ class GptManager:
 
     @property
     def stats_json(self) -> str:
-        """The statistics of the last iteration (or of none yet)."""
+        """The statistics of the last iteration; while idle, those of doing nothing."""
         return self._stats.to_json()
 
     @property
@@ -176,23 +179,34 @@ class GptManager:
 
     def _run(self) -> None:
         while not (self._is_closing and not self._active):
-            if not self._is_closing:
-                self.fetch_new_requests()
-            self.finish_timed_out_requests()
-            was_active = bool(self._active)
-            self._step_guarded()
-            self.return_completed_requests()
-            self.poll_stop_signals()
-            if was_active:
-                self.return_batch_manager_stats()
+            try:
+                self._iterate()
+            except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
+                _logger.exception("the batch manager failed in iteration %d", self._iteration)
+                for request in list(self._active):
+                    self._end(request, "the batch manager failed while it held this request")
+                self.return_completed_requests()
             if self._batch.is_empty:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
 
+    def _iterate(self) -> None:
+        if not self._is_closing:
+            self.fetch_new_requests()
+        was_active = bool(self._active)
+        self.finish_timed_out_requests()
+        self.step()
+        self.return_completed_requests()
+        self.poll_stop_signals()
+        if was_active:
+            self.return_batch_manager_stats()
+        else:
+            self._stats = self._measure()
+
     def fetch_new_requests(self) -> None:
         """Get and accept new requests; a bad one is answered with an error of its own."""
         room = self.max_num_requests - len(self._active)
-        for request in self._call("get_inference_requests", [], self._get_cb, room):
+        for request in self._call("get_inference_requests", self._get_cb, room) or ():
             if request.request_id == self._terminate_req_id:
                 self._is_closing = True
             else:
@@ -212,6 +226,8 @@ class GptManager:
         """Schedule, execute, update; nothing when no request is active."""
         self._batch = self._batcher.schedule()
         self._num_paused = self._batcher.num_paused
+        batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
+        self._num_waiting = len(self._active) - batch_size
         if self._batch.is_empty:
             return
         self._iteration += 1
@@ -233,13 +249,13 @@ class GptManager:
             request = response.request
             tensors = [] if response.error else _make_tensors(request, response.is_final)
             args = (request.request_id, tensors, response.is_final, response.error)
-            self._call("send_response", None, self._send_cb, *args)
+            self._call("send_response", self._send_cb, *args)
 
     def poll_stop_signals(self) -> None:
         """End the requests named by the stop callback; unknown ids are passed over."""
         if self._poll_cb is None:
             return
-        for request_id in self._call("poll_stop_signal", set(), self._poll_cb):
+        for request_id in self._call("poll_stop_signal", self._poll_cb) or ():
             request = self._active.get(request_id)
             if request is not None:
                 request.finish(FinishReason.CANCELLED)
@@ -250,7 +266,7 @@ class GptManager:
         """Measure this iteration and hand the JSON to the statistics callback."""
         self._stats = self._measure()
         if self._stats_cb is not None:
-            self._call("return_batch_manager_stats", None, self._stats_cb, self._stats.to_json())
+            self._call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 
     def _accept(self, request: InferenceRequest) -> None:
         if self._active.get(request.request_id) is not None:
@@ -259,8 +275,7 @@ class GptManager:
         try:
             llm_request = validate(request, self.limits)
         except InvalidRequest as error:
-            args = (request.request_id, [], True, str(error))
-            self._call("send_response", None, self._send_cb, *args)
+            self._call("send_response", self._send_cb, request.request_id, [], True, str(error))
             return
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
@@ -280,15 +295,6 @@ class GptManager:
         if self._active.remove(request):
             self._responses.append(_Response(request, is_final=True, error=error))
 
-    def _step_guarded(self) -> None:
-        """A step that cannot take the loop down: what escapes it ends the active requests."""
-        try:
-            self.step()
-        except Exception:
-            _logger.exception("the batch manager failed in iteration %d", self._iteration)
-            for request in list(self._active):
-                self._end(request, "the batch manager failed while it held this request")
-
     def _measure(self) -> IterationStats:
         blocks = self._batcher.block_manager
         num_context = len(self._batch.context_chunks)
@@ -301,6 +307,7 @@ class GptManager:
             num_context_requests=num_context,
             num_generation_requests=num_generation,
             num_paused_requests=self._num_paused,
+            num_waiting_requests=self._num_waiting,
             num_context_tokens=self._batch.num_context_tokens,
             max_num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,
@@ -308,18 +315,15 @@ class GptManager:
             memory=self._batcher.engine.memory_usage(),
         )
 
-    def _call(
-        self, name: str, default: _Result, callback: Callable[..., _Result | None], *args: object
-    ) -> _Result:
-        """Call a callback that may fail: logged once per callback, and ``default`` instead."""
+    def _call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
+        """Call a callback that may fail: logged once per callback, and None instead."""
         try:
-            result = callback(*args)
+            return callback(*args)
         except Exception:
             if name not in self._failed_callbacks:
                 self._failed_callbacks.add(name)
                 _logger.exception("the %s callback failed (said once)", name)
-            return default
-        return default if result is None else result
+            return None
 
 
 def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
@@ -337,6 +341,14 @@ def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
     ids = request.tokens[start:end]
     request.num_sent_tokens += len(ids)
     return [
-        NamedTensor("output_ids", np.array([[ids]], dtype=np.int32)),
-        NamedTensor("sequence_length", np.array([[len(ids)]], dtype=np.int32)),
+        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
+        NamedTensor("sequence_length", _length_tensor(len(ids))),
     ]
+
+
+@lru_cache(maxsize=64)
+def _length_tensor(length: int) -> npt.NDArray[np.int32]:
+    """[[length]], made once: a stream sends the same one with every token."""
+    tensor = np.array([[length]], dtype=np.int32)
+    tensor.flags.writeable = False
+    return tensor

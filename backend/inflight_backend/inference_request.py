@@ -8,14 +8,14 @@ the table behind them is `inflight_client.protocol`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_client import protocol
+from inflight_client.tensors import make_inputs
 
 if TYPE_CHECKING:
     from inflight_scheduler import LlmRequest
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
-    """A tensor with its name, the currency of the send-response callback."""
+class NamedTensor(NamedTuple):
+    """A tensor with its name, the currency of the send-response callback; read-only."""
 
     name: str
     tensor: Array
@@ -70,7 +69,7 @@ class InferenceRequest:
     ) -> InferenceRequest:
         """Build a request from plain values, for example ``temperature=0.7``."""
         plain = {"input_ids": input_ids, "request_output_len": request_output_len, **values}
-        return cls(request_id, protocol.make_inputs(plain), is_streaming=is_streaming)
+        return cls(request_id, make_inputs(plain), is_streaming=is_streaming)
 
     @property
     def tensors(self) -> Mapping[str, Array]:

@@ -22,7 +22,11 @@ class MemoryUsage:
 
 @dataclass(frozen=True, slots=True)
 class IterationStats:
-    """Counts at the end of one iteration."""
+    """Counts at the end of one iteration.
+
+    Active requests are those still in flight then; waiting ones were active when it was scheduled
+    and did not run.
+    """
 
     iteration: int
     num_active_requests: int
@@ -31,6 +35,7 @@ class IterationStats:
     num_context_requests: int
     num_generation_requests: int
     num_paused_requests: int
+    num_waiting_requests: int
     num_context_tokens: int
     max_num_blocks: int
     num_free_blocks: int
@@ -60,6 +65,6 @@ class IterationStats:
                 "Tokens per KV cache block": self.tokens_per_block,
                 "Total Context Tokens": self.num_context_tokens,
                 "Used KV cache blocks": num_used,
-                "Waiting Requests": self.num_active_requests - self.num_scheduled_requests,
+                "Waiting Requests": self.num_waiting_requests,
             }
         )

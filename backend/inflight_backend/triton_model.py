@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from inflight_backend.errors import ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.parameters import ServerParameters, parse_parameters
+from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.status import StatusWriter
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
@@ -51,10 +52,12 @@ class TritonPythonModel:
         """Load the checkpoint and start the threads; any failure fails the load with one line."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
+        exit_with_parent(_PARENT_CHECK_SECONDS)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        _honour_pythonpath()
         config = json.loads(args["model_config"])
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
-        status = StatusWriter(raw.get("status_file", ""))
+        status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
             self._start(pb_utils, args, parse_parameters(raw), status)
         except ServingError as error:
@@ -126,7 +129,6 @@ class TritonPythonModel:
                     parameters.stats_check_period_ms / 1000,
                 ),
                 Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
-                Chore(exit_with_parent(), _PARENT_CHECK_SECONDS),
             ]
         )
         engine = self._manager.engine
@@ -156,3 +158,9 @@ class TritonPythonModel:
             self._is_drained = True
             self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
             self._status.write("drained")
+
+
+def _honour_pythonpath() -> None:
+    """Let a user's module be found: Triton's embedded interpreter ignores PYTHONPATH from 3.11."""
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)

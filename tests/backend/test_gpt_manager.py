@@ -219,6 +219,21 @@ def test_a_callback_that_raises_does_not_stop_the_loop(
     assert recorder.tokens(2) == [6, 7, 8]
 
 
+def test_rubbish_from_the_get_callback_ends_who_is_in_flight_and_the_loop_lives() -> None:
+    recorder = Recorder([request(1, [1], 200)])
+    with running(recorder) as manager:
+        with recorder.done:
+            assert recorder.done.wait_for(lambda: 1 in recorder.responses, WAIT)
+        recorder.pending.append("not a request")  # type: ignore[arg-type]
+        recorder.wait_for_finals(1)
+        recorder.pending.append(request(2, [5], 2))
+        recorder.wait_for_finals(2)
+        assert manager._batcher.block_manager.num_used_blocks == 0
+    message = "the batch manager failed while it held this request"
+    assert recorder.responses[1][-1] == ([], True, message)
+    assert recorder.tokens(2) == [6, 7]
+
+
 def test_shutdown_drains() -> None:
     recorder = Recorder([request(1, [1], 100)])
     started = threading.Event()

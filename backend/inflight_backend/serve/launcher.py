@@ -10,7 +10,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from pathlib import Path
 
 import typer
 
@@ -21,6 +21,7 @@ from inflight_backend.serve.install import TritonInstall, environment, locate, p
 from inflight_backend.serve.log import explain
 from inflight_backend.serve.process import ServerProcess, is_running
 from inflight_backend.serve.repository import assemble
+from inflight_backend.serve.scratch import BackendScratch
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.workspace import Workspace
@@ -46,14 +47,17 @@ def run(settings: ServeSettings) -> None:
         check_install(install, env)
         with Workspace() as workspace:
             command = _prepare(settings, install, workspace)
-            with ExitStack() as files:
-                output = (
-                    _STDERR
-                    if settings.is_verbose
-                    else files.enter_context(workspace.log_file.open("wb"))
-                )
-                server = ServerProcess(command, env, output)
-            Run(settings, workspace, server, signals).run()
+            with BackendScratch(workspace.scratch_note) as scratch:
+                server = _start(command, env, None if settings.is_verbose else workspace.log_file)
+                Run(settings, workspace, scratch, server, signals).run()
+
+
+def _start(command: list[str], env: dict[str, str], log_file: Path | None) -> ServerProcess:
+    """Start the server with its output in ``log_file``, or on our stderr."""
+    if log_file is None:
+        return ServerProcess(command, env, _STDERR)
+    with log_file.open("wb") as output:
+        return ServerProcess(command, env, output)
 
 
 def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspace) -> list[str]:
@@ -85,11 +89,13 @@ class Run:
         self,
         settings: ServeSettings,
         workspace: Workspace,
+        scratch: BackendScratch,
         server: ServerProcess,
         signals: StopSignals,
     ) -> None:
         self._settings = settings
         self._workspace = workspace
+        self._scratch = scratch
         self._server = server
         self._signals = signals
 
@@ -111,7 +117,10 @@ class Run:
         """The status of the ready model; None if asked to stop before."""
         with LoadingDisplay(self._settings) as display:
             while not self._signals.is_asked():
+                self._scratch.look()
                 status = read_status(self._workspace.status_file)
+                if status is not None:
+                    self._scratch.release()  # the backend had made it before it ran the model
                 display.update(status)
                 self._check_alive(status, is_loading=True)
                 if status is not None and status.phase == "ready" and self._is_healthy():

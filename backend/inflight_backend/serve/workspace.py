@@ -14,11 +14,12 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from inflight_backend.serve.scratch import remove_scratch
+
 _PREFIX = "inflight-serve-"
 _SHARED_MEMORY = Path("/dev/shm")
-# The Python backend makes an empty folder there, whatever TMPDIR says, and leaves it when killed.
-_BACKEND_SCRATCH = Path("/tmp")
 _LOCK = "lock"
+_SCRATCH_NOTE = "scratch"
 
 
 class Workspace:
@@ -27,7 +28,6 @@ class Workspace:
     def __init__(self) -> None:
         """Create the folder, after removing those whose launcher is dead."""
         sweep_abandoned()
-        self._scratch_before = _backend_scratch()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         unlocked = self.path / f"{_LOCK}.new"
         self._lock = unlocked.open("w")
@@ -75,6 +75,11 @@ class Workspace:
         """What the server and the model say."""
         return self.path / "server.log"
 
+    @property
+    def scratch_note(self) -> Path:
+        """Holds the path of the folder that the Python backend makes outside of this one."""
+        return self.path / _SCRATCH_NOTE
+
     def ask_to_drain(self, stop_all: bool = False) -> None:
         """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
         scratch = self.drain_file.with_suffix(".new")
@@ -83,36 +88,27 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""
-        for folder in _backend_scratch() - self._scratch_before:
-            _remove_if_empty(folder)
         _remove_run(self.path)
         self._lock.close()
 
 
 def sweep_abandoned() -> None:
-    """Remove what runs left whose launcher was killed; folders of living ones stay."""
+    """Remove what runs of this user left whose launcher was killed; those of living ones stay."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
+            if folder.lstat().st_uid != os.getuid():
+                continue
             with (folder / _LOCK).open("r+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_run(folder)
         except OSError:
-            continue  # alive, somebody else's, or removed by another launcher just now
+            continue  # alive, not yet locked, or removed by another launcher just now
 
 
 def _remove_run(folder: Path) -> None:
     for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
         region.unlink(missing_ok=True)
+    note = folder / _SCRATCH_NOTE
+    if note.is_file():
+        remove_scratch(Path(note.read_text(encoding="utf-8")))
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _backend_scratch() -> set[Path]:
-    return set(_BACKEND_SCRATCH.glob("python_env_*"))
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """Only a used folder matters to the server that made it, and a used one is not empty."""
-    try:
-        os.rmdir(folder)
-    except OSError:
-        return

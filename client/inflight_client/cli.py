@@ -1,0 +1,218 @@
+"""The command ``inflight``: generate, stop, stats, health, demo, and what other packages add.
+
+A package adds a command with an entry point of the group ``inflight.commands`` that names a
+function with typer annotations. Heavy imports happen inside the commands, so that ``--help`` is
+quick.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inflight_client.errors import InflightError
+
+if TYPE_CHECKING:
+    from inflight_client.client import InflightClient
+    from inflight_client.encoding import GenerateOptions
+
+PLUGIN_GROUP = "inflight.commands"
+
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a command ended by Ctrl-C."""
+
+# A model may emit anything; on a terminal, control characters would be commands to it.
+_CONTROL_CHARACTERS = {
+    code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+app = typer.Typer(
+    name="inflight",
+    help="Serve a model with in-flight batching, and talk to it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+UrlOption = Annotated[
+    str | None,
+    typer.Option(help="host:port of the server.  [default: 127.0.0.1:8001, with --http :8000]"),
+]
+HttpOption = Annotated[bool, typer.Option("--http", help="Use HTTP instead of gRPC.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
+    url: UrlOption = None,
+    http: HttpOption = False,
+    request_id: Annotated[str, typer.Option(help="Id by which `inflight stop` finds it.")] = "",
+    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw within this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes a drawn answer repeatable.")] = None,
+) -> None:
+    """Continue a text. Ctrl-C cancels the request."""
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    options: Any = {name: value for name, value in settings.items() if value is not None}
+    with _reported_errors(), _connect(url, http) as client:
+        for text in _answer(client, prompt, max_tokens, request_id, stream, options):
+            _write(text)
+        _write("\n")
+
+
+@app.command()
+def stop(
+    request_id: Annotated[str, typer.Argument(help="The id the request was started with.")],
+    url: UrlOption = None,
+    http: HttpOption = False,
+) -> None:
+    """End a running request; whoever waits for it gets what there is so far."""
+    with _reported_errors(), _connect(url, http) as client:
+        client.stop(request_id)
+
+
+@app.command()
+def stats(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show every iteration.")] = False,
+    json_lines: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    url: UrlOption = None,
+    http: HttpOption = False,
+) -> None:
+    """Show the statistics of the batch manager (JSON lines if followed into a file or pipe)."""
+    with _reported_errors(), _connect(url, http) as client:
+        if json_lines or (follow and not sys.stdout.isatty()):
+            for values in client.stats(follow):
+                _write(json.dumps(values) + "\n")
+        else:
+            _show_table(client, follow, url or "the server")
+
+
+@app.command()
+def health(url: UrlOption = None, http: HttpOption = False) -> None:
+    """Tell whether the model takes requests: exit code 0 if it does, else 1."""
+    with _reported_errors(), _connect(url, http) as client:
+        is_ready = client.health()
+        _write("ready\n" if is_ready else "not ready: the model is loading or not there\n")
+        if not is_ready:
+            raise typer.Exit(1)
+
+
+@app.command()
+def demo() -> None:
+    """Start a server, stream four counts side by side, stop one, show statistics, shut down."""
+    from inflight_client.demo import run_demo
+
+    with _reported_errors():
+        raise typer.Exit(run_demo())
+
+
+def main() -> None:
+    """Run the command line: ``inflight`` and ``python -m inflight_client.cli``."""
+    arguments = sys.argv[1:]
+    own = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    if not arguments or arguments[0] not in own:
+        add_plugins(app, list(entry_points(group=PLUGIN_GROUP)))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a narrow terminal encoding is no reason to fail
+    app()
+
+
+def add_plugins(target: typer.Typer, plugins: Sequence[EntryPoint]) -> None:
+    """Add the commands of other packages; one that cannot be loaded says what is missing."""
+    for plugin in plugins:
+        try:
+            target.command(plugin.name)(plugin.load())
+        except ImportError as error:
+            missing = error.name or str(error)
+            settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+            target.command(
+                plugin.name,
+                help=f'Not installed ({missing} is missing): pip install "inflight\\[server]"',
+                context_settings=settings,
+                add_help_option=False,
+            )(_refusal(plugin.name, missing))
+
+
+def _refusal(name: str, missing: str) -> Callable[[], None]:
+    def refuse() -> None:
+        typer.echo(
+            f"error: `inflight {name}` needs the package {missing}. "
+            'Install the server side: pip install "inflight[server]"',
+            err=True,
+        )
+        raise typer.Exit(1)
+
+    return refuse
+
+
+@contextmanager
+def _reported_errors() -> Iterator[None]:
+    """Errors become one line on stderr and exit code 1; Ctrl-C ends in silence."""
+    try:
+        yield
+    except InflightError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _connect(url: str | None, is_http: bool) -> InflightClient:
+    from inflight_client.client import InflightClient
+
+    is_http = is_http or (url or "").startswith(("http://", "https://"))
+    return InflightClient(url, protocol="http" if is_http else "grpc")
+
+
+def _answer(
+    client: InflightClient,
+    prompt: str,
+    max_tokens: int,
+    request_id: str,
+    is_streaming: bool,
+    options: GenerateOptions,
+) -> Iterator[str]:
+    if not is_streaming:
+        yield client.generate(prompt, max_tokens, request_id=request_id, **options).text
+        return
+    for chunk in client.stream(prompt, max_tokens, request_id=request_id, **options):
+        yield chunk.text
+
+
+def _show_table(client: InflightClient, follow: bool, source: str) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from inflight_client.stats_table import stats_table
+
+    latest: dict[str, Any] = {}
+    console = Console()
+    if not follow:
+        for latest in client.stats(follow=False):
+            console.print(stats_table(latest, source))
+        return
+    # Iterations may be far quicker than eyes: the display takes the latest ten times a second.
+    with Live(get_renderable=lambda: stats_table(latest, source), refresh_per_second=10):
+        for latest in client.stats():  # noqa: B007
+            pass
+
+
+def _write(text: str) -> None:
+    if sys.stdout.isatty():
+        text = text.translate(_CONTROL_CHARACTERS)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""What every client sends and reads, independent of how the bytes travel.
+
+A call is plain values under the names of `inflight_client.protocol`; the transports turn it into a
+protobuf message or into JSON. Values are checked here only for what the wire cannot carry (a number
+outside its dtype, text that is not Unicode): the server judges the rest, and its words are passed
+on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import numpy as np
+
+from inflight_client.errors import InvalidArgument, ServerError
+from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, LLM_MODEL_NAME
+from inflight_client.results import FinishReason, GenerateChunk, GenerateResult
+
+DEFAULT_MAX_TOKENS = 64
+
+TOKEN_OUTPUTS = ("output_ids", "sequence_length")
+TEXT_OUTPUTS = ("text_output",)
+WHOLE_TEXT_OUTPUTS = ("text_output", "sequence_length")
+"""The count tells why an answer ended; a stream of text does without, each tensor costs time."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Optional settings of a request; what is left out is decided by the server."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    min_tokens: int
+    end_id: int
+    pad_id: int
+    exclude_input_in_output: bool
+
+
+OPTION_TO_INPUT: dict[str, str] = {
+    "temperature": "temperature",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "seed": "seed",
+    "min_tokens": "min_tokens",
+    "end_id": "end_id",
+    "pad_id": "pad_id",
+    "exclude_input_in_output": "exclude_input_in_output",
+}
+"""Key of `GenerateOptions` -> input tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferCall:
+    """One request to the model: input values by tensor name, and the outputs it asks for."""
+
+    values: Mapping[str, object]
+    outputs: tuple[str, ...] = ()
+    request_id: str = ""
+    model: str = LLM_MODEL_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response: the values of each output in row-major order, strings as ``str``."""
+
+    tensors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+def generate_call(
+    model: str,
+    prompt: str | Sequence[int],
+    max_tokens: int,
+    request_id: str,
+    options: GenerateOptions,
+    *,
+    is_streaming: bool,
+) -> InferCall:
+    """The request that continues ``prompt``; text is answered with text, ids with ids.
+
+    `InvalidArgument` for an unknown option or a value that does not fit its tensor.
+    """
+    outputs: tuple[str, ...]
+    values: dict[str, object]
+    if isinstance(prompt, str):
+        outputs = TEXT_OUTPUTS if is_streaming else WHOLE_TEXT_OUTPUTS
+        values = {
+            "text_input": _clean_text("prompt", prompt),
+            "max_tokens": _clean_value("max_tokens", "max_tokens", max_tokens),
+            "stream": is_streaming,
+        }
+    else:
+        outputs, token_ids = TOKEN_OUTPUTS, _clean_tokens(prompt)
+        values = {
+            "input_ids": token_ids,
+            "input_lengths": len(token_ids),
+            "request_output_len": _clean_value("max_tokens", "request_output_len", max_tokens),
+            "streaming": is_streaming,
+        }
+    for option, value in {"exclude_input_in_output": True, **options}.items():
+        if option not in OPTION_TO_INPUT:
+            known = ", ".join(OPTION_TO_INPUT)
+            raise InvalidArgument(f"{option} is not an option of a request; known are {known}.")
+        tensor = OPTION_TO_INPUT[option]
+        values[tensor] = _clean_value(option, tensor, value)
+    return InferCall(values, outputs, checked_request_id(request_id), model)
+
+
+def stop_call(model: str, request_id: str) -> InferCall:
+    """The request that ends the running request ``request_id``; `InvalidArgument` if empty."""
+    if not request_id:
+        raise InvalidArgument("request_id is empty: give the id the request was started with.")
+    return InferCall({"stop": True}, (), checked_request_id(request_id), model)
+
+
+def stats_call(model: str, *, is_feed: bool) -> InferCall:
+    """The request for statistics: the last iteration's, then (a feed) every one until cancelled."""
+    return InferCall({"stats": True, "stream": is_feed}, ("stats",), "", model)
+
+
+def checked_request_id(request_id: str) -> str:
+    """``request_id`` itself; `InvalidArgument` unless it is a string both wires can carry."""
+    if not isinstance(request_id, str):
+        raise InvalidArgument(f"request_id = {request_id!r}: give a string.")
+    return _clean_text("request_id", request_id)
+
+
+def read_chunk(response: Response) -> GenerateChunk:
+    """What a response adds to the answer; an empty final response adds nothing."""
+    token_ids = response.tensors.get("output_ids", ())
+    count = response.tensors.get("sequence_length", ())
+    if count:
+        # Rows may be padded to a common length; only the first `count` ids are the answer.
+        token_ids = token_ids[: count[0]]
+    texts = response.tensors.get("text_output", ())
+    return GenerateChunk(texts[0] if texts else "", tuple(token_ids))
+
+
+def read_stats(response: Response) -> list[dict[str, Any]]:
+    """The iterations a response of the statistics feed reports, oldest first."""
+    try:
+        return [json.loads(text) for text in response.tensors.get("stats", ())]
+    except json.JSONDecodeError as error:
+        raise ServerError(f"the server sent statistics that are not JSON: {error}.") from None
+
+
+class AnswerCollector:
+    """Puts the responses of one request together into a `GenerateResult`."""
+
+    def __init__(self, call: InferCall) -> None:
+        self._call = call
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._num_tokens: int | None = None
+
+    def add(self, response: Response) -> None:
+        """Append what ``response`` carries."""
+        chunk = read_chunk(response)
+        self._texts.append(chunk.text)
+        self._token_ids.extend(chunk.token_ids)
+        count = response.tensors.get("sequence_length", ())
+        if count:
+            self._num_tokens = (self._num_tokens or 0) + int(count[0])
+
+    def result(self) -> GenerateResult:
+        """The answer so far."""
+        return GenerateResult(
+            self._call.request_id, "".join(self._texts), tuple(self._token_ids), self._finish()
+        )
+
+    def _finish(self) -> FinishReason | None:
+        values = self._call.values
+        # With the prompt in the answer the count holds both, and its length is not known in text.
+        if self._num_tokens is None or not values["exclude_input_in_output"]:
+            return None
+        limit = values.get("max_tokens", values.get("request_output_len"))
+        return "length" if self._num_tokens == limit else "stop"
+
+
+def _clean_tokens(prompt: Sequence[int]) -> list[int]:
+    if not isinstance(prompt, Iterable):
+        raise InvalidArgument(f"prompt = {prompt!r}: give text (str) or a sequence of token ids.")
+    return [_clean_integer("prompt", "INT32", token) for token in prompt]
+
+
+def _clean_value(argument: str, tensor: str, value: Any) -> object:
+    """``value`` as a plain Python value that its tensor can hold."""
+    dtype = INPUT_BY_NAME[tensor].dtype
+    if dtype == "BOOL":
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{argument} = {value!r}: give True or False.")
+        return value
+    if issubclass(DTYPE_TO_NUMPY[dtype], np.integer):
+        return _clean_integer(argument, dtype, value)
+    return _clean_float(argument, value)
+
+
+def _clean_text(name: str, value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            f"{name} is not valid Unicode text (position {error.start}): decode the bytes first."
+        ) from None
+    return value
+
+
+def _clean_integer(name: str, dtype: str, value: Any) -> int:
+    limits = np.iinfo(dtype.lower())
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} = {value!r}: give a whole number.") from None
+    if not limits.min <= number <= limits.max:
+        raise InvalidArgument(
+            f"{name} = {number} does not fit {dtype}: give {limits.min} to {limits.max}."
+        )
+    return number
+
+
+def _clean_float(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise InvalidArgument(f"{name} = {value!r}: give a number.") from None
+    if not math.isfinite(number):
+        raise InvalidArgument(f"{name} = {number}: give a finite number.")
+    return number

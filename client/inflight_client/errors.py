@@ -1,0 +1,27 @@
+"""What a call can raise. Every message says what happened, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class InflightError(Exception):
+    """Base of all errors this package raises on purpose."""
+
+
+class InvalidArgument(InflightError, ValueError):
+    """An argument cannot be sent; nothing has left this machine. It names the argument."""
+
+
+class ServerUnreachable(InflightError):
+    """Nothing that speaks the protocol answers at the address; the message names it."""
+
+
+class ServerError(InflightError):
+    """The server answered with an error; the message is the server's own."""
+
+
+class StreamInterrupted(InflightError):
+    """The answer broke off: the connection ended before the final response."""
+
+
+class RequestTimeout(InflightError, TimeoutError):
+    """``timeout`` seconds passed before the final response; the request was cancelled."""

@@ -1,0 +1,119 @@
+"""Triton's gRPC protocol: calls to protobuf messages, messages and status codes back.
+
+A decoupled model answers only on ``ModelStreamInfer``. Every call gets a stream of its own with one
+request; the channel is shared. An empty response with ``triton_final_response`` ends the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+
+from inflight_client.address import Address
+from inflight_client.encoding import InferCall, Response
+from inflight_client.errors import (
+    InflightError,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    StreamInterrupted,
+)
+from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
+from inflight_client.tensors import make_inputs
+
+_INT32_MAX = 2**31 - 1
+
+
+def channel_options(address: Address) -> list[tuple[str, int]]:
+    """Messages of any size; no proxy from the environment for this machine."""
+    options = [
+        ("grpc.max_send_message_length", _INT32_MAX),
+        ("grpc.max_receive_message_length", _INT32_MAX),
+    ]
+    if address.is_loopback:
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+def encode_request(call: InferCall) -> Any:
+    """The ``ModelInferRequest`` of a call."""
+    request = service_pb2.ModelInferRequest(model_name=call.model, id=call.request_id)
+    for name, tensor in make_inputs(dict(call.values)).items():
+        dtype = INPUT_BY_NAME[name].dtype
+        if dtype == "STRING":
+            datatype, raw = "BYTES", serialize_byte_tensor(tensor).item()
+        else:
+            datatype, raw = dtype, tensor.tobytes()
+        request.inputs.add(name=name, datatype=datatype, shape=tensor.shape)
+        request.raw_input_contents.append(raw)
+    for name in call.outputs:
+        request.outputs.add(name=name)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request
+
+
+def decode_response(message: Any) -> tuple[Response, bool]:
+    """The tensors of a ``ModelStreamInferResponse``, and whether it is the final one.
+
+    `ServerError` when the message carries an error.
+    """
+    if message.error_message:
+        raise ServerError(message.error_message)
+    infer = message.infer_response
+    tensors = {
+        output.name: _values(output.datatype, raw)
+        for output, raw in zip(infer.outputs, infer.raw_output_contents, strict=True)
+    }
+    is_final = "triton_final_response" in infer.parameters and bool(
+        infer.parameters["triton_final_response"].bool_param
+    )
+    return Response(tensors), is_final
+
+
+def translate_error(
+    error: grpc.RpcError, address: Address, timeout: float | None, num_responses: int = 0
+) -> InflightError:
+    """The exception for a call whose status is not OK after ``num_responses`` responses."""
+    status, details = error.code(), error.details() or ""
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestTimeout(
+            f"no final response from {address} within timeout = {timeout} s; "
+            "the request was cancelled."
+        )
+    if status is grpc.StatusCode.UNAVAILABLE:
+        if num_responses:
+            return StreamInterrupted(
+                f"the connection to {address} broke after {num_responses} responses, "
+                f"before the final one ({details}). Is the server still running?"
+            )
+        return _unreachable(address, details)
+    return ServerError(f"{details} ({status.name})")
+
+
+def interrupted(address: Address, num_responses: int) -> StreamInterrupted:
+    """The error for a stream that the server closed in good order, but too early."""
+    return StreamInterrupted(
+        f"{address} closed the stream after {num_responses} responses without a final one. "
+        "Is the server shutting down?"
+    )
+
+
+def _unreachable(address: Address, details: str) -> ServerUnreachable:
+    # "failed to connect to all addresses; last error: UNKNOWN: ...: Connection refused"
+    reason = details.rpartition(": ")[2].rstrip("])") or "no connection"
+    if "Socket closed" in details or "HTTP/2" in details:
+        reason += "; is this the HTTP port? Then use --http"
+    return address.unreachable(reason)
+
+
+def _values(datatype: str, raw: bytes) -> Sequence[Any]:
+    if datatype == "BYTES":
+        # Python models cannot send half a character; other models might, and get U+FFFD.
+        return [item.decode("utf-8", errors="replace") for item in deserialize_bytes_tensor(raw)]
+    values: list[Any] = np.frombuffer(raw, dtype=DTYPE_TO_NUMPY[datatype]).tolist()
+    return values

@@ -1,0 +1,34 @@
+"""What a client gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["length", "stop"]
+"""``length``: the answer has ``max_tokens`` tokens; ``stop``: it ended before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateChunk:
+    """What one response of a stream adds to the answer.
+
+    A prompt of text is answered with ``text``, a prompt of token ids with ``token_ids``; the other
+    one is empty.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A whole answer; ``text`` or ``token_ids`` is filled, as in `GenerateChunk`.
+
+    ``finish`` is None when the server did not say how many tokens the answer has.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None

@@ -1,0 +1,239 @@
+"""How calls reach a server from threads: one class per protocol, the same promise.
+
+A transport is thread-safe and may carry any number of calls at once. A request is sent when the
+iteration over its responses starts; an iteration that is left early, fails or is cancelled cancels
+the request on the server.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Generator
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+import grpc
+import httpx
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from inflight_client import grpc_wire, http_wire
+from inflight_client.address import Address
+from inflight_client.encoding import InferCall, Response, stop_call
+from inflight_client.errors import InflightError, ServerError
+from inflight_client.sse import SseParser
+
+STOP_TIMEOUT = 5.0
+"""Seconds that a stop on behalf of an abandoned request may take."""
+
+
+class Responses(Protocol):
+    """The responses of one call, to be iterated once."""
+
+    def receive(self) -> Generator[Response, None, None]:
+        """Send the request and give its responses; close the generator to cancel."""
+
+    def cancel(self) -> None:
+        """Cancel the request, from any thread; the iteration ends without an error."""
+
+
+class Transport(Protocol):
+    """A connection to one server."""
+
+    def infer(self, call: InferCall, timeout: float | None) -> Responses:
+        """The responses to ``call``; ``timeout`` in seconds for all of them together."""
+
+    def is_ready(self, model: str, timeout: float) -> bool:
+        """Whether ``model`` is loaded; `ServerUnreachable` when nobody answers."""
+
+    def close(self) -> None:
+        """Give the connection back; calls still running are cancelled."""
+
+
+class GrpcTransport:
+    """gRPC: one stream per call over one channel."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(
+            address.target, options=grpc_wire.channel_options(address)
+        )
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def infer(self, call: InferCall, timeout: float | None) -> Responses:
+        """See `Transport`."""
+        return _GrpcResponses(self._stub, call, self._address, timeout)
+
+    def is_ready(self, model: str, timeout: float) -> bool:
+        """See `Transport`."""
+        request = service_pb2.ModelReadyRequest(name=model)
+        try:
+            return bool(self._stub.ModelReady(request, timeout=timeout).ready)
+        except grpc.RpcError as error:
+            raise grpc_wire.translate_error(error, self._address, timeout) from None
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._channel.close()
+
+
+class _GrpcResponses:
+    def __init__(self, stub: Any, call: InferCall, address: Address, timeout: float | None) -> None:
+        self._stub = stub
+        self._request = grpc_wire.encode_request(call)
+        self._address = address
+        self._timeout = timeout
+        self._stream: Any = None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def receive(self) -> Generator[Response, None, None]:
+        if self._is_cancelled:
+            return
+        # The request iterator ends after one request, so the server closes the stream when the
+        # answer is complete.
+        stream = self._stub.ModelStreamInfer(iter((self._request,)), timeout=self._timeout)
+        self._stream = stream
+        if self._is_cancelled:  # by another thread, between the check and now
+            stream.cancel()
+        num_responses = 0
+        try:
+            for message in stream:
+                response, is_final = _decode_or_drain(message, stream)
+                num_responses += 1
+                if is_final:
+                    _drain(stream)
+                if response.tensors or not is_final:
+                    yield response
+                if is_final:
+                    return
+            raise grpc_wire.interrupted(self._address, num_responses)
+        except grpc.RpcError as error:
+            if not self._is_cancelled:
+                raise grpc_wire.translate_error(
+                    error, self._address, self._timeout, num_responses
+                ) from None
+        finally:
+            stream.cancel()  # does nothing once the stream has ended
+
+
+def _decode_or_drain(message: Any, stream: Any) -> tuple[Response, bool]:
+    try:
+        return grpc_wire.decode_response(message)
+    except ServerError:
+        _drain(stream)
+        raise
+
+
+def _drain(stream: Any) -> None:
+    """Read the end of the stream: a server whose client hangs up right before it leaks the model
+    (measured on Triton 24.10, about one run in three)."""
+    with suppress(grpc.RpcError):
+        for _ in stream:
+            pass
+
+
+class HttpTransport:
+    """HTTP: server-sent events from ``generate_stream``."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._client = httpx.Client(**http_wire.client_settings(address))
+
+    def infer(self, call: InferCall, timeout: float | None) -> Responses:
+        """See `Transport`. The server is given up after at most ``timeout`` seconds of silence."""
+        return _HttpResponses(self._client, call, self._address, timeout)
+
+    def is_ready(self, model: str, timeout: float) -> bool:
+        """See `Transport`."""
+        try:
+            path = http_wire.model_path(model, "ready")
+            return self._client.get(path, timeout=timeout).status_code == httpx.codes.OK
+        except httpx.HTTPError as error:
+            raise http_wire.translate_error(error, self._address, timeout) from None
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._client.close()
+
+
+class _HttpResponses:
+    """Triton does not notice that an HTTP client has gone before the first response of its request.
+
+    So every generation has an id, and one that is given up before its first response is stopped
+    by that id.
+    """
+
+    def __init__(
+        self, client: httpx.Client, call: InferCall, address: Address, timeout: float | None
+    ) -> None:
+        if "stats" not in call.values and not call.request_id:
+            call = replace(call, request_id=uuid.uuid4().hex)
+        self._client = client
+        self._call = call
+        self._address = address
+        self._timeout = timeout
+        self._response: httpx.Response | None = None
+        self._is_sent = False
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._response is not None:
+            http_wire.cut_connection(self._response)
+        elif self._is_sent:
+            self._stop()
+
+    def receive(self) -> Generator[Response, None, None]:
+        if self._is_cancelled:
+            return
+        num_responses = 0
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        try:
+            with closing(self._receive()) as responses:
+                for response in responses:
+                    if self._is_cancelled:
+                        return
+                    num_responses += 1
+                    yield response
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise http_wire.timed_out(self._address, self._timeout)
+        except httpx.HTTPError as error:
+            if not self._is_cancelled:
+                raise http_wire.translate_error(
+                    error, self._address, self._timeout, num_responses
+                ) from None
+        finally:
+            if self._is_sent and self._response is None and not self._is_cancelled:
+                self._stop()
+
+    def _receive(self) -> Generator[Response, None, None]:
+        self._is_sent = True
+        path = http_wire.model_path(self._call.model, "generate_stream")
+        body = http_wire.encode_body(self._call)
+        limits = http_wire.timeouts(self._timeout)
+        try:
+            with self._client.stream("POST", path, json=body, timeout=limits) as response:
+                self._response = response
+                if response.status_code != httpx.codes.OK:
+                    raise http_wire.error_of_status(response.status_code, response.read())
+                parser = SseParser()
+                for received in response.iter_bytes():
+                    for data in parser.feed(received):
+                        yield http_wire.decode_event(data)
+        except httpx.ConnectError:
+            self._is_sent = False  # there is nothing to stop
+            raise
+
+    def _stop(self) -> None:
+        if not self._call.request_id or "stop" in self._call.values:
+            return
+        call = stop_call(self._call.model, self._call.request_id)
+        with suppress(InflightError):  # best effort: the caller has other news already
+            for _ in _HttpResponses(self._client, call, self._address, STOP_TIMEOUT).receive():
+                pass

@@ -1,0 +1,50 @@
+"""Device code that several kernels share, and where the interpreter of Triton 3.6 needs help.
+
+Three of its operations differ from a GPU's. The kernels hand it numbers it cannot get wrong;
+compiled code has none of this.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
+
+
+@triton.jit
+def dot(a, b):
+    """a [M, K] @ b [K, N] in float32. (The interpreter multiplies the bits of bfloat16.)"""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 to dtype, rounded to nearest even. (The interpreter cuts bfloat16 off.)"""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def to_fp8(x):
+    """float32 to float8_e4m3fn, clamped to +-448 and rounded to nearest even.
+
+    (The interpreter loses the carry of a rounding mantissa, so it gets numbers on the grid:
+    multiples of 2^(exponent - 3), and of 2^-9 below the smallest normal one.)
+    """
+    x = tl.clamp(x, -FP8_MAX, FP8_MAX)
+    if INTERPRETED:
+        exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        step = ((tl.maximum(exponent, 127 - 6) - 3) << 23).to(tl.float32, bitcast=True)
+        shift = step * 12582912.0  # 1.5 * 2^23: adding it rounds to a multiple of step
+        x = (x + shift) - shift
+    return x.to(tl.float8e4nv)

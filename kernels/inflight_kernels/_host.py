@@ -1,0 +1,95 @@
+"""What the host side of every op needs: argument checks and facts about the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
+
+# H200, the machine the launch heuristics were written for. Used where there is no CUDA device to
+# ask: in the interpreter, and when compiling for another machine.
+_H200_NUM_SMS = 132
+_H200_CAPABILITY = 90
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two >= value (and >= 1): Triton's tiles have no other lengths."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def cdiv(value: int, divisor: int) -> int:
+    """Division rounded up."""
+    return -(-value // divisor)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device; an H200's for a CPU tensor (interpreter, compile gate)."""
+    if device.type != "cuda":
+        return _H200_NUM_SMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def capability() -> int:
+    """CUDA capability kernels are compiled for, as 80 or 90; an H200's in the interpreter."""
+    if knobs.runtime.interpret:
+        return _H200_CAPABILITY
+    return int(driver.active.get_current_target().arch)
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) -> None:
+    """Raise ValueError naming the argument unless its shape matches (None matches any size)."""
+    sizes = tuple(tensor.shape)
+    if len(sizes) != len(shape) or any(
+        w is not None and w != s for w, s in zip(shape, sizes, strict=True)
+    ):
+        wanted = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: shape must be [{wanted}], got {list(sizes)}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise ValueError naming the argument unless its dtype is one of those given."""
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name}: dtype must be one of {allowed}; got {got}")
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless elements of the last dimension lie next to each other in memory."""
+    if tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: last dimension must have stride 1, got {tensor.stride(-1)}; "
+            "pass a tensor whose last dimension is contiguous"
+        )
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor is contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous; call .contiguous() before passing it")
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """Raise ValueError naming the first tensor that is not where the first one is."""
+    present = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    first_name, first = present[0]
+    for name, tensor in present[1:]:
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{name}: is on {tensor.device} but {first_name} is on {first.device}; "
+                "move them to one device"
+            )
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Raise ValueError unless the number is absent or greater than zero."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{name}: must be greater than 0 or None, got {value}")

@@ -1,0 +1,110 @@
+"""Reading tiles of the paged cache: the device code both attention kernels share, and its checks.
+
+A cache of one layer is ``[num_blocks, tokens_per_block, num_kv_heads, head_dim]`` in any memory
+order whose last dimension is contiguous. Token ``t`` of a request lies in block
+``block_table[t // tokens_per_block]`` at row ``t % tokens_per_block``.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import _host
+
+MAX_HEAD_DIM = 256
+
+
+@triton.jit
+def tile_rows(
+    table_ptr, first_token, end_token, stride_block, stride_token, P: tl.constexpr, N: tl.constexpr
+):
+    """Offsets (int64, [N]) of tokens first_token .. first_token + N - 1 in one head's cache.
+
+    ``first_token`` is a multiple of N. When a tile lies inside one block (P % N == 0) its block id
+    is one scalar; otherwise every token looks its own up (the few distinct words hit L1).
+    Tokens from ``end_token`` on get an offset that must not be read.
+    """
+    if P % N == 0:
+        block = tl.load(table_ptr + first_token // P).to(tl.int64)
+        in_block = first_token % P + tl.arange(0, N)
+        return block * stride_block + in_block * stride_token
+    else:
+        tokens = first_token + tl.arange(0, N)
+        blocks = tl.load(table_ptr + tokens // P, mask=tokens < end_token, other=0).to(tl.int64)
+        return blocks * stride_block + (tokens % P) * stride_token
+
+
+@triton.jit
+def scores_to_log2(scores, scale, SOFTCAP: tl.constexpr):
+    """Scaled and, if asked, soft-capped scores times log2(e), so that exp2 replaces exp."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    if SOFTCAP > 0:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1): exact limits when exp overflows or vanishes.
+        x = scores * (scale / SOFTCAP)
+        tanh = 1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * x) + 1.0)
+        return tanh * (SOFTCAP * LOG2E)
+    else:
+        return scores * (scale * LOG2E)
+
+
+def check_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lengths: torch.Tensor,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> None:
+    """Raise ValueError, naming the argument, unless the paged arguments fit one another."""
+    _host.check_shape("query", query, (None, None, None))
+    _host.check_dtype("query", query, _host.FLOAT_DTYPES)
+    num_heads, head_dim = query.shape[1:]
+    if head_dim % 16 or not 0 < head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"query: head_dim must be a multiple of 16 up to {MAX_HEAD_DIM}, got {head_dim}"
+        )
+    _host.check_shape("key_cache", key_cache, (None, None, None, head_dim))
+    _host.check_shape("value_cache", value_cache, key_cache.shape)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        _host.check_dtype(name, cache, (query.dtype, torch.float8_e4m3fn))
+        _host.check_rows(name, cache)
+    if num_heads % key_cache.shape[2]:
+        raise ValueError(
+            f"query: num_heads must be a multiple of the cache's {key_cache.shape[2]} KV heads, "
+            f"got {num_heads}"
+        )
+    _host.check_rows("query", query)
+    _host.check_shape("context_lengths", context_lengths, (block_tables.shape[0],))
+    _host.check_shape("block_tables", block_tables, (context_lengths.shape[0], None))
+    _host.check_dtype("block_tables", block_tables, (torch.int32,))
+    _host.check_dtype("context_lengths", context_lengths, (torch.int32,))
+    _host.check_rows("block_tables", block_tables)
+    _host.check_contiguous("context_lengths", context_lengths)
+    _host.check_positive("sliding_window", sliding_window)
+    _host.check_positive("softcap", softcap)
+    _host.check_same_device(
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        context_lengths=context_lengths,
+    )
+
+
+def cache_strides(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict[str, Any]:
+    """Kernel arguments: strides over block, token and head of both caches, and the block size."""
+    return {
+        "stride_k_block": key_cache.stride(0),
+        "stride_k_token": key_cache.stride(1),
+        "stride_k_head": key_cache.stride(2),
+        "stride_v_block": value_cache.stride(0),
+        "stride_v_token": value_cache.stride(1),
+        "stride_v_head": value_cache.stride(2),
+        "TOKENS_PER_BLOCK": key_cache.shape[1],
+    }

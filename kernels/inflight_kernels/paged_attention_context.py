@@ -1,0 +1,274 @@
+"""Causal attention of ragged query chunks over the paged cache (context phase, mixed batches).
+
+    out[t, h] = softmax(scale * q[t, h] . K[visible(t), h // G])  @  V[visible(t), h // G]
+
+Sequence ``s`` owns query tokens ``query_starts[s] .. query_starts[s + 1]``; they are the last ones
+of its ``context_lengths[s]`` tokens, all of which (this chunk included) are in the cache already.
+Token at position ``p`` sees positions ``p - sliding_window < j <= p``. Scores get
+``softcap * tanh(s / softcap)`` when a soft cap is given.
+
+One program owns one KV head and one tile of query rows; a row is a (token, query head of the
+group) pair, so a tile of 128 rows is 32 tokens at G = 4 and K and V are read once for all heads of
+the group. The grid is an upper bound on the tiles that depends on shapes only; each program finds
+its sequence by counting, so nothing is computed on the host. Tiles of keys that no row sees are
+not read, tiles that every row sees are not masked.
+
+Query tokens past ``query_starts[-1]`` (padding) give zeros.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import _host
+from inflight_kernels._device import dot, narrow
+from inflight_kernels._paging import cache_strides, check_attention, scores_to_log2, tile_rows
+
+
+@triton.jit
+def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr):
+    """(sequence, first query token of the tile within it).
+
+    Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
+    at most one too many, and their numbers rise with s, so counting finds the owner.
+    """
+    ids = tl.arange(0, BLOCK_S)
+    starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
+    is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
+    sequence = tl.sum(is_before.to(tl.int32), axis=0) - 1
+    start = tl.load(starts_ptr + sequence)
+    return sequence, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+
+
+@triton.jit
+def _attend_tiles(
+    peak, total, acc, q, positions, begin, end,
+    table_ptr, key_ptr, value_ptr, scale,
+    stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+    MASKED: tl.constexpr, P: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys begin .. end. q, acc [M, D]; positions, peak, total [M]."""
+    offs_d = tl.arange(0, D)
+    in_head = (offs_d < HEAD_DIM)[None, :]
+    for first in tl.range(begin, end, N, num_stages=STAGES):
+        tokens = first + tl.arange(0, N)
+        k_rows = tile_rows(table_ptr, first, end, stride_k_block, stride_k_token, P, N)
+        v_rows = tile_rows(table_ptr, first, end, stride_v_block, stride_v_token, P, N)
+        mask = (tokens < end)[:, None] & in_head if MASKED else in_head
+        k = tl.load(key_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        scores = scores_to_log2(dot(q, tl.trans(k.to(q.dtype))), scale, SOFTCAP)
+        if MASKED:
+            visible = tokens[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                visible &= tokens[None, :] > positions[:, None] - WINDOW
+            # Finite: a row's first tiles may lie before its window. What they add is a sum of
+            # ones at weight 2^(-1e30 - peak), which is zero once a visible key has raised peak.
+            scores = tl.where(visible, scores, -1.0e30)
+        peak_new = tl.maximum(peak, tl.max(scores, axis=1))
+        p = tl.exp2(scores - peak_new[:, None])
+        alpha = tl.exp2(peak - peak_new)
+        peak = peak_new
+        total = total * alpha + tl.sum(p, axis=1)
+        v = tl.load(value_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        acc = acc * alpha[:, None] + dot(narrow(p, q.dtype), v.to(q.dtype))
+    return peak, total, acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
+def _paged_attention_context_kernel(
+    out_ptr,  # [T, H, D]
+    query_ptr,  # [T, H, D]
+    key_ptr,
+    value_ptr,
+    block_tables_ptr,  # [S, max_blocks]
+    starts_ptr,  # [S + 1]
+    context_lengths_ptr,  # [S]
+    scale,  # softmax scale times the scale of an FP8 key cache
+    value_scale,
+    num_tokens,
+    num_sequences,
+    stride_q_row,
+    stride_q_head,
+    stride_table,
+    stride_k_block,
+    stride_k_token,
+    stride_k_head,
+    stride_v_block,
+    stride_v_token,
+    stride_v_head,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    sequence, first_query = _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q, BLOCK_S)
+    start = tl.load(starts_ptr + sequence)
+    num_queries = tl.load(starts_ptr + sequence + 1) - start
+    # Padding tokens count as rows of the last sequence, to be zeroed.
+    num_rows = tl.where(sequence == num_sequences - 1, num_tokens - start, num_queries)
+    if first_query >= num_rows:
+        return
+    length = tl.load(context_lengths_ptr + sequence)
+
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    queries = first_query + offs_m // GROUP
+    heads = kv_head * GROUP + offs_m % GROUP
+    in_tile = (offs_m < BLOCK_Q * GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    is_query = (queries < num_queries)[:, None]
+    rows = (start + queries).to(tl.int64)
+    q_rows = query_ptr + rows * stride_q_row + heads * stride_q_head
+    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=in_tile & is_query, other=0.0)
+
+    positions = length - num_queries + queries
+    first_position = length - num_queries + first_query
+    end = tl.minimum(length, first_position + BLOCK_Q)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.where(first_query < num_queries, end, begin)
+    # Keys up to the first row's own position are visible to all rows, unless a window hides some.
+    middle = begin if WINDOW > 0 else tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
+
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_ptr = block_tables_ptr + sequence.to(tl.int64) * stride_table
+    key_ptr += kv_head * stride_k_head
+    value_ptr += kv_head * stride_v_head
+    if WINDOW == 0:
+        peak, total, acc = _attend_tiles(
+            peak, total, acc, q, positions, begin, middle,
+            table_ptr, key_ptr, value_ptr, scale,
+            stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+            False, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+    peak, total, acc = _attend_tiles(
+        peak, total, acc, q, positions, middle, end,
+        table_ptr, key_ptr, value_ptr, scale,
+        stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+        True, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
+    )  # fmt: skip
+
+    out = tl.where(is_query, acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None], 0.0)
+    out = narrow(out, out_ptr.dtype.element_ty)
+    out_rows = out_ptr + (rows * tl.num_programs(0) * GROUP + heads) * HEAD_DIM
+    stored = in_tile & (queries < num_rows)[:, None]
+    tl.store(out_rows[:, None] + offs_d[None, :], out, mask=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTile:
+    """Query rows and keys per tile, software-pipelining depth and warps of a program."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+def choose_tile(
+    group: int, head_dim: int, dtype: torch.dtype, max_query_len: int | None
+) -> ContextTile:
+    """128 rows feed two warpgroups of wgmma; 64 feed one; 16 suffice for a few draft tokens.
+
+    Five stages keep two tiles of K and V ahead (the pipeliner splits them between the block id
+    and the tile it leads to); where shared memory or registers are short, three keep one.
+    """
+    smallest = max(16, _host.next_power_of_2(group))
+    if dtype == torch.float32:  # no tensor cores: small tiles, for checking rather than serving
+        return ContextTile(max(smallest, 32), 16, stages=2, num_warps=8)
+    rows = 128 if max_query_len is None else max_query_len * group
+    is_hopper, is_wide = _host.capability() >= 90, head_dim > 128
+    block_n = 32 if is_wide else 64
+    if rows <= 16:
+        return ContextTile(smallest, block_n, stages=3, num_warps=4)
+    if rows <= 64 or (is_wide and not is_hopper):
+        num_warps = 8 if is_wide else 4
+        return ContextTile(max(smallest, 64), block_n, stages=3, num_warps=num_warps)
+    stages = 5 if is_hopper and not is_wide else 3
+    return ContextTile(max(smallest, 128), block_n, stages=stages, num_warps=8)
+
+
+def paged_attention_context(
+    query: torch.Tensor,  # [T, H, D] bfloat16, float16 or float32
+    key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
+    value_cache: torch.Tensor,  # same shape
+    block_tables: torch.Tensor,  # [S, max_blocks] int32; entries past a row's length are not read
+    query_starts: torch.Tensor,  # [S + 1] int32, ascending from 0; [-1] <= T
+    context_lengths: torch.Tensor,  # [S] int32: cached tokens plus this chunk
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    max_query_len: int | None = None,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    tile: ContextTile | None = None,
+) -> torch.Tensor:
+    """Attention output [T, H, D] in the query's dtype; K and V of the chunk are in the cache.
+
+    ``max_query_len`` is a hint: no sequence has more query tokens, so smaller tiles may do; the
+    answer does not depend on it. ``key_scale`` and ``value_scale`` multiply what an FP8 cache
+    holds. Raises ValueError naming the argument that does not fit.
+    """
+    check_attention(
+        query, key_cache, value_cache, block_tables, context_lengths, sliding_window, softcap
+    )
+    num_tokens, num_heads, head_dim = query.shape
+    num_sequences = context_lengths.shape[0]
+    _host.check_shape("query_starts", query_starts, (num_sequences + 1,))
+    _host.check_dtype("query_starts", query_starts, (torch.int32,))
+    _host.check_contiguous("query_starts", query_starts)
+    _host.check_same_device(query=query, query_starts=query_starts)
+    _host.check_positive("max_query_len", max_query_len)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if num_tokens == 0 or num_sequences == 0:
+        return out.zero_()
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    tile = tile or choose_tile(group, head_dim, query.dtype, max_query_len)
+    num_tiles = num_tokens // (tile.block_m // group) + num_sequences
+    _paged_attention_context_kernel[(num_kv_heads, num_tiles)](
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_starts,
+        context_lengths,
+        scale * key_scale,
+        value_scale,
+        num_tokens,
+        num_sequences,
+        stride_q_row=query.stride(0),
+        stride_q_head=query.stride(1),
+        stride_table=block_tables.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        WINDOW=sliding_window or 0,
+        SOFTCAP=softcap or 0.0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=_host.next_power_of_2(head_dim),
+        BLOCK_S=_host.next_power_of_2(num_sequences),
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+        **cache_strides(key_cache, value_cache),
+    )
+    return out

@@ -1,0 +1,354 @@
+"""Attention of one new token per request over its paged cache (split-KV flash decoding).
+
+    out[b, h] = softmax(scale * q[b, h] . K[0:len_b, h // G])  @  V[0:len_b, h // G]
+
+with G query heads per KV head, ``softcap * tanh(s / softcap)`` applied to the scores when a soft
+cap is given, and only the last ``sliding_window`` tokens visible when a window is given.
+
+One program owns one KV head of one request and one *split* of its tokens; the G query heads share
+the program, so every cached byte is read once. The grid is batch x KV heads x splits and depends
+on shapes only, never on lengths, so a launch can be captured in a CUDA graph; how many splits a
+row really uses is decided on the device from its length, and the other programs leave at once. A
+row with one split is written straight to the output; the rest is combined by a second kernel.
+
+A row of length 0 (padding) gives zeros.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import _host
+from inflight_kernels._device import dot, narrow
+from inflight_kernels._paging import cache_strides, check_attention, scores_to_log2, tile_rows
+
+# Tokens. A split shorter than the first costs more in the combine than it wins; a split longer
+# than the second is cut even when the batch alone fills the machine, so that one long row in a
+# ragged batch does not run alone at the end.
+_MIN_SPLIT = 128
+_LONG_SPLIT = 2048
+_MAX_SPLITS = 128
+# Programs per multiprocessor that splitting aims for: two resident, two to even out the tail.
+_PROGRAMS_PER_SM = 4
+
+
+@triton.jit
+def _row_splits(
+    length, num_splits, base_splits, WINDOW: tl.constexpr, N: tl.constexpr, MIN: tl.constexpr,
+    LONG: tl.constexpr
+):  # fmt: skip
+    """First tile, tiles, and tiles per split of one row; tiles are N tokens, N-aligned."""
+    first_token = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
+    first_tile = first_token // N
+    num_tiles = tl.cdiv(length, N) - first_tile
+    wanted = tl.cdiv(num_tiles, base_splits)
+    wanted = tl.minimum(tl.maximum(wanted, MIN // N), LONG // N)
+    return first_tile, num_tiles, tl.maximum(wanted, tl.cdiv(num_tiles, num_splits))
+
+
+@triton.jit
+def _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP: tl.constexpr, DOT: tl.constexpr):
+    """One online-softmax step over a tile. q, acc [M, D]; k, v [N, D]; peak, total [M]."""
+    if DOT:
+        scores = dot(q, tl.trans(k.to(q.dtype)))  # [M, N]
+    else:  # one query head: M == 1, multiply-add beats a padded matrix product
+        scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
+    scores = scores_to_log2(scores, scale, SOFTCAP)
+    # Finite, so that exp2 never sees inf - inf; every tile holds at least one visible token.
+    scores = tl.where(visible[None, :], scores, -1.0e30)
+    peak_new = tl.maximum(peak, tl.max(scores, axis=1))
+    p = tl.exp2(scores - peak_new[:, None])
+    alpha = tl.exp2(peak - peak_new)
+    total = total * alpha + tl.sum(p, axis=1)
+    acc = acc * alpha[:, None]
+    if DOT:
+        acc += dot(narrow(p, q.dtype), v.to(q.dtype))
+    else:
+        acc += tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
+    return peak_new, total, acc
+
+
+@triton.jit(do_not_specialize=["num_splits", "base_splits"])
+def _paged_attention_generation_kernel(
+    out_ptr,  # [B, H, D]
+    partial_ptr,  # [B, H, num_splits, D] float32: normalised output of each split
+    log_sum_ptr,  # [B, H, num_splits] float32: log2 of each split's sum of exponentials
+    query_ptr,  # [B, H, D]
+    key_ptr,
+    value_ptr,
+    block_tables_ptr,  # [B, max_blocks]
+    context_lengths_ptr,  # [B]
+    scale,  # softmax scale times the scale of an FP8 key cache
+    value_scale,
+    num_splits,
+    base_splits,
+    stride_q_row,
+    stride_q_head,
+    stride_table,
+    stride_k_block,
+    stride_k_token,
+    stride_k_head,
+    stride_v_block,
+    stride_v_token,
+    stride_v_head,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    LONG_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(context_lengths_ptr + row)
+    first_tile, num_tiles, per_split = _row_splits(
+        length, num_splits, base_splits, WINDOW, BLOCK_N, MIN_SPLIT, LONG_SPLIT
+    )
+    if split > 0 and split * per_split >= num_tiles:
+        return
+    begin = (first_tile + split * per_split) * BLOCK_N
+    end = tl.minimum(length, begin + per_split * BLOCK_N)
+
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    in_head = offs_d < HEAD_DIM
+    heads = kv_head * GROUP + offs_m
+    q_mask = (offs_m < GROUP)[:, None] & in_head[None, :]
+    q_rows = query_ptr + row * stride_q_row + heads * stride_q_head
+    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_ptr = block_tables_ptr + row * stride_table
+    key_ptr += kv_head * stride_k_head
+    value_ptr += kv_head * stride_v_head
+    for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        tokens = first + tl.arange(0, BLOCK_N)
+        k_rows = tile_rows(
+            table_ptr, first, end, stride_k_block, stride_k_token, TOKENS_PER_BLOCK, BLOCK_N
+        )
+        v_rows = tile_rows(
+            table_ptr, first, end, stride_v_block, stride_v_token, TOKENS_PER_BLOCK, BLOCK_N
+        )
+        mask = (tokens < end)[:, None] & in_head[None, :]
+        k = tl.load(key_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        v = tl.load(value_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        visible = tokens < end
+        if WINDOW > 0:
+            visible &= tokens >= length - WINDOW
+        peak, total, acc = _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP, BLOCK_M > 1)
+
+    # A padding row has total == 0; its zeros must not become 0 / 0.
+    acc = acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
+    if per_split >= num_tiles:
+        out_rows = out_ptr + (row * tl.num_programs(0) * GROUP + heads) * HEAD_DIM
+        out = narrow(acc, out_ptr.dtype.element_ty)
+        tl.store(out_rows[:, None] + offs_d[None, :], out, mask=q_mask)
+    else:
+        slots = (row * tl.num_programs(0) * GROUP + heads) * num_splits + split
+        tl.store(partial_ptr + slots[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=q_mask)
+        tl.store(log_sum_ptr + slots, peak + tl.log2(total), mask=offs_m < GROUP)
+
+
+@triton.jit(do_not_specialize=["num_splits", "base_splits"])
+def _combine_splits_kernel(
+    out_ptr,
+    partial_ptr,
+    log_sum_ptr,
+    context_lengths_ptr,
+    num_splits,
+    base_splits,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+    LONG_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(context_lengths_ptr + row)
+    _, num_tiles, per_split = _row_splits(
+        length, num_splits, base_splits, WINDOW, BLOCK_N, MIN_SPLIT, LONG_SPLIT
+    )
+    if per_split >= num_tiles:
+        return
+    splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    used = splits < tl.cdiv(num_tiles, per_split)
+    row_head = row * tl.num_programs(0) + head
+    slots = row_head * num_splits + splits
+    log_sums = tl.load(log_sum_ptr + slots, mask=used, other=-float("inf"))
+    weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
+    mask = used[:, None] & (offs_d < HEAD_DIM)[None, :]
+    parts = tl.load(partial_ptr + slots[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
+    out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    out = narrow(out, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row_head * HEAD_DIM + offs_d, out, mask=offs_d < HEAD_DIM)
+
+
+def choose_splits(
+    batch_size: int, num_kv_heads: int, num_sms: int, max_context: int
+) -> tuple[int, int]:
+    """(splits of the grid, splits a row aims for), from what a captured graph keeps constant.
+
+    The second fills the machine when all rows are equally long; the first leaves room to cut rows
+    longer than 2,048 tokens further. Cost of the room: programs that leave after one load.
+    """
+    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, batch_size * num_kv_heads)
+    base = min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT))
+    room = min(8, _host.cdiv(max_context, _LONG_SPLIT))
+    return max(base, room, 1), max(base, 1)
+
+
+def workspace_size(batch_size: int, num_heads: int, head_dim: int, num_splits: int) -> int:
+    """float32 elements that partial results of that many splits take."""
+    return batch_size * num_heads * num_splits * (head_dim + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTile:
+    """Tokens per tile, software-pipelining depth and warps of a program."""
+
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+def choose_tile(group: int, head_dim: int, cache_dtype: torch.dtype) -> GenerationTile:
+    """The tile for a shape. Bytes in flight decide the bandwidth reached, so each program keeps
+    two tiles of K and V (about 64 KiB) under way, and two or more programs share a multiprocessor.
+
+    With a matrix product the pipeliner splits its stages between two levels of loads (block id,
+    then K and V): five stages are two tiles ahead. Without one it counts K and V alone.
+    """
+    wide = head_dim > 128 or cache_dtype == torch.float32
+    if group == 1:
+        return GenerationTile(block_n=16 if wide else 32, stages=4, num_warps=4)
+    # float32 is multiplied in registers: with four warps they run out.
+    num_warps = 8 if cache_dtype == torch.float32 else 4
+    return GenerationTile(block_n=32 if wide else 64, stages=5, num_warps=num_warps)
+
+
+def _workspace(
+    workspace: torch.Tensor | None, query: torch.Tensor, num_splits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial outputs and their log-sums, carved from the caller's workspace if there is one."""
+    batch_size, num_heads, head_dim = query.shape
+    needed = workspace_size(batch_size, num_heads, head_dim, num_splits) if num_splits > 1 else 0
+    if workspace is None:
+        workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
+    _host.check_shape("workspace", workspace, (None,))
+    _host.check_dtype("workspace", workspace, (torch.float32,))
+    _host.check_contiguous("workspace", workspace)
+    _host.check_same_device(query=query, workspace=workspace)
+    if workspace.numel() < needed:
+        raise ValueError(
+            f"workspace: needs {needed} elements for {num_splits} splits, got {workspace.numel()}; "
+            "size it with workspace_size()"
+        )
+    num_partial = batch_size * num_heads * num_splits * head_dim if needed else 0
+    return workspace[:num_partial], workspace[num_partial:needed]
+
+
+def paged_attention_generation(
+    query: torch.Tensor,  # [B, H, D] bfloat16, float16 or float32
+    key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
+    value_cache: torch.Tensor,  # same shape
+    block_tables: torch.Tensor,  # [B, max_blocks] int32; entries past a row's length are not read
+    context_lengths: torch.Tensor,  # [B] int32, the current token included; 0 for padding rows
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    workspace: torch.Tensor | None = None,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    num_splits: int | None = None,
+    tile: GenerationTile | None = None,
+) -> torch.Tensor:
+    """Attention output [B, H, D] in the query's dtype; the new token's K and V are in the cache.
+
+    ``key_scale`` and ``value_scale`` multiply what an FP8 cache holds. With ``num_splits`` the
+    split of a row depends on its own length only, so its result is the same in every batch;
+    without it the split is chosen to fill the machine. ``workspace`` (float32, one-dimensional,
+    at least ``workspace_size`` elements) is scratch; without it the allocator is asked.
+    Raises ValueError naming the argument that does not fit.
+    """
+    check_attention(
+        query, key_cache, value_cache, block_tables, context_lengths, sliding_window, softcap
+    )
+    batch_size, num_heads, head_dim = query.shape
+    _host.check_shape("context_lengths", context_lengths, (batch_size,))
+    _host.check_positive("num_splits", num_splits)
+    out = torch.empty((batch_size, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if batch_size == 0:
+        return out
+    num_kv_heads = key_cache.shape[2]
+    grid_splits, base_splits = (
+        (num_splits, num_splits)
+        if num_splits
+        else choose_splits(
+            batch_size,
+            num_kv_heads,
+            _host.num_sms(query.device),
+            block_tables.shape[1] * key_cache.shape[1],
+        )
+    )
+    partial, log_sum = _workspace(workspace, query, grid_splits)
+    group = num_heads // num_kv_heads
+    tile = tile or choose_tile(group, head_dim, key_cache.dtype)
+    block_d = _host.next_power_of_2(head_dim)
+    common: dict[str, Any] = {
+        "num_splits": grid_splits,
+        "base_splits": base_splits,
+        "HEAD_DIM": head_dim,
+        "WINDOW": sliding_window or 0,
+        "MIN_SPLIT": _MIN_SPLIT,
+        "LONG_SPLIT": _LONG_SPLIT,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": block_d,
+    }
+    _paged_attention_generation_kernel[(num_kv_heads, batch_size, grid_splits)](
+        out,
+        partial,
+        log_sum,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        context_lengths,
+        scale * key_scale,
+        value_scale,
+        stride_q_row=query.stride(0),
+        stride_q_head=query.stride(1),
+        stride_table=block_tables.stride(0),
+        GROUP=group,
+        SOFTCAP=softcap or 0.0,
+        **cache_strides(key_cache, value_cache),
+        # tl.dot wants 16 rows at least; a single query head goes without tl.dot.
+        BLOCK_M=1 if group == 1 else max(16, _host.next_power_of_2(group)),
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+        **common,
+    )
+    if grid_splits > 1:
+        _combine_splits_kernel[(num_heads, batch_size)](
+            out,
+            partial,
+            log_sum,
+            context_lengths,
+            BLOCK_S=_host.next_power_of_2(grid_splits),
+            **common,
+        )
+    return out

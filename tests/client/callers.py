@@ -1,0 +1,173 @@
+"""The sync and the asyncio client behind one face, so that one test holds both to the promise."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import aclosing, closing
+from typing import Any, Protocol
+
+from inflight_client import AsyncInflightClient, GenerateChunk, GenerateResult, InflightClient
+from inflight_client.address import Protocol as Wire
+
+Prompt = str | Sequence[int]
+
+LONG = 5_000
+"""Tokens of an answer that nobody waits for the end of."""
+
+
+class Caller(Protocol):
+    """Every call opens a client, does one thing and closes it."""
+
+    def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult: ...
+
+    def stream(
+        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
+    ) -> list[GenerateChunk]: ...
+
+    def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
+        """Cancel a stream from the side once ``is_time``; what it has given until its end."""
+
+    def stop(self, request_id: str) -> None: ...
+
+    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]: ...
+
+    def health(self) -> bool: ...
+
+
+class SyncCaller:
+    """`InflightClient`."""
+
+    def __init__(self, url: str, protocol: Wire, model: str = "tensorrt_llm") -> None:
+        self._settings: Any = {"url": url, "protocol": protocol, "model": model}
+
+    def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
+        with InflightClient(**self._settings) as client:
+            return client.generate(prompt, max_tokens, **options)
+
+    def stream(
+        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
+    ) -> list[GenerateChunk]:
+        chunks: list[GenerateChunk] = []
+        with InflightClient(**self._settings) as client:
+            for chunk in client.stream(prompt, max_tokens, **options):
+                chunks.append(chunk)
+                if len(chunks) == leave_after:
+                    break
+        return chunks
+
+    def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
+        with InflightClient(**self._settings) as client:
+            stream = client.stream(prompt, LONG)
+
+            def cancel() -> None:
+                while not is_time():
+                    threading.Event().wait(0.01)
+                stream.cancel()
+
+            thread = threading.Thread(target=cancel)
+            thread.start()
+            chunks = list(stream)
+            thread.join()
+            return chunks
+
+    def stop(self, request_id: str) -> None:
+        with InflightClient(**self._settings) as client:
+            client.stop(request_id)
+
+    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        with InflightClient(**self._settings) as client, closing(client.stats(follow)) as feed:
+            for stats in feed:
+                found.append(stats)
+                if len(found) == count:
+                    break
+        return found
+
+    def health(self) -> bool:
+        with InflightClient(**self._settings) as client:
+            return client.health()
+
+
+class AsyncCaller:
+    """`AsyncInflightClient`, in an event loop per call."""
+
+    def __init__(self, url: str, protocol: Wire, model: str = "tensorrt_llm") -> None:
+        self._settings: Any = {"url": url, "protocol": protocol, "model": model}
+
+    def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
+        async def run() -> GenerateResult:
+            async with AsyncInflightClient(**self._settings) as client:
+                return await client.generate(prompt, max_tokens, **options)
+
+        return asyncio.run(run())
+
+    def stream(
+        self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
+    ) -> list[GenerateChunk]:
+        async def run() -> list[GenerateChunk]:
+            chunks: list[GenerateChunk] = []
+            async with (
+                AsyncInflightClient(**self._settings) as client,
+                aclosing(client.stream(prompt, max_tokens, **options)) as stream,
+            ):
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    if len(chunks) == leave_after:
+                        break
+            return chunks
+
+        return asyncio.run(run())
+
+    def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
+        async def run() -> list[GenerateChunk]:
+            async with AsyncInflightClient(**self._settings) as client:
+                stream = client.stream(prompt, LONG)
+
+                async def cancel() -> None:
+                    while not is_time():
+                        await asyncio.sleep(0.01)
+                    await stream.cancel()
+
+                task = asyncio.create_task(cancel())
+                chunks = [chunk async for chunk in stream]
+                await task
+                return chunks
+
+        return asyncio.run(run())
+
+    def stop(self, request_id: str) -> None:
+        async def run() -> None:
+            async with AsyncInflightClient(**self._settings) as client:
+                await client.stop(request_id)
+
+        asyncio.run(run())
+
+    def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]:
+        async def run() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = []
+            async with (
+                AsyncInflightClient(**self._settings) as client,
+                aclosing(client.stats(follow)) as feed,
+            ):
+                async for stats in feed:
+                    found.append(stats)
+                    if len(found) == count:
+                        break
+            return found
+
+        return asyncio.run(run())
+
+    def health(self) -> bool:
+        async def run() -> bool:
+            async with AsyncInflightClient(**self._settings) as client:
+                return await client.health()
+
+        return asyncio.run(run())
+
+
+CALLERS: dict[str, type[SyncCaller] | type[AsyncCaller]] = {
+    "sync": SyncCaller,
+    "asyncio": AsyncCaller,
+}

@@ -1,0 +1,258 @@
+"""Two small servers that speak Triton's wire: gRPC streams and HTTP generate, both on loop-back.
+
+What they answer is chosen by the prompt, so that a test reads as a story. They note what arrives,
+and whether the client went away before the end.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
+
+from inflight_client.protocol import DTYPE_TO_NUMPY
+
+GAP_SECONDS = 0.01
+Tensors = dict[str, Any]
+
+
+class ModelError(Exception):
+    """The behaviour answers with an error."""
+
+
+class Broken(Exception):
+    """The behaviour vanishes without a final response."""
+
+
+@dataclass
+class Arrival:
+    """A request as it arrived."""
+
+    request_id: str
+    values: Tensors
+    outputs: list[str]
+    is_left: threading.Event = field(default_factory=threading.Event)
+    is_completed: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class LocalTriton:
+    """What both servers share: the arrivals, the stop signals, and how to answer."""
+
+    arrivals: list[Arrival] = field(default_factory=list)
+    stops: set[str] = field(default_factory=set)
+
+    def arrive(self, request_id: str, values: Tensors, outputs: list[str]) -> Arrival:
+        arrival = Arrival(request_id, values, outputs)
+        self.arrivals.append(arrival)
+        return arrival
+
+    def answer(self, arrival: Arrival) -> Iterator[Tensors]:
+        """The responses to a request; the prompt says how many, and what goes wrong when."""
+        values = arrival.values
+        if values.get("stop"):
+            self.stops.add(arrival.request_id)
+            yield {}
+        elif values.get("stats"):
+            yield from self._stats(bool(values["stream"]))
+        elif "input_ids" in values:
+            last, count = values["input_ids"][-1], values["request_output_len"]
+            ids = list(range(last + 1, last + 1 + count))
+            for part in [[number] for number in ids] if values["streaming"] else [ids]:
+                yield {"output_ids": part, "sequence_length": [len(part)]}
+        else:
+            yield from self._text(arrival)
+
+    def _stats(self, is_feed: bool) -> Iterator[Tensors]:
+        yield {"stats": ['{"Iteration Counter": 1}']}
+        while is_feed:
+            time.sleep(GAP_SECONDS)
+            yield {"stats": ['{"Iteration Counter": 2}', '{"Iteration Counter": 3}']}
+
+    def _text(self, arrival: Arrival) -> Iterator[Tensors]:
+        prompt = arrival.values["text_input"]
+        if prompt == "refuse":
+            raise ModelError("'text_input' is refused: say something else")
+        if prompt == "silent":
+            while arrival.request_id not in self.stops and not arrival.is_left.is_set():
+                time.sleep(GAP_SECONDS)
+            return
+        count = arrival.values["max_tokens"]
+        for number in range(1, count + 1):
+            if arrival.request_id in self.stops:
+                return
+            if prompt == "break" and number > 2:
+                raise Broken
+            if prompt == "fail late" and number > 2:
+                raise ModelError("a step of the engine failed")
+            if arrival.values["stream"]:
+                yield {"text_output": [f" {number}"]}
+                time.sleep(GAP_SECONDS)
+        if not arrival.values["stream"]:
+            text = "".join(f" {number}" for number in range(1, count + 1))
+            yield {"text_output": [text], "sequence_length": [count]}
+
+
+class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """`LocalTriton` over gRPC."""
+
+    def __init__(self, triton: LocalTriton) -> None:
+        self._triton = triton
+        self._server = grpc.server(ThreadPoolExecutor(16))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(grace=None).wait()
+
+    def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=request.name == "tensorrt_llm")
+
+    def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        for request in requests:
+            outputs = [output.name for output in request.outputs]
+            arrival = self._triton.arrive(request.id, _values(request), outputs)
+            context.add_callback(arrival.is_left.set)
+            try:
+                for tensors in self._triton.answer(arrival):
+                    yield _response(tensors, is_final=False)
+            except ModelError as error:
+                yield service_pb2.ModelStreamInferResponse(error_message=str(error))
+            except Broken:
+                return
+            else:
+                assert request.parameters["triton_enable_empty_final_response"].bool_param
+                yield _response({}, is_final=True)
+            # A client that hangs up instead of reading to the end is seen in this time.
+            time.sleep(5 * GAP_SECONDS)
+            if not arrival.is_left.is_set():
+                arrival.is_completed.set()
+
+
+def _values(request: Any) -> Tensors:
+    values: Tensors = {}
+    for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
+        if tensor.datatype == "BYTES":
+            values[tensor.name] = deserialize_bytes_tensor(raw)[0].decode()
+        else:
+            array = np.frombuffer(raw, DTYPE_TO_NUMPY[tensor.datatype]).reshape(tensor.shape)
+            assert array.shape[0] == 1
+            values[tensor.name] = array[0].tolist() if array.size != 1 else array.item()
+    if isinstance(values.get("input_ids"), int):
+        values["input_ids"] = [values["input_ids"]]
+    return values
+
+
+def _response(tensors: Tensors, is_final: bool) -> Any:
+    message = service_pb2.ModelStreamInferResponse()
+    response = message.infer_response
+    for name, value in tensors.items():
+        if isinstance(value[0], str):
+            array = np.array([[item.encode() for item in value]], dtype=np.object_)
+            raw, datatype = serialize_byte_tensor(array).item(), "BYTES"
+        else:
+            array = np.array([[value]], dtype=np.int32)
+            raw, datatype = array.tobytes(), "INT32"
+        response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        response.raw_output_contents.append(raw)
+    response.parameters["triton_final_response"].bool_param = is_final
+    return message
+
+
+class HttpServer:
+    """`LocalTriton` over HTTP; events leave in pieces of seven bytes."""
+
+    def __init__(self, triton: LocalTriton) -> None:
+        class Handler(_HttpHandler):
+            local = triton
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"127.0.0.1:{self._server.server_port}"
+        threading.Thread(
+            target=self._server.serve_forever, args=(GAP_SECONDS,), daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _HttpHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    local: LocalTriton
+
+    def do_GET(self) -> None:
+        is_ready = self.path == "/v2/models/tensorrt_llm/ready"
+        self.send_response(200 if is_ready else 400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v2/models/tensorrt_llm/generate_stream":
+            self._send_error(404, '{"error":"unknown model"}')
+            return
+        arrival = self.local.arrive(body.pop("id", ""), body, [])
+        try:
+            self._answer(arrival)
+        except Broken:
+            self.close_connection = True
+        except OSError:
+            self.close_connection = True
+            arrival.is_left.set()
+
+    def _answer(self, arrival: Arrival) -> None:
+        is_started = False
+        try:
+            for tensors in self.local.answer(arrival):
+                if not is_started:
+                    is_started = self._start()
+                self._send_event({"model_name": "tensorrt_llm", **_plain(tensors)})
+        except ModelError as error:
+            if not is_started:
+                self._send_error(400, f'data: {{"error":"{error}"}}\n\n')
+                return
+            self._send_event({"error": str(error)})
+        if not is_started:
+            self._start()
+        self.wfile.write(b"0\r\n\r\n")
+        arrival.is_completed.set()
+
+    def _start(self) -> bool:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        return True
+
+    def _send_event(self, fields: Tensors) -> None:
+        data = f"data: {json.dumps(fields, ensure_ascii=False)}\n\n".encode()
+        for start in range(0, len(data), 7):
+            piece = data[start : start + 7]
+            self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+
+    def _send_error(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the output of the tests clean."""
+
+
+def _plain(tensors: Tensors) -> Tensors:
+    """Triton writes a tensor of one element as a plain value."""
+    return {name: value[0] if len(value) == 1 else value for name, value in tensors.items()}

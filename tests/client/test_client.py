@@ -1,0 +1,248 @@
+"""Both clients over both protocols, against a local server that speaks the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from client.callers import CALLERS, LONG, Caller
+from client.conftest import Local
+from client.local_server import GAP_SECONDS
+
+from inflight_client import (
+    AsyncInflightClient,
+    GenerateChunk,
+    InflightClient,
+    InvalidArgument,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    StreamInterrupted,
+)
+from inflight_client.address import Protocol
+
+WAIT_SECONDS = 10.0
+
+
+@pytest.fixture(params=sorted(CALLERS))
+def caller(request: pytest.FixtureRequest, local: Local) -> Caller:
+    """Each client in turn."""
+    kind: str = request.param
+    return CALLERS[kind](local.url, local.protocol)
+
+
+def test_text_prompt_is_answered_with_text(caller: Caller, local: Local) -> None:
+    result = caller.generate("count", 3, request_id="mine", temperature=0.5, top_k=4, seed=2**63)
+
+    assert (result.text, result.token_ids, result.request_id) == (" 1 2 3", (), "mine")
+    assert result.finish == "length"
+    (arrival,) = local.triton.arrivals
+    assert arrival.request_id == "mine"
+    assert arrival.values == {
+        "text_input": "count",
+        "max_tokens": 3,
+        "stream": False,
+        "exclude_input_in_output": True,
+        "temperature": 0.5,
+        "runtime_top_k": 4,
+        "seed": 2**63,
+    }
+
+
+def test_token_prompt_is_answered_with_tokens(caller: Caller, local: Local) -> None:
+    result = caller.generate([5, 6, 7], 3, min_tokens=2, end_id=-1)
+
+    assert (result.text, result.token_ids, result.finish) == ("", (8, 9, 10), "length")
+    assert local.triton.arrivals[0].values == {
+        "input_ids": [5, 6, 7],
+        "input_lengths": 3,
+        "request_output_len": 3,
+        "streaming": False,
+        "exclude_input_in_output": True,
+        "min_tokens": 2,
+        "end_id": -1,
+    }
+
+
+def test_stream_of_text(caller: Caller) -> None:
+    assert [chunk.text for chunk in caller.stream("count", 5)] == [f" {n}" for n in range(1, 6)]
+
+
+def test_stream_of_tokens(caller: Caller) -> None:
+    chunks = caller.stream([41], 3)
+    assert chunks == [GenerateChunk(token_ids=(token,)) for token in (42, 43, 44)]
+
+
+def test_prompt_may_be_included(caller: Caller, local: Local) -> None:
+    result = caller.generate("count", 2, exclude_input_in_output=False)
+
+    assert local.triton.arrivals[0].values["exclude_input_in_output"] is False
+    assert result.finish is None  # the count would include a prompt of unknown length
+
+
+def test_answer_is_read_to_the_end(caller: Caller, local: Local) -> None:
+    caller.stream("count", 2)
+
+    assert local.triton.arrivals[0].is_completed.wait(WAIT_SECONDS)
+
+
+def test_leaving_a_stream_cancels_it(caller: Caller, local: Local) -> None:
+    chunks = caller.stream("count", LONG, leave_after=3)
+
+    assert len(chunks) == 3
+    assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
+    assert not local.triton.arrivals[0].is_completed.is_set()
+
+
+def test_cancel_from_the_side_ends_the_iteration(caller: Caller, local: Local) -> None:
+    started = time.monotonic()
+    chunks = caller.cancel_when("count", lambda: time.monotonic() > started + 20 * GAP_SECONDS)
+
+    assert 0 < len(chunks) < LONG
+    assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
+
+
+def test_cancel_before_the_first_response_reaches_the_server(caller: Caller, local: Local) -> None:
+    assert caller.cancel_when("silent", lambda: bool(local.triton.arrivals)) == []
+
+    (arrival, *_) = local.triton.arrivals
+    if local.protocol == "grpc":
+        assert arrival.is_left.wait(WAIT_SECONDS)
+    else:  # Triton does not see the connection close: the client stops the request by its id
+        assert arrival.request_id
+        assert local.triton.stops == {arrival.request_id}
+
+
+def test_stop_by_id_from_another_client(caller: Caller, local: Local) -> None:
+    with InflightClient(local.url, protocol=local.protocol) as client:
+        chunks = []
+        for chunk in client.stream("count", LONG, request_id="other"):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                caller.stop("other")
+
+    assert 3 <= len(chunks) < LONG
+    assert local.triton.arrivals[0].is_completed.wait(WAIT_SECONDS)
+
+
+def test_timeout_cancels_a_stream(caller: Caller, local: Local) -> None:
+    with pytest.raises(RequestTimeout, match=r"timeout = 0\.2 s; the request was cancelled"):
+        caller.stream("count", LONG, timeout=0.2)
+
+    assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
+
+
+def test_timeout_without_any_response_cancels_too(caller: Caller, local: Local) -> None:
+    with pytest.raises(RequestTimeout, match=r"timeout = 0\.2 s"):
+        caller.generate("silent", 1, timeout=0.2)
+
+    arrival = local.triton.arrivals[0]
+    if local.protocol == "grpc":
+        assert arrival.is_left.wait(WAIT_SECONDS)
+    else:
+        assert local.triton.stops == {arrival.request_id}
+
+
+def test_text_of_a_server_error_is_passed_on(caller: Caller) -> None:
+    with pytest.raises(ServerError, match=r"^'text_input' is refused: say something else$"):
+        caller.generate("refuse", 3)
+
+
+def test_error_after_some_tokens(caller: Caller, local: Local) -> None:
+    with pytest.raises(ServerError, match=r"^a step of the engine failed$"):
+        caller.stream("fail late", 5)
+    assert local.triton.arrivals[0].is_completed.wait(WAIT_SECONDS)
+
+
+def test_stream_that_breaks_off_is_an_error(caller: Caller) -> None:
+    with pytest.raises(StreamInterrupted, match="after 2 responses"):
+        caller.stream("break", 5)
+
+
+def test_last_statistics(caller: Caller, local: Local) -> None:
+    assert caller.stats(10, follow=False) == [{"Iteration Counter": 1}]
+    assert local.triton.arrivals[0].values == {"stats": True, "stream": False}
+
+
+def test_statistics_feed_until_left(caller: Caller, local: Local) -> None:
+    assert [stats["Iteration Counter"] for stats in caller.stats(4)] == [1, 2, 3, 2]
+    assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
+
+
+@pytest.mark.parametrize("kind", sorted(CALLERS))
+def test_health(kind: str, local: Local) -> None:
+    assert CALLERS[kind](local.url, local.protocol).health()
+    assert not CALLERS[kind](local.url, local.protocol, model="other").health()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("kind", sorted(CALLERS))
+def test_nobody_listens(kind: str, protocol: Protocol, free_port: int) -> None:
+    caller = CALLERS[kind](f"127.0.0.1:{free_port}", protocol)
+    expected = rf"no server answers at {protocol}://127\.0\.0\.1:{free_port} .*`inflight serve`"
+
+    with pytest.raises(ServerUnreachable, match=expected):
+        caller.generate("count", 3)
+    with pytest.raises(ServerUnreachable, match=expected):
+        caller.health()
+
+
+def test_wrong_port_is_explained(local_grpc: Local, local_http: Local) -> None:
+    with pytest.raises(ServerUnreachable, match="is this the HTTP port"):
+        CALLERS["sync"](local_http.url, "grpc").health()
+    with pytest.raises(ServerUnreachable, match="is this the gRPC port"):
+        CALLERS["sync"](local_grpc.url, "http").health()
+
+
+def test_argument_errors_send_nothing(caller: Caller, local: Local) -> None:
+    with pytest.raises(InvalidArgument, match="max_tokens = 4294967296 does not fit INT32"):
+        caller.generate("count", 2**32)
+    with pytest.raises(InvalidArgument, match="request_id is empty"):
+        caller.stop("")
+    assert local.triton.arrivals == []
+
+
+def test_one_client_carries_many_streams(local: Local) -> None:
+    with InflightClient(local.url, protocol=local.protocol) as client:
+        streams = [client.stream([start * 100], 20) for start in range(8)]
+        rows = zip(*streams, strict=True)  # all eight are open at once
+        tokens = [[chunk.token_ids[0] for chunk in row] for row in rows]
+
+    assert tokens == [[start * 100 + step for start in range(8)] for step in range(1, 21)]
+
+
+def test_cancelled_task_cancels_its_request(local: Local) -> None:
+    async def run() -> None:
+        async with AsyncInflightClient(local.url, protocol=local.protocol) as client:
+            task = asyncio.create_task(client.generate("silent", 1, request_id="mine"))
+            while not local.triton.arrivals:
+                await asyncio.sleep(GAP_SECONDS)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    if local.protocol == "grpc":
+        assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
+    else:
+        assert local.triton.stops == {"mine"}
+
+
+def test_break_cancels_without_closing_by_hand(local: Local) -> None:
+    async def run() -> None:
+        async with AsyncInflightClient(local.url, protocol=local.protocol) as client:
+            async for _ in client.stream("count", LONG):
+                break
+            while not local.triton.arrivals[0].is_left.is_set():
+                await asyncio.sleep(GAP_SECONDS)
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
+
+
+def test_stream_cancelled_before_it_starts_sends_nothing(local: Local) -> None:
+    with InflightClient(local.url, protocol=local.protocol) as client:
+        stream = client.stream("count", 3)
+        stream.cancel()
+        assert list(stream) == []
+    assert local.triton.arrivals == []

@@ -1,0 +1,216 @@
+"""What goes into a request and what comes out of a response, against the table of the wire."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import serialize_byte_tensor
+
+from inflight_client.encoding import (
+    OPTION_TO_INPUT,
+    TEXT_OUTPUTS,
+    TOKEN_OUTPUTS,
+    WHOLE_TEXT_OUTPUTS,
+    AnswerCollector,
+    GenerateOptions,
+    InferCall,
+    Response,
+    generate_call,
+    read_chunk,
+    read_stats,
+    stats_call,
+    stop_call,
+)
+from inflight_client.errors import InvalidArgument, ServerError
+from inflight_client.grpc_wire import decode_response, encode_request
+from inflight_client.http_wire import decode_event, encode_body, error_of_status, model_path
+from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
+from inflight_client.results import GenerateChunk
+
+EVERY_OPTION: GenerateOptions = {
+    "temperature": 0.75,
+    "top_k": 5,
+    "top_p": 0.5,
+    "seed": 2**64 - 1,
+    "min_tokens": 1,
+    "end_id": -1,
+    "pad_id": 0,
+    "exclude_input_in_output": False,
+}
+
+
+def make_call(
+    prompt: Any = "1 2 3", max_tokens: Any = 4, *, is_streaming: bool = True, **options: Any
+) -> InferCall:
+    return generate_call(
+        "tensorrt_llm",
+        prompt,
+        max_tokens,
+        "",
+        cast(GenerateOptions, options),
+        is_streaming=is_streaming,
+    )
+
+
+ALL_CALLS = {
+    "text": make_call(**EVERY_OPTION),
+    "tokens": make_call([1, 2, 3], **EVERY_OPTION),
+    "one token": make_call([1]),
+    "whole text": make_call(is_streaming=False),
+    "stop": stop_call("tensorrt_llm", "x"),
+    "stats": stats_call("tensorrt_llm", is_feed=True),
+}
+
+
+def test_every_option_is_sent() -> None:
+    assert set(EVERY_OPTION) == set(OPTION_TO_INPUT) == set(GenerateOptions.__annotations__)
+
+
+@pytest.mark.parametrize("name", ALL_CALLS)
+def test_message_agrees_with_the_table(name: str) -> None:
+    call = ALL_CALLS[name]
+    message = encode_request(call)
+
+    assert {tensor.name for tensor in message.inputs} == set(call.values)
+    for tensor, raw in zip(message.inputs, message.raw_input_contents, strict=True):
+        spec = INPUT_BY_NAME[tensor.name]
+        assert spec.is_honoured
+        assert tensor.datatype == ("BYTES" if spec.dtype == "STRING" else spec.dtype)
+        batch, *dims = tensor.shape
+        assert batch == 1
+        assert len(dims) == len(spec.dims)
+        fits = zip(dims, spec.dims, strict=True)
+        assert all(want in (-1, have) for have, want in fits)
+        if tensor.datatype != "BYTES":
+            assert len(raw) == np.dtype(spec.dtype.lower().replace("fp", "float")).itemsize * (
+                math.prod(tensor.shape)
+            )
+
+
+@pytest.mark.parametrize("name", ALL_CALLS)
+def test_json_carries_the_same_values(name: str) -> None:
+    call = ALL_CALLS[name]
+    body = encode_body(call)
+
+    assert body.pop("id", "") == call.request_id
+    assert body == call.values
+    for key, value in body.items():
+        assert isinstance(value, list) == (INPUT_BY_NAME[key].dims == (-1,))
+
+
+def test_only_the_outputs_needed_are_requested() -> None:
+    assert ALL_CALLS["text"].outputs == TEXT_OUTPUTS
+    assert ALL_CALLS["whole text"].outputs == WHOLE_TEXT_OUTPUTS
+    assert ALL_CALLS["tokens"].outputs == TOKEN_OUTPUTS
+    assert ALL_CALLS["stop"].outputs == ()
+    for call in ALL_CALLS.values():
+        assert all(OUTPUT_BY_NAME[name].is_honoured for name in call.outputs)
+        assert [output.name for output in encode_request(call).outputs] == list(call.outputs)
+
+
+def test_numpy_values_are_values() -> None:
+    call = make_call(np.array([1, 2]), np.int64(4), temperature=np.float32(0.5), top_k=np.uint8(3))
+
+    assert call.values == {
+        "input_ids": [1, 2],
+        "input_lengths": 2,
+        "request_output_len": 4,
+        "streaming": True,
+        "exclude_input_in_output": True,
+        "temperature": 0.5,
+        "runtime_top_k": 3,
+    }
+    assert all(type(value) in (int, float, bool, list) for value in call.values.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_tokens": 2**31}, r"max_tokens = 2147483648 does not fit INT32: give -2147483648 to"),
+        ({"max_tokens": 1.5}, r"max_tokens = 1\.5: give a whole number"),
+        ({"seed": -1}, r"seed = -1 does not fit UINT64: give 0 to 18446744073709551615"),
+        ({"temperature": math.nan}, r"temperature = nan: give a finite number"),
+        ({"top_p": math.inf}, r"^top_p = inf: give a finite number"),
+        ({"temperature": "warm"}, r"temperature = 'warm': give a number"),
+        ({"exclude_input_in_output": 1}, r"exclude_input_in_output = 1: give True or False"),
+        ({"temprature": 1.0}, r"temprature is not an option .* known are temperature, top_k"),
+        ({"prompt": [1, 2**31]}, r"prompt = 2147483648 does not fit INT32"),
+        ({"prompt": [1, "2"]}, r"prompt = '2': give a whole number"),
+        ({"prompt": 7}, r"prompt = 7: give text \(str\) or a sequence of token ids"),
+        ({"prompt": "\ud800"}, r"prompt is not valid Unicode text \(position 0\)"),
+    ],
+)
+def test_what_the_wire_cannot_carry(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        make_call(**arguments)
+
+
+def test_request_id_must_be_text() -> None:
+    with pytest.raises(InvalidArgument, match="request_id = 7: give a string"):
+        generate_call("m", "1", 1, 7, {}, is_streaming=True)  # type: ignore[arg-type]
+
+
+def test_padding_behind_the_count_is_dropped() -> None:
+    response = Response({"output_ids": [4, 5, -1, -1], "sequence_length": [2]})
+
+    assert read_chunk(response) == GenerateChunk(token_ids=(4, 5))
+
+
+@pytest.mark.parametrize(
+    ("counts", "include_prompt", "finish"),
+    [((2, 2), False, "length"), ((2, 1), False, "stop"), ((2, 2), True, None), ((), False, None)],
+)
+def test_finish(counts: tuple[int, ...], include_prompt: bool, finish: str | None) -> None:
+    answer = AnswerCollector(make_call([1], 4, exclude_input_in_output=not include_prompt))
+    answer.add(Response({}))
+    for count in counts:
+        answer.add(Response({"output_ids": [7] * count, "sequence_length": [count]}))
+
+    assert answer.result().finish == finish
+    assert answer.result().token_ids == (7,) * sum(counts)
+
+
+def test_statistics_that_are_not_json() -> None:
+    with pytest.raises(ServerError, match="statistics that are not JSON"):
+        read_stats(Response({"stats": ["{"]}))
+
+
+def test_bytes_that_are_no_text_are_marked() -> None:
+    message = service_pb2.ModelStreamInferResponse()
+    message.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1, 2])
+    array = np.array([[b"caf\xc3\xa9", b"\xff"]], dtype=np.object_)
+    message.infer_response.raw_output_contents.append(serialize_byte_tensor(array).item())
+
+    response, is_final = decode_response(message)
+
+    assert response.tensors == {"text_output": ["café", "\ufffd"]}
+    assert not is_final
+
+
+@pytest.mark.parametrize("data", ["", "[1]", "{", "null"])
+def test_event_that_is_not_an_object(data: str) -> None:
+    with pytest.raises(ServerError, match="not a JSON object"):
+        decode_event(data)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":"unknown model"}', "unknown model"),
+        (b'data: {"error":"no prompt"}\n\n', "no prompt"),
+        (b"<html>proxy</html>", "HTTP status 502: <html>proxy</html>"),
+        (b"", "HTTP status 502: no explanation"),
+        (b"[]", r"HTTP status 502: \[\]"),
+    ],
+)
+def test_error_of_an_http_status(body: bytes, message: str) -> None:
+    with pytest.raises(ServerError, match=f"^{message}$"):
+        raise error_of_status(502, body)
+
+
+def test_model_name_cannot_leave_its_place_in_the_path() -> None:
+    assert model_path("../a?b", "ready") == "/v2/models/..%2Fa%3Fb/ready"

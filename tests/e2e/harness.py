@@ -1,0 +1,206 @@
+"""`inflight serve` as a child process, and the proof that it leaves nothing behind.
+
+A server gets a temporary folder of its own, so that whatever it leaves there is its.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+HOST = "127.0.0.1"
+START_SECONDS = 120
+STOP_SECONDS = 60
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class ServeProcess:
+    """One run of ``inflight serve`` on free ports; `stop` it, then `assert_clean`."""
+
+    scratch: Path
+    process: subprocess.Popen[bytes]
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    _names: set[str] = field(default_factory=set)
+    _outside: set[Path] = field(default_factory=set)
+
+    @property
+    def http_url(self) -> str:
+        """Base of the HTTP endpoints."""
+        return f"http://{HOST}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """Address for gRPC clients."""
+        return f"{HOST}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The Prometheus page."""
+        return f"http://{HOST}:{self.metrics_port}/metrics"
+
+    @property
+    def stdout(self) -> str:
+        """What it has printed so far."""
+        return (self.scratch / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        """What it has complained about so far."""
+        return (self.scratch / "stderr").read_text()
+
+    @property
+    def error_lines(self) -> list[str]:
+        """Its complaints without the notice that it is starting."""
+        return [line for line in self.stderr.splitlines() if not line.startswith("starting")]
+
+    def wait_until_printed(self, text: str) -> None:
+        """Return when ``text`` appears on stdout or stderr; fail if the process ends before."""
+        deadline = time.monotonic() + START_SECONDS
+        while text not in self.stdout + self.stderr:
+            assert self.process.poll() is None, self.stderr
+            assert time.monotonic() < deadline, f"no {text!r} in {START_SECONDS} s: {self.stderr}"
+            time.sleep(0.02)
+        self._note_workspace()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to stop and return its exit code."""
+        self._note_workspace()
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Its exit code once it has ended by itself."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running after {STOP_SECONDS} s"
+            self._note_workspace()
+            time.sleep(0.01)
+        return self.process.returncode
+
+    def kill_model(self) -> None:
+        """Kill the process of the Python model."""
+        self._kill("triton_python_backend_stub")
+
+    def kill_tritonserver(self) -> None:
+        """Kill the server, not the model."""
+        self._kill("bin/tritonserver")
+
+    def assert_clean(self) -> None:
+        """Fail if a process, shared memory or a temporary folder of the run is still there."""
+        assert self.process.poll() is not None, "still running"
+        temporary = self.scratch / "tmp"
+        assert list(temporary.iterdir()) == []
+        assert self._command_lines() == {}
+        regions = (each.name for each in _SHARED_MEMORY.iterdir())
+        assert not [name for name in regions if name.startswith(tuple(self._names))]
+        assert not [path for path in self._outside if path.exists()]
+
+    def _kill(self, program: str) -> None:
+        lines = self._command_lines()
+        (pid,) = (pid for pid, line in lines.items() if line.split("\0")[0].endswith(program))
+        os.kill(pid, signal.SIGKILL)
+
+    def _command_lines(self) -> dict[int, str]:
+        """The processes whose command line names the temporary folder of this run."""
+        found: dict[int, str] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
+        return {pid: line for pid, line in found.items() if str(self.scratch / "tmp") in line}
+
+    def _note_workspace(self) -> None:
+        """Remember what the run owns outside of its folder, while that folder tells.
+
+        Its shared memory starts with the name of the folder; the file ``scratch`` in it names
+        the folder that the Python backend makes for itself.
+        """
+        for workspace in (self.scratch / "tmp").glob("inflight-serve-*"):
+            self._names.add(workspace.name)
+            with suppress(OSError):
+                written = (workspace / "scratch").read_text()
+                self._outside.update({Path(written)} if written else ())
+
+
+def start_serve(
+    scratch: Path,
+    *,
+    model: Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> ServeProcess:
+    """Start ``inflight serve`` in ``scratch`` (its output and its temporary files go there)."""
+    (scratch / "tmp").mkdir()
+    http_port, grpc_port, metrics_port = free_ports(3)
+    arguments = [
+        f"--http-port={http_port}",
+        f"--grpc-port={grpc_port}",
+        f"--metrics-port={metrics_port}",
+        *([f"--model={model}"] if model else []),
+        *(f"--set={key}={value}" for key, value in (settings or {}).items()),
+        *options,
+    ]
+    base = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(scratch / "tmp")}
+    with (scratch / "stdout").open("wb") as stdout, (scratch / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "inflight", "serve", *arguments],
+            env={**base, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+        )
+    return ServeProcess(scratch, process, http_port, grpc_port, metrics_port)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports nobody listens on now."""
+    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def stream_text(
+    server: ServeProcess, prompt: str, max_tokens: int, *, model: str = "ensemble", **more: object
+) -> Iterator[str]:
+    """The pieces of text of ``generate_stream``; ``RuntimeError`` if the server sends an error."""
+    body = {"text_input": prompt, "max_tokens": max_tokens, "stream": True, **more}
+    url = f"{server.http_url}/v2/models/{model}/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
+        for line in response.iter_lines():
+            content = json.loads(line.removeprefix("data:")) if line.strip() else {}
+            if "error" in content:
+                raise RuntimeError(content["error"])
+            if "text_output" in content:
+                yield content["text_output"]
+
+
+def assert_counts(prompt: str, text: str) -> None:
+    """Fail unless ``prompt + text`` counts up by one; the last number may be cut off."""
+    numbers = [int(word) for word in re.findall(r"\d+", prompt + text)]
+    expected = [numbers[0] + i for i in range(len(numbers))]
+    assert numbers[:-1] == expected[:-1]
+    assert str(expected[-1]).startswith(str(numbers[-1]))
+
+
+def temporary_folder(name: str) -> Path:
+    """A folder with a short path: the names inside get long."""
+    return Path(tempfile.mkdtemp(prefix=f"e2e-{name}-"))

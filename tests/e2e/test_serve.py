@@ -1,0 +1,226 @@
+"""`inflight serve` for real: it starts, says so, serves, refuses, drains, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import tritonclient.grpc as grpc
+from e2e.conftest import ServeFactory
+from e2e.harness import HOST, ServeProcess, assert_counts, stream_text
+
+from inflight_backend.serve.settings import DEMO_MODEL
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "1 2 3 4"
+SHORT = 300  # tokens (bytes, for the demo model): what a stopping server still finishes
+LONG = 8000  # far more than it generates until a test has stopped it
+# The server itself needs up to 3 s without requests, 5 s with a stream that stays open.
+BOUND_SECONDS = 30
+
+
+def get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=10, trust_env=False)
+
+
+def ask_until_refused(running: ServeProcess) -> None:
+    """Ask again and again: the model looks for the wish to stop only ten times a second."""
+    while True:
+        list(stream_text(running, PROMPT, 1))
+
+
+def remaining(first: str, stream: Iterator[str]) -> str:
+    return first + "".join(stream)
+
+
+# What a running server shows and does.
+
+
+def test_block_names_what_runs_and_what_to_type(server: ServeProcess) -> None:
+    for part in (
+        server.http_url,
+        server.grpc_url,
+        server.metrics_url,
+        "float32 on CPU",
+        "guaranteed_no_evict",
+        f"inflight generate {json.dumps(PROMPT)} --max-tokens 40 --url {server.grpc_url}",
+        "generate_stream",
+    ):
+        assert part in server.stdout
+    assert "Traceback" not in server.stderr
+
+
+@pytest.mark.parametrize("path", ["health", "models/tensorrt_llm", "models/ensemble"])
+def test_server_and_both_models_are_ready(server: ServeProcess, path: str) -> None:
+    assert get(f"{server.http_url}/v2/{path}/ready").status_code == 200
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+def test_text_streams_over_http(server: ServeProcess, model: str) -> None:
+    pieces = list(stream_text(server, PROMPT, 60, model=model))
+    assert len(pieces) > 1
+    assert "".join(pieces).startswith(" 5 6 7 8 9 10")
+    assert_counts(PROMPT, "".join(pieces))
+
+
+def test_settings_of_the_ensemble_reach_the_model(server: ServeProcess) -> None:
+    pieces = stream_text(server, PROMPT, 30, temperature=1.0, top_k=1, random_seed=7, min_length=4)
+    assert_counts(PROMPT, "".join(pieces))
+
+
+def test_what_is_not_supported_is_refused_by_name_through_the_ensemble(
+    server: ServeProcess,
+) -> None:
+    with pytest.raises(RuntimeError, match="beam_width"):
+        list(stream_text(server, PROMPT, 30, beam_width=2))
+
+
+def test_ensemble_names_a_missing_input(server: ServeProcess) -> None:
+    url = f"{server.http_url}/v2/models/ensemble/generate_stream"
+    answer = httpx.post(url, json={"text_input": PROMPT}, timeout=10, trust_env=False)
+    assert answer.status_code == 400
+    assert "max_tokens" in answer.json()["error"]
+
+
+def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
+    assert "nv_trt_llm_request_metrics" in get(server.metrics_url).text
+
+
+# A start that cannot work: one line, exit code 1, nothing left.
+
+
+def assert_refused(running: ServeProcess, *parts: str) -> None:
+    assert running.wait() == 1
+    assert running.stdout == ""
+    (line,) = running.error_lines
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--metrics-port"])
+def test_port_in_use(serve: ServeFactory, option: str) -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        running = serve(wait_for="", options=[f"{option}={port}"])
+        assert_refused(running, f"{option} {port}", HOST)
+
+
+def test_missing_folder(serve: ServeFactory, tmp_path: Path) -> None:
+    running = serve(wait_for="", model=tmp_path / "nowhere")
+    assert_refused(running, str(tmp_path / "nowhere"), "does not exist")
+
+
+def test_unknown_setting(serve: ServeFactory) -> None:
+    running = serve(wait_for="", settings={"max_batchsize": 4})
+    assert_refused(running, "max_batchsize", "did you mean max_batch_size?")
+
+
+def test_setting_out_of_bounds(serve: ServeFactory) -> None:
+    running = serve(wait_for="", settings={"max_batch_size": 0})
+    assert_refused(running, "max_batch_size is 0", "between 1 and 65536")
+
+
+def test_numpy_too_new(serve: ServeFactory, tmp_path: Path) -> None:
+    # What the check reads, the installed metadata, as an environment with numpy 2 has it.
+    metadata = tmp_path / "numpy-2.1.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.1.0\n")
+    running = serve(wait_for="", environment={"PYTHONPATH": str(tmp_path)})
+    assert_refused(running, "numpy 2.1.0 is too new", "'numpy<2'")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the demo model, to be spoilt."""
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "checkpoint"))
+
+
+def test_unknown_architecture(serve: ServeFactory, checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["architectures"] = ["MambaForCausalLM"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    assert_refused(serve(wait_for="", model=checkpoint), "MambaForCausalLM", "LlamaForCausalLM")
+
+
+def test_truncated_weights(serve: ServeFactory, checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert_refused(serve(wait_for="", model=checkpoint), "model.safetensors")
+
+
+# Stopping, asked for or not.
+
+
+def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
+    serve: ServeFactory,
+) -> None:
+    running = serve(options=["--drain-seconds=120"])
+    idle = grpc.InferenceServerClient(running.grpc_url)
+    idle.start_stream(callback=lambda result, error: None)
+    prompts = [f"{n} {n + 1} {n + 2}" for n in (1, 10, 100)]
+    streams = [stream_text(running, prompt, SHORT) for prompt in prompts]
+    with ThreadPoolExecutor() as pool:
+        firsts = list(pool.map(next, streams))
+        begin = time.monotonic()
+        running.process.send_signal(signal.SIGTERM)
+        texts = list(pool.map(remaining, firsts, streams))
+    finished = time.monotonic()
+    assert running.wait() == 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        assert len(text) == SHORT
+        assert_counts(prompt, text)
+    assert finished - begin < BOUND_SECONDS
+    assert time.monotonic() - finished < BOUND_SECONDS
+    idle.close()
+
+
+def test_second_ctrl_c_ends_streams_with_what_they_have(serve: ServeFactory) -> None:
+    running = serve(options=["--drain-seconds=300"])
+    stream = stream_text(running, PROMPT, LONG)
+    first = next(stream)
+    with ThreadPoolExecutor() as pool:
+        rest = pool.submit(remaining, first, stream)
+        running.process.send_signal(signal.SIGINT)
+        with pytest.raises(RuntimeError, match="shutting down"):
+            ask_until_refused(running)
+        running.process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        text = rest.result()
+    assert running.wait() == 0
+    assert time.monotonic() - begin < BOUND_SECONDS
+    assert len(text) < LONG
+    assert_counts(PROMPT, text)
+
+
+def test_sigterm_while_loading(serve: ServeFactory) -> None:
+    running = serve(wait_for="starting tritonserver")
+    begin = time.monotonic()
+    assert running.stop() == 0
+    assert time.monotonic() - begin < BOUND_SECONDS
+    assert running.error_lines == []
+
+
+def test_death_of_the_model_process_ends_the_server(serve: ServeFactory) -> None:
+    running = serve()
+    running.kill_model()
+    assert running.wait() == 1
+    (line,) = running.error_lines
+    assert line.startswith("error: the model process died")
+
+
+def test_death_of_tritonserver_ends_the_model_process(serve: ServeFactory) -> None:
+    running = serve()
+    running.kill_tritonserver()
+    assert running.wait() == 1
+    (line,) = running.error_lines
+    assert line.startswith("error: tritonserver ended (killed by SIGKILL)")

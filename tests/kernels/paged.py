@@ -1,0 +1,102 @@
+"""Paged caches with known contents, for the attention tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# (absolute, relative) against a float32 oracle of the same rounded inputs. Probabilities are
+# rounded to the dtype before the product with V, and the result is rounded once.
+_TOLERANCE = {
+    torch.float32: (2e-5, 1e-5),
+    torch.float16: (1e-3, 1e-3),
+    torch.bfloat16: (6e-3, 4e-3),
+}
+
+
+def assert_attention_close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare with the tolerance of the dtype of ``out``; ``expected`` is float32."""
+    absolute, relative = _TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.float(), expected, atol=absolute, rtol=relative)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """K and V of one layer in shuffled blocks, with the tables that find them."""
+
+    key: torch.Tensor  # [num_blocks, tokens_per_block, num_kv_heads, head_dim]
+    value: torch.Tensor
+    block_tables: torch.Tensor  # [B, max_blocks] int32; unused entries point nowhere
+    lengths: torch.Tensor  # [B] int32
+
+    def without_nan(self) -> PagedCache:
+        """Zeros in the rows no request owns, for a reader that multiplies them by zero."""
+        return PagedCache(
+            self.key.nan_to_num(), self.value.nan_to_num(), self.block_tables, self.lengths
+        )
+
+
+def make_cache(
+    generator: torch.Generator,
+    lengths: list[int],
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PagedCache:
+    """Random K and V; cache rows no request owns are NaN, so reading one shows in the result."""
+    per_row = [-(-length // tokens_per_block) for length in lengths]
+    num_blocks = sum(per_row) + 2
+    ids = torch.randperm(num_blocks, generator=generator, dtype=torch.int32)
+    tables = torch.full((len(lengths), max([*per_row, 1]) + 1), -(2**31), dtype=torch.int32)
+    shape = (num_blocks, tokens_per_block, num_kv_heads, head_dim)
+    key = torch.full(shape, float("nan"))
+    value = torch.full(shape, float("nan"))
+    used = 0
+    for row, length in enumerate(lengths):
+        tables[row, : per_row[row]] = ids[used : used + per_row[row]]
+        used += per_row[row]
+        for token in range(length):
+            block = int(tables[row, token // tokens_per_block])
+            where = (block, token % tokens_per_block)
+            key[where] = torch.randn(num_kv_heads, head_dim, generator=generator)
+            value[where] = torch.randn(num_kv_heads, head_dim, generator=generator)
+    return PagedCache(
+        key.to(device, dtype),
+        value.to(device, dtype),
+        tables.to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def attention_oracle(
+    query: torch.Tensor,  # [T, H, D]: the last T tokens of the request
+    cache: PagedCache,
+    row: int,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Softmax attention of one request written out in float32, token by token and head by head."""
+    num_tokens, num_heads, _ = query.shape
+    length = int(cache.lengths[row])
+    tokens_per_block, num_kv_heads = cache.key.shape[1:3]
+    num_blocks = -(-length // tokens_per_block)
+    table = cache.block_tables[row, :num_blocks].long()
+    keys = cache.key[table].float().flatten(0, 1)[:length]  # [length, KVH, D]
+    values = cache.value[table].float().flatten(0, 1)[:length]
+    keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("thd,shd->hts", query.float(), keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(length - num_tokens, length, device=query.device)[:, None]
+    others = torch.arange(length, device=query.device)[None, :]
+    visible = others <= positions
+    if sliding_window is not None:
+        visible &= others > positions - sliding_window
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return torch.einsum("hts,shd->thd", weights, values)

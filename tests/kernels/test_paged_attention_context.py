@@ -1,0 +1,229 @@
+"""Context attention against attention written out: ragged chunks, cached prefixes, padding."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
+
+from inflight_kernels import reference
+from inflight_kernels.paged_attention_context import ContextTile, paged_attention_context
+from inflight_kernels.paged_attention_generation import paged_attention_generation
+
+
+def starts_of(query_lens: list[int], device: torch.device) -> torch.Tensor:
+    """[S + 1] int32."""
+    return torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device)
+
+
+def expected_tokens(
+    query: torch.Tensor,
+    query_lens: list[int],
+    cache: PagedCache,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[T, H, D] float32; zeros for padding tokens."""
+    out = torch.zeros_like(query, dtype=torch.float32)
+    start = 0
+    for row, num_tokens in enumerate(query_lens):
+        chunk = slice(start, start + num_tokens)
+        if num_tokens:
+            out[chunk] = attention_oracle(query[chunk], cache, row, scale, sliding_window, softcap)
+        start += num_tokens
+    return out
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype", "block_m"),
+    [
+        (8, 2, 64, 16, torch.float32, None),
+        (4, 4, 128, 32, torch.bfloat16, None),
+        (4, 1, 80, 64, torch.float16, 64),
+        (3, 1, 96, 64, torch.bfloat16, 32),
+        (2, 1, 256, 16, torch.bfloat16, None),
+        (7, 1, 64, 48, torch.float32, 64),
+    ],
+)
+def test_ragged_chunks_over_cached_blocks(
+    device: torch.device,
+    generator: torch.Generator,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    block_m: int | None,
+) -> None:
+    """Whole prompts, chunks behind a cached prefix, single tokens, an empty row, padding."""
+    block = tokens_per_block
+    query_lens = [1, block - 1, 0, block + 1, 3, 140]
+    cached = [0, 0, 5, block, 2 * block + 1, 61]
+    cache = make_cache(
+        generator,
+        [new + old for new, old in zip(query_lens, cached, strict=True)],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_block=tokens_per_block,
+        dtype=dtype,
+        device=device,
+    )
+    num_tokens = sum(query_lens) + 37
+    query = torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(device, dtype)
+    scale = head_dim**-0.5
+    out = paged_attention_context(
+        query,
+        cache.key,
+        cache.value,
+        cache.block_tables,
+        starts_of(query_lens, device),
+        cache.lengths,
+        scale,
+        tile=ContextTile(block_m, 32, 2, 4) if block_m else None,
+    )
+    assert out.dtype == dtype
+    expected = expected_tokens(query, query_lens, cache, scale)
+    assert_attention_close(out, expected)
+    assert not out[sum(query_lens) :].any()
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_equals_the_reference(
+    device: torch.device, generator: torch.Generator, sliding_window: int | None
+) -> None:
+    query_lens, lengths = [32, 33, 1, 70], [32, 50, 90, 134]
+    cache = make_cache(
+        generator,
+        lengths,
+        num_kv_heads=2,
+        head_dim=64,
+        tokens_per_block=32,
+        dtype=torch.float32,
+        device=device,
+    ).without_nan()
+    query = torch.randn(sum(query_lens), 4, 64, generator=generator).to(device)
+    starts = starts_of(query_lens, device)
+    paged = (cache.key, cache.value, cache.block_tables, starts, cache.lengths, 0.125)
+    out = paged_attention_context(query, *paged, sliding_window)
+    expected = reference.paged_attention_context(query, *paged, sliding_window)
+    assert_attention_close(out, expected)
+
+
+@pytest.mark.parametrize("sliding_window", [1, 50, 1000])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_window_and_softcap(
+    device: torch.device,
+    generator: torch.Generator,
+    sliding_window: int,
+    softcap: float | None,
+) -> None:
+    query_lens, cached = [130, 3, 65], [70, 0, 300]
+    cache = make_cache(
+        generator,
+        [new + old for new, old in zip(query_lens, cached, strict=True)],
+        num_kv_heads=1,
+        head_dim=64,
+        tokens_per_block=32,
+        dtype=torch.float32,
+        device=device,
+    )
+    query = torch.randn(198, 2, 64, generator=generator).to(device)
+    out = paged_attention_context(
+        query,
+        cache.key,
+        cache.value,
+        cache.block_tables,
+        starts_of(query_lens, device),
+        cache.lengths,
+        0.3,
+        sliding_window,
+        softcap,
+        tile=ContextTile(64, 32, 2, 4),
+    )
+    expected = expected_tokens(query, query_lens, cache, 0.3, sliding_window, softcap)
+    assert_attention_close(out, expected)
+
+
+def test_single_tokens_equal_generation(device: torch.device, generator: torch.Generator) -> None:
+    """A mixed batch may run its generation rows here; the hint chooses a small tile."""
+    cache = make_cache(
+        generator,
+        [1, 16, 17, 200],
+        num_kv_heads=2,
+        head_dim=64,
+        tokens_per_block=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    query = torch.randn(4, 8, 64, generator=generator).to(device)
+    paged = (cache.key, cache.value, cache.block_tables)
+    starts = starts_of([1] * 4, device)
+    out = paged_attention_context(query, *paged, starts, cache.lengths, 0.125, max_query_len=1)
+    alone = paged_attention_generation(query, *paged, cache.lengths, 0.125)
+    assert_attention_close(out, alone)
+
+
+def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
+    cache = make_cache(
+        generator,
+        [90],
+        num_kv_heads=1,
+        head_dim=64,
+        tokens_per_block=32,
+        dtype=torch.float32,
+        device=device,
+    )
+    query = torch.randn(40, 4, 64, generator=generator).to(device, torch.bfloat16)
+    key = (cache.key / 0.5).to(torch.float8_e4m3fn)
+    value = (cache.value / 0.25).to(torch.float8_e4m3fn)
+    out = paged_attention_context(
+        query,
+        key,
+        value,
+        cache.block_tables,
+        starts_of([40], device),
+        cache.lengths,
+        0.125,
+        key_scale=0.5,
+        value_scale=0.25,
+    )
+    read_back = PagedCache(
+        key.float() * 0.5, value.float() * 0.25, cache.block_tables, cache.lengths
+    )
+    expected = expected_tokens(query, [40], read_back, 0.125)
+    assert_attention_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_starts": torch.zeros(2, dtype=torch.int32)}, "query_starts: shape"),
+        ({"query_starts": torch.zeros(3, dtype=torch.int64)}, "query_starts: dtype"),
+        ({"max_query_len": 0}, "max_query_len: must be greater than 0"),
+        ({"query": torch.zeros(5, 3, 64)}, "query: num_heads must be a multiple"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "query": torch.zeros(5, 4, 64),
+        "key_cache": torch.zeros(4, 16, 2, 64),
+        "value_cache": torch.zeros(4, 16, 2, 64),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "query_starts": torch.zeros(3, dtype=torch.int32),
+        "context_lengths": torch.zeros(2, dtype=torch.int32),
+        "scale": 0.125,
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_attention_context(**{**arguments, **change})  # type: ignore[arg-type]
+
+
+def test_an_empty_batch_gives_an_empty_answer(device: torch.device) -> None:
+    empty = torch.zeros(0, 4, 64, device=device)
+    cache = torch.zeros(4, 16, 2, 64, device=device)
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    starts = torch.zeros(1, dtype=torch.int32, device=device)
+    out = paged_attention_context(empty, cache, cache, none.view(0, 2), starts, none, 0.125)
+    assert out.shape == (0, 4, 64)

@@ -1,0 +1,267 @@
+"""Generation attention against attention written out, over odd shapes and adversarial lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
+
+from inflight_kernels import reference
+from inflight_kernels.paged_attention_generation import (
+    choose_splits,
+    paged_attention_generation,
+    workspace_size,
+)
+
+
+def expected_rows(
+    query: torch.Tensor,
+    cache: PagedCache,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[B, H, D] float32; zeros for padding rows."""
+    rows = [
+        attention_oracle(query[row : row + 1], cache, row, scale, sliding_window, softcap)[0]
+        if int(cache.lengths[row])
+        else torch.zeros_like(query[row], dtype=torch.float32)
+        for row in range(query.shape[0])
+    ]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype"),
+    [
+        (8, 2, 64, 16, torch.float32),
+        (4, 4, 128, 32, torch.bfloat16),
+        (4, 1, 80, 16, torch.float16),
+        (6, 2, 96, 64, torch.bfloat16),
+        (2, 1, 256, 128, torch.bfloat16),
+        (3, 3, 80, 48, torch.float32),
+        (20, 1, 64, 64, torch.float16),
+    ],
+)
+def test_matches_attention_written_out(
+    device: torch.device,
+    generator: torch.Generator,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+) -> None:
+    block = tokens_per_block
+    cache = make_cache(
+        generator,
+        [1, block - 1, 0, block, block + 1, 3 * block + 5, 300],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_block=tokens_per_block,
+        dtype=dtype,
+        device=device,
+    )
+    query = torch.randn(7, num_heads, head_dim, generator=generator).to(device, dtype)
+    scale = head_dim**-0.5
+    out = paged_attention_generation(
+        query, cache.key, cache.value, cache.block_tables, cache.lengths, scale
+    )
+    assert out.dtype == dtype
+    expected = expected_rows(query, cache, scale)
+    assert_attention_close(out, expected)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 20])
+def test_equals_the_reference(
+    device: torch.device, generator: torch.Generator, sliding_window: int | None
+) -> None:
+    cache = make_cache(
+        generator,
+        [1, 31, 32, 33, 500],
+        num_kv_heads=2,
+        head_dim=64,
+        tokens_per_block=32,
+        dtype=torch.float32,
+        device=device,
+    ).without_nan()
+    query = torch.randn(5, 4, 64, generator=generator).to(device)
+    paged = (cache.key, cache.value, cache.block_tables, cache.lengths, 0.125, sliding_window)
+    out = paged_attention_generation(query, *paged)
+    assert_attention_close(out, reference.paged_attention_generation(query, *paged))
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 70, 1000])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_window_and_softcap(
+    device: torch.device,
+    generator: torch.Generator,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> None:
+    cache = make_cache(
+        generator,
+        [1, 64, 65, 449],
+        num_kv_heads=2,
+        head_dim=64,
+        tokens_per_block=32,
+        dtype=torch.float32,
+        device=device,
+    )
+    query = torch.randn(4, 4, 64, generator=generator).to(device)
+    out = paged_attention_generation(
+        query,
+        cache.key,
+        cache.value,
+        cache.block_tables,
+        cache.lengths,
+        0.3,
+        sliding_window,
+        softcap,
+    )
+    expected = expected_rows(query, cache, 0.3, sliding_window, softcap)
+    assert_attention_close(out, expected)
+
+
+def test_rows_of_a_ragged_batch_equal_the_same_rows_alone(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """With the number of splits given, a row's bits do not depend on who runs beside it."""
+    cache = make_cache(
+        generator,
+        [5, 700, 129, 260],
+        num_kv_heads=1,
+        head_dim=64,
+        tokens_per_block=64,
+        dtype=torch.bfloat16,
+        device=device,
+    )
+    query = torch.randn(4, 4, 64, generator=generator).to(device, torch.bfloat16)
+    together = paged_attention_generation(
+        query, cache.key, cache.value, cache.block_tables, cache.lengths, 0.125, num_splits=4
+    )
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = paged_attention_generation(
+            query[one],
+            cache.key,
+            cache.value,
+            cache.block_tables[one],
+            cache.lengths[one],
+            0.125,
+            num_splits=4,
+        )
+        assert torch.equal(together[one], alone)
+
+
+def test_strides_of_query_and_cache_are_honoured(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """A query cut out of a fused QKV output, and a cache stored head before token."""
+    cache = make_cache(
+        generator,
+        [40, 7],
+        num_kv_heads=2,
+        head_dim=64,
+        tokens_per_block=16,
+        dtype=torch.float32,
+        device=device,
+    )
+    fused = torch.randn(2, 8, 64, generator=generator).to(device)
+    query = fused[:, 2:6]
+    head_first = [
+        part.transpose(1, 2).contiguous().transpose(1, 2) for part in (cache.key, cache.value)
+    ]
+    out = paged_attention_generation(
+        query, head_first[0], head_first[1], cache.block_tables, cache.lengths, 0.125
+    )
+    assert_attention_close(out, expected_rows(query, cache, 0.125))
+
+
+def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
+    """An e4m3 cache read with its scales equals the same cache dequantised."""
+    cache = make_cache(
+        generator,
+        [33, 64, 150],
+        num_kv_heads=2,
+        head_dim=64,
+        tokens_per_block=32,
+        dtype=torch.float32,
+        device=device,
+    )
+    for num_heads in (2, 8):
+        query = torch.randn(3, num_heads, 64, generator=generator).to(device, torch.bfloat16)
+        key = (cache.key / 0.5).to(torch.float8_e4m3fn)
+        value = (cache.value / 0.25).to(torch.float8_e4m3fn)
+        out = paged_attention_generation(
+            query,
+            key,
+            value,
+            cache.block_tables,
+            cache.lengths,
+            0.125,
+            key_scale=0.5,
+            value_scale=0.25,
+        )
+        read_back = PagedCache(
+            key.float() * 0.5, value.float() * 0.25, cache.block_tables, cache.lengths
+        )
+        expected = expected_rows(query, read_back, 0.125)
+        assert_attention_close(out, expected)
+
+
+def test_workspace_of_the_caller(device: torch.device, generator: torch.Generator) -> None:
+    cache = make_cache(
+        generator,
+        [400],
+        num_kv_heads=1,
+        head_dim=64,
+        tokens_per_block=64,
+        dtype=torch.float32,
+        device=device,
+    )
+    query = torch.randn(1, 2, 64, generator=generator).to(device)
+    arguments = (query, cache.key, cache.value, cache.block_tables, cache.lengths, 0.125)
+    workspace = torch.full((workspace_size(1, 2, 64, 3),), float("nan"), device=device)
+    out = paged_attention_generation(*arguments, workspace=workspace, num_splits=3)
+    assert_attention_close(out, expected_rows(query, cache, 0.125))
+    with pytest.raises(ValueError, match="workspace: needs 390 elements"):
+        paged_attention_generation(*arguments, workspace=workspace[:-1], num_splits=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 64)}, "query: num_heads must be a multiple"),
+        ({"query": torch.zeros(2, 4, 60)}, "query: head_dim must be a multiple of 16"),
+        ({"query": torch.zeros(2, 4, 64, dtype=torch.float64)}, "query: dtype"),
+        ({"query": torch.zeros(3, 4, 64)}, "context_lengths: shape"),
+        ({"value_cache": torch.zeros(4, 16, 1, 64)}, "value_cache: shape"),
+        ({"key_cache": torch.zeros(4, 16, 2, 64, dtype=torch.float16)}, "key_cache: dtype"),
+        ({"key_cache": torch.zeros(4, 16, 64, 2).transpose(2, 3)}, "key_cache: last dimension"),
+        ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, "block_tables: dtype"),
+        ({"context_lengths": torch.zeros(3, dtype=torch.int32)}, "context_lengths: shape"),
+        ({"sliding_window": 0}, "sliding_window: must be greater than 0"),
+        ({"softcap": -1.0}, "softcap: must be greater than 0"),
+        ({"num_splits": 0}, "num_splits: must be greater than 0"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "query": torch.zeros(2, 4, 64),
+        "key_cache": torch.zeros(4, 16, 2, 64),
+        "value_cache": torch.zeros(4, 16, 2, 64),
+        "block_tables": torch.zeros(2, 2, dtype=torch.int32),
+        "context_lengths": torch.zeros(2, dtype=torch.int32),
+        "scale": 0.125,
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_attention_generation(**{**arguments, **change})  # type: ignore[arg-type]
+
+
+def test_splits_fill_the_machine_and_cut_long_rows() -> None:
+    """Batch 1 spreads over the multiprocessors; a full batch keeps room for long rows only."""
+    assert choose_splits(1, 8, 132, 131072) == (66, 66)
+    assert choose_splits(1, 8, 132, 1024) == (8, 8)
+    assert choose_splits(256, 8, 132, 131072) == (8, 1)
+    assert choose_splits(256, 8, 132, 1024) == (1, 1)

@@ -1,0 +1,91 @@
+"""RMS norm with and without residual and quantisation, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.tolerance import assert_close, assert_fp8_close
+
+from inflight_kernels import reference
+from inflight_kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+
+SHAPES = [(1, 16), (3, 80), (2, 4096), (5, 5120)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def make(
+    generator: torch.Generator, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, residual, weight."""
+    x = torch.randn(shape, generator=generator).to(device, dtype)
+    residual = (3 * torch.randn(shape, generator=generator)).to(device, dtype)
+    weight = (1 + 0.2 * torch.randn(shape[1], generator=generator)).to(device, dtype)
+    return x, residual, weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(
+    device: torch.device, generator: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, _, weight = make(generator, device, shape, dtype)
+    assert_close(rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm(
+    device: torch.device, generator: torch.Generator, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, residual, weight = make(generator, device, shape, dtype)
+    inputs = x.clone(), residual.clone()
+    out, new_residual = add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_residual = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_close(out, expected)
+    assert_close(new_residual, expected_residual)
+    assert torch.equal(x, inputs[0])
+    assert torch.equal(residual, inputs[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised(device: torch.device, generator: torch.Generator, dtype: torch.dtype) -> None:
+    x, residual, weight = make(generator, device, (4, 1536), dtype)
+    x[1] = 0
+    residual[1] = 0
+    out, scales = rms_norm_fp8(x, weight, 1e-5)
+    assert_fp8_close(out, scales, reference.rms_norm(x, weight, 1e-5))
+    assert not out[1].float().any()
+    out, scales, new_residual = add_rms_norm_fp8(x, residual, weight, 1e-5)
+    expected, expected_residual = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_fp8_close(out, scales, expected)
+    assert_close(new_residual, expected_residual)
+
+
+def test_rows_may_be_strided(device: torch.device, generator: torch.Generator) -> None:
+    x, _, weight = make(generator, device, (3, 64), torch.float32)
+    wide = torch.cat((x, x), dim=1)[:, :64]
+    assert_close(rms_norm(wide, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+def test_no_tokens(device: torch.device) -> None:
+    x = torch.zeros(0, 64, device=device)
+    assert rms_norm(x, torch.ones(64, device=device), 1e-5).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "weight", "message"),
+    [
+        (torch.zeros(64), torch.zeros(64), torch.zeros(64), "x: shape"),
+        (torch.zeros(2, 64), torch.zeros(2, 64), torch.zeros(32), "weight: shape"),
+        (torch.zeros(2, 64), torch.zeros(3, 64), torch.zeros(64), "residual: shape"),
+        (torch.zeros(2, 64), torch.zeros(2, 64).half(), torch.zeros(64), "residual: dtype"),
+        (torch.zeros(2, 64).long(), torch.zeros(2, 64), torch.zeros(64), "x: dtype"),
+        (torch.zeros(64, 2).T, torch.zeros(2, 64), torch.zeros(64), "x: last dimension"),
+        (torch.zeros(1, 40000), torch.zeros(1, 40000), torch.zeros(40000), "x: rows may have"),
+    ],
+)
+def test_refuses_what_does_not_fit(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(x, residual, weight, 1e-5)

@@ -1,0 +1,150 @@
+"""Rotation and cache write in one launch, against the reference's two steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.tolerance import assert_close
+
+from inflight_kernels import reference
+from inflight_kernels.rope_write_kv import rope_write_kv
+
+
+def cos_sin_table(num_positions: int, head_dim: int, device: torch.device) -> torch.Tensor:
+    """[num_positions, D] float32: cosines, then sines."""
+    frequencies = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    angles = torch.arange(num_positions)[:, None] * frequencies[None, :]
+    return torch.cat((angles.cos(), angles.sin()), dim=1).to(device)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype"),
+    [
+        (8, 2, 64, 16, torch.float32),
+        (4, 4, 128, 64, torch.bfloat16),
+        (20, 4, 80, 32, torch.float16),
+        (3, 1, 96, 16, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_equals_norm_then_rope_then_write(
+    device: torch.device,
+    generator: torch.Generator,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    has_norm: bool,
+) -> None:
+    num_tokens = 6
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(
+        device, dtype
+    )
+    query, key, value = fused.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
+    cos_sin = cos_sin_table(50, head_dim, device)
+    positions = torch.tensor([0, 1, 49, 7, 7, 3], device=device)
+    slots = torch.tensor([0, 2 * tokens_per_block - 1, -1, 5, tokens_per_block, -1], device=device)
+    q_weight, k_weight = (
+        (1 + 0.3 * torch.randn(2, head_dim, generator=generator)).to(device, dtype).unbind()
+    )
+    shape = (3, tokens_per_block, num_kv_heads, head_dim)
+    old = torch.randn(2, *shape, generator=generator).to(device, dtype)
+    key_cache, value_cache = old.clone().unbind()
+
+    out = rope_write_kv(
+        query,
+        key,
+        value,
+        cos_sin,
+        positions,
+        key_cache,
+        value_cache,
+        slots,
+        q_weight if has_norm else None,
+        k_weight if has_norm else None,
+        1e-5,
+    )
+
+    if has_norm:
+        query = reference.rms_norm(query, q_weight, 1e-5)
+        key = reference.rms_norm(key, k_weight, 1e-5)
+    # In float32, so that the oracle rounds once as the kernel does.
+    rotated = reference.apply_rope(query.float(), key.float(), cos_sin, positions)
+    expected_keys, expected_values = old.clone().unbind()
+    reference.write_kv(rotated[1].to(dtype), value, expected_keys, expected_values, slots)
+    assert_close(out, rotated[0].to(dtype))
+    assert_close(key_cache, expected_keys)
+    assert torch.equal(value_cache, expected_values)
+    kept = torch.ones(3 * tokens_per_block, dtype=torch.bool)
+    kept[slots[slots >= 0].cpu()] = False
+    assert torch.equal(key_cache.flatten(0, 1)[kept], old[0].flatten(0, 1)[kept])
+
+
+def test_fp8_cache_in_another_layout(device: torch.device, generator: torch.Generator) -> None:
+    """Scaled e4m3 written to a cache stored head before token; positions in int32."""
+    query = torch.randn(3, 2, 64, generator=generator).to(device, torch.bfloat16)
+    key, value = torch.randn(2, 3, 2, 64, generator=generator).to(device, torch.bfloat16).unbind()
+    cos_sin = cos_sin_table(10, 64, device)
+    positions = torch.tensor([9, 0, 4], dtype=torch.int32, device=device)
+    slots = torch.tensor([17, 3, 30], device=device)
+    memory = torch.zeros(2, 2, 2, 16, 64, dtype=torch.float8_e4m3fn, device=device)
+    key_cache, value_cache = memory.transpose(2, 3).unbind()
+    rope_write_kv(
+        query,
+        key,
+        value,
+        cos_sin,
+        positions,
+        key_cache,
+        value_cache,
+        slots,
+        key_scale=0.5,
+        value_scale=0.02,
+    )
+    rotated = reference.apply_rope(query.float(), key.float(), cos_sin, positions.long())[1]
+    for cache, scale, new in ((key_cache, 0.5, rotated), (value_cache, 0.02, value.float())):
+        expected = (new / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        written = cache.float()[slots // 16, slots % 16]
+        torch.testing.assert_close(written, expected, rtol=0.13, atol=2**-9)
+        assert float((written != expected).float().mean()) < 0.02
+
+
+def test_no_tokens(device: torch.device) -> None:
+    empty = torch.zeros(0, 2, 64, device=device)
+    cache = torch.zeros(1, 16, 2, 64, device=device)
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    table = cos_sin_table(4, 64, device)
+    out = rope_write_kv(empty, empty, empty, table, none, cache, cache.clone(), none)
+    assert out.shape == (0, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 4, 56)}, "query: head_dim must be a multiple of 16"),
+        ({"key": torch.zeros(3, 2, 64)}, "key: shape"),
+        ({"value": torch.zeros(2, 1, 64)}, "value: shape"),
+        ({"value": torch.zeros(2, 2, 64).half()}, "value: dtype"),
+        ({"cos_sin": torch.zeros(9, 32)}, "cos_sin: shape"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, "positions: shape"),
+        ({"positions": torch.zeros(2)}, "positions: dtype"),
+        ({"slot_mapping": torch.zeros(2, dtype=torch.int32)}, "slot_mapping: dtype"),
+        ({"key_cache": torch.zeros(4, 16, 1, 64)}, "key_cache: shape"),
+        ({"value_cache": torch.zeros(4, 16, 2, 64).half()}, "value_cache: dtype"),
+        ({"key_norm_weight": torch.zeros(32)}, "key_norm_weight: shape"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
+    arguments: dict[str, torch.Tensor] = {
+        "query": torch.zeros(2, 4, 64),
+        "key": torch.zeros(2, 2, 64),
+        "value": torch.zeros(2, 2, 64),
+        "cos_sin": torch.zeros(9, 64),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "key_cache": torch.zeros(4, 16, 2, 64),
+        "value_cache": torch.zeros(4, 16, 2, 64),
+        "slot_mapping": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        rope_write_kv(**{**arguments, **change})  # type: ignore[arg-type]

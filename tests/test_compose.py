@@ -1,0 +1,168 @@
+"""`docker-compose.yml` and what it mounts: the specification holds, no file or name is made up."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from inflight_backend.triton.metrics import FAMILIES
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPOSE_FILE = ROOT / "docker-compose.yml"
+DASHBOARD_FILE = ROOT / "deploy/grafana/dashboards/inflight.json"
+DATASOURCE_FILE = ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml"
+PROVIDER_FILE = ROOT / "deploy/grafana/provisioning/dashboards/inflight.yml"
+
+# Triton's own families: docs/user_guide/metrics.md of its server repository.
+TRITON_FAMILIES = {
+    "nv_gpu_memory_total_bytes",
+    "nv_gpu_memory_used_bytes",
+    "nv_gpu_utilization",
+    "nv_inference_pending_request_count",
+    "nv_inference_request_failure",
+    "nv_inference_request_success",
+}
+FAMILY_TO_LABELS = {name: {label: set(values)} for name, label, values, _ in FAMILIES}
+
+
+def read_yaml(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    services: dict[str, Any] = read_yaml(COMPOSE_FILE)["services"]
+    return services
+
+
+def check_against_specification(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    return subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
+
+
+def test_the_file_follows_the_compose_specification() -> None:
+    result = check_against_specification(COMPOSE_FILE)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_specification_refuses_a_misspelt_key(tmp_path: Path) -> None:
+    broken = tmp_path / "docker-compose.yml"
+    broken.write_text(COMPOSE_FILE.read_text(encoding="utf-8").replace("shm_size", "shm_sise"))
+    result = check_against_specification(broken)
+    assert result.returncode == 1
+    assert "shm_sise" in result.stdout
+
+
+def test_every_image_has_a_pinned_tag(services: dict[str, Any]) -> None:
+    images = [service["image"] for service in services.values()]
+    base = re.search(r"^FROM (\S+)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    assert base is not None
+    for image in [*images, base[1]]:
+        assert re.search(r":v?\d+\.\d+[^:]*$", image), f"{image} has no version"
+
+
+def test_ports_are_published_on_loop_back_only(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to the network"
+
+
+def test_every_mounted_file_exists_and_every_volume_is_declared(services: dict[str, Any]) -> None:
+    declared = read_yaml(COMPOSE_FILE)["volumes"]
+    used = set()
+    for service in services.values():
+        for mount in service["volumes"]:
+            if mount.startswith("${MODEL_DIR:?"):
+                continue
+            source = mount.split(":")[0]
+            if source.startswith("./"):
+                assert (ROOT / source).exists(), f"{source} is mounted but missing"
+            else:
+                used.add(source)
+    assert used == set(declared)
+
+
+def test_the_server_has_a_gpu_a_read_only_model_and_time_to_drain(services: dict[str, Any]) -> None:
+    triton = services["triton"]
+    [device] = triton["deploy"]["resources"]["reservations"]["devices"]
+    assert device["capabilities"] == ["gpu"]
+    [model] = [mount for mount in triton["volumes"] if "MODEL_DIR" in mount]
+    assert model.endswith(":/model:ro")
+    assert triton["command"][-2:] == ["--model", "/model"]
+    assert int(triton["stop_grace_period"].removesuffix("s")) > 30
+
+
+def test_the_image_is_built_from_files_that_exist(services: dict[str, Any]) -> None:
+    dockerfile = (ROOT / services["triton"]["build"]["dockerfile"]).read_text()
+    copied = [
+        source
+        for line in re.findall(r"^COPY (.+)$", dockerfile, re.MULTILINE)
+        for source in line.split()[:-1]
+    ]
+    assert {"backend", "client", "kernels", "scheduler", "model_repository"} <= set(copied)
+    for source in copied:
+        assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is missing"
+
+
+def test_prometheus_scrapes_services_of_this_file(services: dict[str, Any]) -> None:
+    config = read_yaml(ROOT / "deploy/prometheus.yml")
+    targets = [
+        t for job in config["scrape_configs"] for s in job["static_configs"] for t in s["targets"]
+    ]
+    assert targets == ["triton:8002"]
+    assert "127.0.0.1:8002:8002" in services["triton"]["ports"]
+
+
+def test_grafana_is_provisioned_from_the_mounted_folders(services: dict[str, Any]) -> None:
+    [datasource] = read_yaml(DATASOURCE_FILE)["datasources"]
+    assert datasource["url"] == "http://prometheus:9090"
+    [provider] = read_yaml(PROVIDER_FILE)["providers"]
+    folder = provider["options"]["path"]
+    assert f"./deploy/grafana/dashboards:{folder}:ro" in services["grafana"]["volumes"]
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert home == f"{folder}/{DASHBOARD_FILE.name}"
+
+
+def dashboard_expressions() -> list[str]:
+    panels = json.loads(DASHBOARD_FILE.read_text(encoding="utf-8"))["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+@pytest.mark.parametrize("expression", dashboard_expressions())
+def test_the_dashboard_asks_for_metrics_that_exist(expression: str) -> None:
+    selectors = re.findall(r"\b(nv_\w+)(?:\{([^}]*)\})?", expression)
+    assert selectors, "the expression names no metric"
+    for family, matchers in selectors:
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', matchers))
+        labels.pop("model", None)
+        if family in TRITON_FAMILIES:
+            assert labels == {}
+            continue
+        assert family in FAMILY_TO_LABELS, f"unknown family {family}"
+        for label, values in FAMILY_TO_LABELS[family].items():
+            assert labels.get(label) in values, f"{family} has no {label}={labels.get(label)!r}"
+        assert set(labels) == set(FAMILY_TO_LABELS[family])
+
+
+def test_the_dashboard_is_whole() -> None:
+    board = json.loads(DASHBOARD_FILE.read_text(encoding="utf-8"))
+    [datasource] = read_yaml(DATASOURCE_FILE)["datasources"]
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in board["panels"]:
+        assert panel["datasource"]["uid"] == datasource["uid"]
+        assert panel["title"]
+        assert panel["description"]
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+    shown = {
+        name for expr in dashboard_expressions() for name in re.findall(r"nv_trt_llm_\w+", expr)
+    }
+    assert shown == set(FAMILY_TO_LABELS), "a family of ours has no panel"

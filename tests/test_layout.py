@@ -1,0 +1,176 @@
+"""The shape of the repository: what design.md promises about folders, imports and the wheel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "inflight_backend": "backend",
+    "inflight_client": "client",
+    "inflight_kernels": "kernels",
+    "inflight_scheduler": "scheduler",
+}
+MAX_LINES = 450
+
+# Imports the named modules ("name.*": with all inside), while those listed first are blocked.
+IMPORT_MODULES = """
+import importlib, pkgutil, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+blocked = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Blocker())
+for name in sys.argv[2:]:
+    module = importlib.import_module(name.removesuffix(".*"))
+    if name.endswith(".*"):
+        for found in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
+            importlib.import_module(found.name)
+"""
+
+
+def test_no_top_level_folder_is_a_package() -> None:
+    assert [str(path) for path in ROOT.glob("*/__init__.py")] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_stay_readable(package: str) -> None:
+    files = list((ROOT / PACKAGES[package] / package).rglob("*.py"))
+    assert files
+    num_lines = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {path: lines for path, lines in num_lines.items() if lines > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "blocked"),
+    [
+        # The scheduler is pure Python.
+        ("inflight_scheduler.*", "torch numpy triton tritonclient httpx typer rich"),
+        # The wire table is shared with the server, which has no client libraries.
+        ("inflight_client.protocol", "torch triton tritonclient grpc httpx typer rich"),
+        # Base install: a client needs nothing of the server.
+        ("inflight_client.*", "torch triton safetensors tokenizers transformers pytriton"),
+        ("inflight_kernels.*", "safetensors tokenizers transformers tritonclient typer rich"),
+        # Without the Triton language the torch reference remains.
+        ("inflight_kernels", "triton"),
+        # A server without a GPU has no triton; pytriton is only a place to find a tritonserver.
+        (
+            "inflight_backend.serve.command inflight_backend.triton_model",
+            "triton pytriton transformers",
+        ),
+    ],
+)
+def test_packages_import_without_what_they_do_not_need(names: str, blocked: str) -> None:
+    command = [sys.executable, "-c", IMPORT_MODULES, ",".join(blocked.split()), *names.split()]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+
+
+def source_files() -> Iterator[Path]:
+    """Every file that a commit would hold: hidden and generated folders are passed over."""
+    generated = {"__pycache__", "build", "dist"}
+    for top in ROOT.iterdir():
+        if top.is_file():
+            yield top
+        elif top.name == ".ci" or not (top.name.startswith(".") or top.name in generated):
+            yield from (
+                path
+                for path in top.rglob("*")
+                if path.is_file() and not generated & set(path.relative_to(ROOT).parts)
+            )
+
+
+def test_no_file_names_a_machine_path_or_a_registry() -> None:
+    # Written in two parts, so that this file does not find itself.
+    words = ["/wo" + "rk/", "/opt/" + "wheels", "/opt/" + "pypi", "/root/" + ".pyenv"]
+    words += ["pypi" + ".org", "python" + "hosted.org", "npm" + "js.org", "pytorch" + ".org"]
+    found = []
+    for path in source_files():
+        content = path.read_bytes()
+        if b"\0" in content:
+            continue
+        text = content.decode("utf-8")
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
+    assert found == []
+
+
+def requirements_of(name: str, extras: frozenset[str]) -> set[str]:
+    """Names of everything an installation of `name[extras]` brings along here."""
+    pending, seen = [(name, extras)], {(name, extras)}
+    while pending:
+        owner, owner_extras = pending.pop()
+        for text in distribution(owner).requires or []:
+            requirement = Requirement(text)
+            marker = requirement.marker
+            if marker and not any(marker.evaluate({"extra": e}) for e in owner_extras | {""}):
+                continue
+            found = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+            if found not in seen:
+                seen.add(found)
+                pending.append(found)
+    return {found for found, _ in seen}
+
+
+def test_constraints_pin_everything_that_is_installed() -> None:
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate():
+                pinned[canonicalize_name(requirement.name)] = requirement
+    for name, requirement in pinned.items():
+        [specifier] = requirement.specifier
+        assert specifier.operator == "==", f"{name} is not pinned to one version"
+    extras = frozenset({"server", "embedded", "gpu", "dev"})
+    needed = requirements_of("inflight", extras) - {"inflight"}
+    assert needed - set(pinned) == set()
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Names in a wheel built from this tree, without network or an isolated environment."""
+    target = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    [wheel] = target.glob("inflight-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel_names: set[str]) -> None:
+    roots = {name.split("/")[0] for name in wheel_names}
+    assert {root for root in roots if not root.endswith(".dist-info")} == set(PACKAGES)
+    for package, folder in PACKAGES.items():
+        for path in (ROOT / folder / package).rglob("*.py"):
+            assert path.relative_to(ROOT / folder).as_posix() in wheel_names
+
+
+def test_the_wheel_holds_the_model_repository(wheel_names: set[str]) -> None:
+    files = [path for path in (ROOT / "model_repository").rglob("*") if path.is_file()]
+    in_wheel = {
+        f"inflight_backend/{path.relative_to(ROOT).as_posix()}"
+        for path in files
+        if "__pycache__" not in path.parts
+    }
+    assert in_wheel <= wheel_names
+    assert any(re.search(r"/tensorrt_llm/1/model\.py$", name) for name in in_wheel)
+
+
+def test_the_wheel_holds_the_demo_model(wheel_names: set[str]) -> None:
+    folder = "inflight_backend/demo_model"
+    names = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {f"{folder}/{name}" for name in names} <= wheel_names
