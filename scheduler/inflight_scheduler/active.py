@@ -162,24 +162,29 @@ class ActiveRequests(Sequence[LlmRequest]):
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
         due: dict[int, LlmRequest] = {}
+        tokens_per_block = self.block_manager.tokens_per_block
         for request_id, request in self._borders.pop(self._clock, {}).items():
             if self._border_at.get(request_id) != self._clock:
                 continue  # it has left generation meanwhile
-            if self.block_manager.num_places_left(request) == 0:
+            num_places_left = -request.num_cached_tokens % tokens_per_block
+            if num_places_left == 0:
                 due[request_id] = request
             else:
-                self._set_border(request, self.block_manager.num_places_left(request))
+                self._set_border(request, num_places_left)
         if due:
             self._borders[self._clock] = due
         return list(due.values())
 
-    def tick(self) -> None:
-        """A plan was made: the next one is another step."""
+    def tick(self, have_all_run: bool) -> None:
+        """A plan was made, for everybody who generates or not: the next one is another step."""
         due = self._borders.pop(self._clock, {})
+        last = self._clock
         self._clock += 1
+        # Whoever got a block and fills its first place has no need of the next one for a while.
+        num_steps = self.block_manager.tokens_per_block - 1 if have_all_run else 0
         for request_id, request in due.items():
-            if self._border_at.get(request_id) == self._clock - 1:
-                self._set_border(request, 0)
+            if self._border_at.get(request_id) == last:
+                self._set_border(request, num_steps)
 
     def check_integrity(self) -> None:
         """Compare everything with what the requests say; O(requests).

@@ -132,6 +132,18 @@ class BlockManager:
         self._num_held += num_needed
         return new_blocks
 
+    def append_block(self, request_id: int) -> tuple[int, int] | None:
+        """Grow the table of a request that holds blocks by one; ``(index, block_id)`` of it.
+
+        ``None`` when there is no room. It is `allocate` for the step that opens a block.
+        """
+        if self._pool.num_free_blocks == 0:
+            return None
+        table = self._tables[request_id]
+        table.append(self._pool.take_one())
+        self._num_held += 1
+        return len(table) - 1, table[-1]
+
     def free(self, request_id: int) -> int:
         """Give back everything the request holds; return how many blocks became free."""
         table = self._tables.pop(request_id, None)
@@ -172,7 +184,9 @@ class BlockManager:
 
     def first_missing_key(self, request: LlmRequest) -> bytes | None:
         """What the context of ``request`` will add to the cache first, None for nothing."""
-        return None if self._index is None else self._index.first_missing(request)
+        if self._index is None:
+            return None
+        return self._index.first_missing(request, self.may_copy_blocks)
 
     def attach_prefix(self, request: LlmRequest) -> PrefixMatch:
         """Share the cached full blocks of a fresh context and count what was found.

@@ -66,6 +66,12 @@ class BlockPool:
             self._ref_counts[block_id] = 1
         return taken
 
+    def take_one(self) -> int:
+        """`take` for a single block."""
+        block_id = self._free.pop() if self._free else self._evict()
+        self._ref_counts[block_id] = 1
+        return block_id
+
     def share(self, block_id: int) -> None:
         """Add a holder to a block that is held or kept."""
         assert self._is_kept[block_id] or self._ref_counts[block_id] > 0, f"block {block_id}"

@@ -26,7 +26,7 @@ from inflight_scheduler.batch import (
     SlotSetup,
 )
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, add_new_tokens
 
 
 class SlotPool:
@@ -86,7 +86,7 @@ class BatchPlanner:
         self.active = active
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
-        self._planned: dict[int, tuple[list[LlmRequest], list[LlmRequest]]] = {}
+        self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
@@ -130,9 +130,11 @@ class BatchPlanner:
             block_copies=tuple(copies),
         )
         if not batch.is_empty:
-            self._planned[batch.iteration] = (list(context_requests), list(generation_requests))
+            is_everybody = self._is_everybody(generation_requests)
+            generation = generation_requests if is_everybody else list(generation_requests)
+            self._planned[batch.iteration] = (list(context_requests), generation)
             if self.active is not None:
-                self.active.tick()
+                self.active.tick(is_everybody)
         return batch
 
     def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
@@ -152,6 +154,8 @@ class BatchPlanner:
             )
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
+        # Read before contexts join: the same list means that nobody has left since the plan.
+        is_complete = self._is_everybody(generation_requests)
         advanced: list[LlmRequest] = []
         for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
             token = next(token_iterator) if chunk.is_last else None
@@ -162,9 +166,11 @@ class BatchPlanner:
                 request.add_new_token(token)
                 self.block_manager.store(request)
                 advanced.append(request)
-        for request, slot, token in zip(
-            generation_requests, batch.generation_slots, token_iterator, strict=True
-        ):
+        if is_complete:
+            add_new_tokens(generation_requests, token_iterator)
+            return [*advanced, *generation_requests]
+        slots = batch.generation_slots
+        for request, slot, token in zip(generation_requests, slots, token_iterator, strict=True):
             if request.seq_slot == slot and not request.is_finished:
                 request.add_new_token(token)
                 advanced.append(request)
@@ -187,6 +193,10 @@ class BatchPlanner:
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
             request.seq_slot = None
+
+    def _is_everybody(self, requests: Sequence[LlmRequest]) -> bool:
+        """True for the list of all that generate, as `ActiveRequests` has it now."""
+        return self.active is not None and requests is self.active.generation
 
     def _start(
         self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
@@ -236,7 +246,7 @@ class BatchPlanner:
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
     ) -> tuple[int, ...]:
         """Slots of ``requests``; who opens a block gets one."""
-        if self.active is not None and requests is self.active.generation:
+        if self.active is not None and self._is_everybody(requests):
             due: Sequence[LlmRequest] = self.active.due_requests()
             if requests is not self._generation:
                 self._generation, self._generation_slots = requests, _slots_of(requests)
@@ -245,10 +255,17 @@ class BatchPlanner:
             num_places_left = self.block_manager.num_places_left
             due = [request for request in requests if num_places_left(request) == 0]
             slots = _slots_of(requests)
+        tokens_per_block = self.block_manager.tokens_per_block
         for request in due:
-            slot = request.seq_slot
+            slot, request_id = request.seq_slot, request.request_id
             assert slot is not None
-            self._grow(request, slot, request.num_cached_tokens + 1, new_blocks)
+            # A step that is still running may have opened the block already.
+            num_places = self.block_manager.num_blocks_of(request_id) * tokens_per_block
+            if request.num_cached_tokens < num_places:
+                continue
+            appended = self.block_manager.append_block(request_id)
+            assert appended is not None, _no_room(request, num_places + 1, self.block_manager)
+            new_blocks.append(BlockAssignment(slot, *appended))
         return slots
 
     def _grow(
@@ -256,14 +273,18 @@ class BatchPlanner:
     ) -> None:
         first_index = self.block_manager.num_blocks_of(request.request_id)
         block_ids = self.block_manager.allocate(request.request_id, num_tokens)
-        assert block_ids is not None, (
-            f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
-            f"{self.block_manager.num_free_blocks} blocks are free"
-        )
+        assert block_ids is not None, _no_room(request, num_tokens, self.block_manager)
         new_blocks.extend(
             BlockAssignment(slot, index, block_id)
             for index, block_id in enumerate(block_ids, start=first_index)
         )
+
+
+def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
+    return (
+        f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
+        f"{block_manager.num_free_blocks} blocks are free"
+    )
 
 
 def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:

@@ -56,7 +56,15 @@ class _Entry:
 class ReuseIndex:
     """Finds kept blocks by the text they hold. It owns no block."""
 
-    __slots__ = ("_beginnings", "_entries", "_hash_key", "_key_to_block", "tokens_per_block")
+    __slots__ = (
+        "_beginnings",
+        "_entries",
+        "_hash_key",
+        "_key_to_block",
+        "_memo",
+        "_version",
+        "tokens_per_block",
+    )
 
     def __init__(self, tokens_per_block: int, hash_key: bytes | None = None) -> None:
         self.tokens_per_block = tokens_per_block
@@ -65,6 +73,10 @@ class ReuseIndex:
         self._entries: dict[int, _Entry] = {}
         # (parent, first token) -> the last block stored with it: a candidate for a partial match.
         self._beginnings: dict[tuple[bytes, int], int] = {}
+        self._version = 0
+        # The last answer of `match`: a decision asks several times about one request.
+        # (An id would not do: the next request with it may have another prompt.)
+        self._memo: tuple[LlmRequest, tuple[int, int, bool], PrefixMatch] | None = None
 
     def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
         """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
@@ -74,6 +86,7 @@ class ReuseIndex:
         start = index * self.tokens_per_block
         tokens = tuple(request.tokens[start : start + self.tokens_per_block])
         entry = _Entry(key, self._parent(request, index), tokens)
+        self._version += 1
         self._key_to_block[key] = block_id
         self._entries[block_id] = entry
         self._beginnings[entry.parent, tokens[0]] = block_id
@@ -81,6 +94,7 @@ class ReuseIndex:
 
     def forget(self, block_id: int) -> None:
         """The content of ``block_id`` is given up."""
+        self._version += 1
         entry = self._entries.pop(block_id)
         del self._key_to_block[entry.key]
         beginning = entry.parent, entry.tokens[0]
@@ -92,25 +106,15 @@ class ReuseIndex:
 
         That token is always computed, since the first new token is drawn from its result.
         """
-        block_ids: list[int] = []
-        for index in range(self._num_prompt_blocks(request)):
-            block_id = self._key_to_block.get(self._key(request, index))
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        num_tokens = len(block_ids) * self.tokens_per_block
-        source, num_common = self._partial(request, len(block_ids)) if may_copy else (None, 0)
-        if source is None and not block_ids:
-            return NO_MATCH
-        return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
+        question = (self._version, request.prompt_len, may_copy)
+        if self._memo is None or self._memo[0] is not request or self._memo[1] != question:
+            self._memo = (request, question, self._match(request, may_copy))
+        return self._memo[2]
 
-    def first_missing(self, request: LlmRequest) -> bytes | None:
+    def first_missing(self, request: LlmRequest, may_copy: bool) -> bytes | None:
         """Key of the first full prompt block that is not cached; None if there is none."""
-        for index in range(self._num_prompt_blocks(request)):
-            key = self._key(request, index)
-            if key not in self._key_to_block:
-                return key
-        return None
+        index = len(self.match(request, may_copy).block_ids)
+        return self._key(request, index) if index < self._num_prompt_blocks(request) else None
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless all three tables say the same."""
@@ -124,6 +128,19 @@ class ReuseIndex:
     def block_ids(self) -> frozenset[int]:
         """All blocks in the index."""
         return frozenset(self._entries)
+
+    def _match(self, request: LlmRequest, may_copy: bool) -> PrefixMatch:
+        block_ids: list[int] = []
+        for index in range(self._num_prompt_blocks(request)):
+            block_id = self._key_to_block.get(self._key(request, index))
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        num_tokens = len(block_ids) * self.tokens_per_block
+        source, num_common = self._partial(request, len(block_ids)) if may_copy else (None, 0)
+        if source is None and not block_ids:
+            return NO_MATCH
+        return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
 
     def _num_prompt_blocks(self, request: LlmRequest) -> int:
         return (request.prompt_len - 1) // self.tokens_per_block

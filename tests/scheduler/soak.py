@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import random
+import sys
+import time
 
 from scheduler.world import World, make_request, tokens_alone
 
@@ -51,14 +54,18 @@ class Soak:
     def run(self, num_iterations: int) -> None:
         """That many iterations, then everybody finishes and everything is free."""
         for _ in range(num_iterations):
-            self.num_iterations += 1
-            if len(self.world.active) < 12 and self.dice.random() < 0.4:
-                self._arrive()
-            self._step()
-            self._check_finished()
+            self.run_one(self.dice.random() < 0.4)
         self.world.drain()
         self._check_finished()
         assert not self.alone
+
+    def run_one(self, may_arrive: bool) -> None:
+        """One iteration, before it perhaps an arrival."""
+        self.num_iterations += 1
+        if may_arrive and len(self.world.active) < 12:
+            self._arrive()
+        self._step()
+        self._check_finished()
 
     def _step(self) -> None:
         world, luck = self.world, self.dice.random()
@@ -125,3 +132,24 @@ class Soak:
             unit_size,
             self.dice.choice([None, unit_size + self.dice.randint(0, 4)]),
         )
+
+
+def main() -> None:
+    """As many iterations as asked for, spread over policies and seeds."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--iterations", type=int, default=100_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    args = parser.parse_args()
+    start, num_left, seed = time.monotonic(), args.iterations, args.first_seed
+    while num_left > 0:
+        for policy in CapacitySchedulerPolicy:
+            soak = Soak(seed, policy)
+            soak.run(300)
+            num_left -= soak.num_iterations
+        seed += 1
+    seconds = time.monotonic() - start
+    sys.stdout.write(f"{args.iterations - num_left} iterations in {seconds:.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()
