@@ -59,7 +59,7 @@ def _variants(
         device=setting.device,
     )
     paged = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
-    chosen = choose_tile(heads.num_heads // heads.num_kv_heads, heads.head_dim, dtype)
+    chosen = choose_tile(heads.head_dim, dtype)
     tiles = {chosen}
     if setting.has_sweep:
         tiles |= {

@@ -6,6 +6,7 @@ python -m benchmarks.run_all --output kernels.json [--sweep | --dry-run]
 from __future__ import annotations
 
 from benchmarks import (
+    bench_copy_blocks,
     bench_paged_attention_context,
     bench_paged_attention_generation,
     bench_rms_norm,
@@ -21,6 +22,7 @@ BENCHMARKS = {
     "rms_norm": bench_rms_norm.rows,
     "rope_write_kv": bench_rope_write_kv.rows,
     "silu_mul": bench_silu_mul.rows,
+    "copy_blocks": bench_copy_blocks.rows,
     "sample": bench_sample.rows,
 }
 

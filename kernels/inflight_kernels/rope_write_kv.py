@@ -130,14 +130,14 @@ def _rope_write_kv_kernel(
         cos, sin, NORM_K, HEAD_DIM, BLOCK,
     )  # fmt: skip
     ptrs = key_cache_ptr + block * stride_kc_block + row * stride_kc_token
-    ptrs += heads[:, None] * stride_kc_head + offs[None, :]
+    ptrs += heads[:, None].to(tl.int64) * stride_kc_head + offs[None, :]
     tl.store(ptrs, _to_cache(low, key_scale, key_cache_ptr), mask=mask)
     tl.store(ptrs + HALF, _to_cache(high, key_scale, key_cache_ptr), mask=mask)
     values = value_ptr + token * stride_v_row + heads[:, None] * stride_v_head + offs[None, :]
     low = tl.load(values, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(values + HALF, mask=mask, other=0.0).to(tl.float32)
     ptrs = value_cache_ptr + block * stride_vc_block + row * stride_vc_token
-    ptrs += heads[:, None] * stride_vc_head + offs[None, :]
+    ptrs += heads[:, None].to(tl.int64) * stride_vc_head + offs[None, :]
     tl.store(ptrs, _to_cache(low, value_scale, value_cache_ptr), mask=mask)
     tl.store(ptrs + HALF, _to_cache(high, value_scale, value_cache_ptr), mask=mask)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from kernels.compile_recorder import record
 
+from inflight_kernels.copy_blocks import copy_blocks
 from inflight_kernels.paged_attention_context import paged_attention_context
 from inflight_kernels.paged_attention_generation import paged_attention_generation
 from inflight_kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
@@ -123,6 +124,11 @@ def _rope(shape: Shape, cache_dtype: torch.dtype, has_norm: bool) -> None:
     rope_write_kv(query, key, value, table, _int64(64), cache, cache, _int64(64), weight, weight)
 
 
+def _copy(shape: Shape) -> None:
+    cache = _cache(shape, 64, _BF16)[None]
+    copy_blocks(cache, cache, _int32(2), _int32(2))
+
+
 def _sample(vocabulary: int) -> None:
     numbers = torch.empty(64)
     sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, _int64(64), _int64(64))
@@ -144,6 +150,7 @@ def token_cases() -> Iterator[Case]:
         yield Case("rope_write_kv", shape.name, _BOTH, partial(_rope, shape, _BF16, False))
         yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
         yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
+        yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
         yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
 
 

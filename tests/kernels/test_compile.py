@@ -117,7 +117,10 @@ def test_context_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> No
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []  # the query
 
 
-@pytest.mark.parametrize("name", ["_rms_norm_kernel", "_silu_mul_kernel", "_rope_write_kv_kernel"])
+@pytest.mark.parametrize(
+    "name",
+    ["_rms_norm_kernel", "_silu_mul_kernel", "_rope_write_kv_kernel", "_copy_blocks_kernel"],
+)
 def test_token_kernels_read_and_write_16_bytes_at_a_time(reports: list[Report], name: str) -> None:
     kernels = of_kernel(reports, name)
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []
