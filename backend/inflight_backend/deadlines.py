@@ -34,7 +34,7 @@ class DeadlineWatch:
         self._clean_at = _MIN_CLEAN
 
     def add(self, request: LlmRequest) -> None:
-        """Watch ``request``, which is active now; the server's limits count where it brings no deadline itself."""
+        """Watch an active request; the server's limits count where it brings no deadline itself."""
         now = time.monotonic()
         if request.queue_deadline is None and self._max_queue_seconds is not None:
             request.queue_deadline = now + self._max_queue_seconds
