@@ -277,9 +277,7 @@ def _generate(setting: Setting, config: EngineConfig) -> Tensor:
         for length in lengths
     ]
     slots = range(len(lengths))
-    blocks = [
-        BlockAssignment(slot, index, 8 * slot + index) for slot in slots for index in range(8)
-    ]
+    blocks = [(slot, index, 8 * slot + index) for slot in slots for index in range(8)]
     batch = ScheduledBatch(
         1,
         tuple(Setup(slot, slot + 1, SamplingParams()) for slot in slots),
