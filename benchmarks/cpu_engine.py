@@ -3,9 +3,10 @@
 A random Llama of about 100 M parameters (float32, seeded, made in a temporary folder) generates
 greedily for 1, 8 and 32 requests that arrive together. Ours runs with the real scheduler, block
 manager and planner, prompts and tokens one plan at a time. The three are interleaved: every round
-times each of them once, and the table shows medians of the rounds.
+times each of them once, and the table shows medians of the rounds. On a machine that others use
+too, threads that spin at every barrier make all figures collapse; let them sleep instead:
 
-    python benchmarks/cpu_engine.py --rounds 5
+    OMP_WAIT_POLICY=passive python benchmarks/cpu_engine.py --rounds 5
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def main() -> None:
         **describe_run("inflight", "torch", "transformers", "numpy"),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
+        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "model": {"architecture": "LlamaForCausalLM", "parameters": num_parameters},
         "input_tokens": options.input,
         "output_tokens": options.output,
