@@ -137,6 +137,11 @@ class Engine:
         """Tokens of one plan, at most."""
         return self.config.num_tokens_limit
 
+    @property
+    def supports_block_copies(self) -> bool:
+        """True: plans may ask for `BlockCopy`."""
+        return True
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """One token per last context chunk, then one per generation slot, in plan order.
 
@@ -155,6 +160,8 @@ class Engine:
         The next call may overwrite them.
         """
         words = self._buffer.send(batch)
+        if batch.block_copies:
+            self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
         if batch.new_blocks and self._attention.reads_past_the_end:
             self._pool.clean(words.block_ids.long())
         self._slots.set_up(batch, words)

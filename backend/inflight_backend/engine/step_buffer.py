@@ -41,6 +41,8 @@ class StepWords:
     block_slots: Tensor  # [num_new_blocks]
     block_indices: Tensor
     block_ids: Tensor
+    copy_sources: Tensor  # [num_block_copies]
+    copy_destinations: Tensor
     tokens: Tensor  # [num_context_tokens]
     chunk_slots: Tensor  # [num_chunks]
     chunk_starts: Tensor
@@ -99,9 +101,9 @@ class StepBuffer:
 
 
 def max_words(max_batch_size: int, max_num_tokens: int, num_blocks: int) -> int:
-    """Words of the largest plan: every slot set up and a chunk, every block assigned, every token
-    prompt, and the slots of generations, which always take their room."""
-    return max_batch_size * (NUM_COLUMNS + 8) + 3 * num_blocks + max_num_tokens + 1
+    """Words of the largest plan: every slot set up, a chunk and a copied block, every block
+    assigned, every token prompt, and the slots of generations, which always take their room."""
+    return max_batch_size * (NUM_COLUMNS + 10) + 3 * num_blocks + max_num_tokens + 1
 
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:
@@ -125,6 +127,8 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         np.array([block.slot for block in new_blocks], dtype=np.int32),
         np.array([block.index for block in new_blocks], dtype=np.int32),
         np.array([block.block_id for block in new_blocks], dtype=np.int32),
+        np.array([copy.source for copy in batch.block_copies], dtype=np.int32),
+        np.array([copy.destination for copy in batch.block_copies], dtype=np.int32),
         np.concatenate(tokens) if tokens else _NO_WORDS,
         slots,
         starts,
