@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -34,14 +35,16 @@ FIGURES = ("us", "ms", "gb_per_s", "tflop_per_s", "of_floor", "of_published", "t
 
 
 @pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    """The script as a module."""
+def gpu() -> Iterator[ModuleType]:
+    """The script as a module, its parts importable."""
     spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield module
 
 
 def test_dry_run(tmp_path: Path, gpu: ModuleType) -> None:
@@ -94,7 +97,6 @@ def test_a_part_alone_in_its_process(gpu: ModuleType) -> None:
 def test_a_part_stops_when_its_time_is_over(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from gpu_parts.common import Row, Setting
 
     def forever(setting: Setting) -> object:

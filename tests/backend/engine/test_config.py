@@ -69,9 +69,7 @@ def test_no_cuda_device(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_triton_needs(model: ModelConfig) -> None:
     config = EngineConfig(device="cpu", attention_backend="triton")
-    with pytest.raises(
-        ConfigurationError, match=r"head_dim .* multiple of 16 .* use torch or auto"
-    ):
+    with pytest.raises(ConfigurationError, match=r"head_dim .* of 16 .* use torch or auto"):
         resolve(config, replace(model, head_dim=20))
     with pytest.raises(ConfigurationError, match="up to 256; the checkpoint's is 272"):
         resolve(config, replace(model, head_dim=272))
@@ -141,7 +139,7 @@ def test_fp8_linear(has_bias: bool) -> None:
     weight = torch.randn(48, 256, generator=generator)
     weight[3] *= 1000  # a large row has a scale of its own and spoils no other
     bias = torch.randn(48, generator=generator) if has_bias else None
-    x = torch.randn(5, 256, generator=generator)
+    x = torch.randn(64, 256, generator=generator)
     x[2] /= 100
     found = Fp8Linear(weight, bias)(quantize(x)) - (0 if bias is None else bias)
     expected = x @ weight.T
