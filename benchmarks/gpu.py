@@ -71,6 +71,7 @@ def main() -> None:
         report["parts"][name] = rows
         if name == "ceilings":
             options.ceilings = _ceilings(rows)
+            report["floors_from"] = json.loads(options.ceilings or '{"is_measured": false}')
         print(f"{name}: {len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
         _write(report, options.output)
     _print(report)
