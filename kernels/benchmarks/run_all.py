@@ -9,6 +9,7 @@ from benchmarks import (
     bench_copy_blocks,
     bench_paged_attention_context,
     bench_paged_attention_generation,
+    bench_quantize_fp8,
     bench_rms_norm,
     bench_rope_write_kv,
     bench_sample,
@@ -22,6 +23,7 @@ BENCHMARKS = {
     "rms_norm": bench_rms_norm.rows,
     "rope_write_kv": bench_rope_write_kv.rows,
     "silu_mul": bench_silu_mul.rows,
+    "quantize_fp8": bench_quantize_fp8.rows,
     "copy_blocks": bench_copy_blocks.rows,
     "sample": bench_sample.rows,
 }

@@ -8,6 +8,7 @@ Triton language, with the function of the same name as its entry:
 ``rope_write_kv``               qk-norm, rotary embedding and the cache write in one launch
 ``rms_norm``                    also with residual sum, also to FP8: ``add_rms_norm``, ``*_fp8``
 ``silu_mul``                    the gated activation, also to FP8
+``quantize_fp8``                rows to FP8 where no norm or activation could do it on its way
 ``copy_blocks``                 copy-on-write, and gather or scatter for a pause
 ``sample``                      greedy, temperature, top-k and top-p without a sort
 

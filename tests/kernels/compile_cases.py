@@ -19,6 +19,7 @@ from kernels.compile_recorder import record
 from inflight_kernels.copy_blocks import copy_blocks
 from inflight_kernels.paged_attention_context import paged_attention_context
 from inflight_kernels.paged_attention_generation import paged_attention_generation
+from inflight_kernels.quantize_fp8 import quantize_fp8
 from inflight_kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 from inflight_kernels.rope_write_kv import rope_write_kv
 from inflight_kernels.sample import sample
@@ -150,6 +151,7 @@ def token_cases() -> Iterator[Case]:
         yield Case("rope_write_kv", shape.name, _BOTH, partial(_rope, shape, _BF16, False))
         yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
         yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
+        yield Case("quantize_fp8", shape.name, _HOPPER, partial(quantize_fp8, norm[0]))
         yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
         yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
 

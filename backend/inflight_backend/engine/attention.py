@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,17 @@ from inflight_backend.engine.kv_pool import KvPool
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_kernels import reference
 
+HeadNorms: TypeAlias = tuple[Tensor, Tensor] | None
+"""Weights [head_dim] of the norms of query and key heads, where a model has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """Tokens of this step and tokens in all, of each sequence."""
+
+    query: npt.NDArray[np.int64]
+    context: npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
@@ -25,8 +36,10 @@ class AttentionInputs:
 
     On the device: ``block_tables`` [num_sequences, max_blocks] int32, ``context_lengths``
     [num_sequences] int32 (cached plus the tokens of this step), ``query_starts``
-    [num_context_sequences + 1] int32, ``slot_mapping`` [num_tokens] int64. The two lengths also
-    lie on the host, so that no backend has to wait for the device to learn them.
+    [num_context_sequences + 1] int32, ``positions`` and ``slot_mapping`` [num_tokens] int64. A
+    padding row has context length 0 and slot -1. The two lengths also lie on the host, so that no
+    backend has to wait for the device to learn them; a step that is being captured has none
+    (``host`` is None), since its lengths differ from replay to replay.
     """
 
     num_context_sequences: int
@@ -34,16 +47,19 @@ class AttentionInputs:
     block_tables: Tensor
     context_lengths: Tensor
     query_starts: Tensor
+    positions: Tensor
     slot_mapping: Tensor
-    host_query_lengths: npt.NDArray[np.int64]
-    host_context_lengths: npt.NDArray[np.int64]
+    host: HostLengths | None
 
 
 class AttentionStep(Protocol):
     """One step; layers are run in order, each once."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store key and value [T, KVH, D], then attend: query [T, H, D] -> [T, H, D]."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
+    ) -> Tensor:
+        """Norm and turn query and key, store key and value [T, KVH, D], then attend:
+        query [T, H, D] -> [T, H, D]."""
 
 
 class AttentionBackend(Protocol):
@@ -51,6 +67,9 @@ class AttentionBackend(Protocol):
 
     reads_past_the_end: bool
     """True if stale slots of a block are read with weight 0, where a NaN would still count."""
+
+    is_capturable: bool
+    """True if a step of generations needs no `HostLengths`, so that a graph can hold it."""
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Prepare what all layers of the step share."""
@@ -60,42 +79,70 @@ class TorchAttention:
     """The reference in plain torch: the CPU's path, and an oracle on a GPU."""
 
     reads_past_the_end = True
+    is_capturable = False
 
-    def __init__(self, pool: KvPool, model: ModelConfig) -> None:
+    def __init__(self, pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> None:
         self._pool = pool
+        self._cos_sin = cos_sin
+        self._eps = model.rms_norm_eps
         self._windows = model.sliding_windows
         self._scale = model.head_dim**-0.5
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Plan once for every distinct window."""
+        assert inputs.host is not None, "this backend cannot be captured"
         plans = {
             window: reference.plan_attention(
                 inputs.block_tables,
-                inputs.host_query_lengths,
-                inputs.host_context_lengths,
+                inputs.host.query,
+                inputs.host.context,
                 self._pool.tokens_per_block,
                 window,
             )
             for window in set(self._windows)
         }
-        return _TorchStep(self._pool, self._windows, self._scale, plans, inputs.slot_mapping)
+        return _TorchStep(self, plans, inputs)
+
+    def attend(
+        self,
+        layer: int,
+        heads: tuple[Tensor, Tensor, Tensor],
+        norms: HeadNorms,
+        plans: dict[int | None, reference.AttentionPlan],
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """One layer; ``heads`` are query, key and value."""
+        query, key, value = heads
+        keys, values = self._pool.layer(layer)
+        if norms is not None:
+            query = reference.rms_norm(query, norms[0], self._eps)
+            key = reference.rms_norm(key, norms[1], self._eps)
+        query, key = reference.apply_rope(query, key, self._cos_sin, inputs.positions)
+        reference.write_kv(key, value, keys, values, inputs.slot_mapping)
+        return plans[self._windows[layer]].attend(query, keys, values, self._scale)
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchStep:
-    pool: KvPool
-    windows: tuple[int | None, ...]
-    scale: float
+    backend: TorchAttention
     plans: dict[int | None, reference.AttentionPlan]
-    slot_mapping: Tensor
+    inputs: AttentionInputs
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        keys, values = self.pool.layer(layer)
-        reference.write_kv(key, value, keys, values, self.slot_mapping)
-        return self.plans[self.windows[layer]].attend(query, keys, values, self.scale)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
+    ) -> Tensor:
+        return self.backend.attend(layer, (query, key, value), norms, self.plans, self.inputs)
 
 
-ATTENTION_BACKENDS: dict[str, Callable[[KvPool, ModelConfig], AttentionBackend]] = {
+def _make_triton(pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> AttentionBackend:
+    from inflight_backend.engine.triton_attention import TritonAttention  # needs triton
+
+    return TritonAttention(pool, model, cos_sin)
+
+
+ATTENTION_BACKENDS: dict[str, Callable[[KvPool, ModelConfig, Tensor], AttentionBackend]] = {
     "torch": TorchAttention,
+    "triton": _make_triton,
 }
-"""Name -> backend; `EngineConfig.attention_backend` chooses."""
+"""Name -> maker from a pool, a model and its table of cosines and sines (`rope.make_cos_sin`);
+`EngineConfig.attention_backend` chooses."""

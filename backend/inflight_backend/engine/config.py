@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -17,6 +18,9 @@ _NAME_TO_DTYPE = {
     "float16": torch.float16,
 }
 _DEFAULT_NUM_TOKENS = 8192
+_FP8 = "fp8"
+# Bounds of the Triton kernels, checked here so that the error can name the way out.
+_HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,9 @@ class EngineConfig:
 
     ``max_batch_size`` is the number of slots, ``max_num_tokens`` bounds the tokens of one step,
     ``max_seq_len`` prompt plus new tokens of a request. The KV pool is described in `kv_pool`.
+    ``quantization`` fp8 quantises the linears' weights at load, one scale per row, and what they
+    read, one scale per token; ``kv_cache_dtype`` fp8 stores KV in e4m3 without a scale.
+    ``cuda_graph_mode`` records generation steps as CUDA graphs where there is a GPU.
     """
 
     device: str = "auto"
@@ -36,11 +43,16 @@ class EngineConfig:
     max_tokens_in_paged_kv_cache: int | None = None
     kv_cache_free_gpu_mem_fraction: float = 0.9
     attention_backend: str = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    cuda_graph_mode: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, _DEVICES)
         _check_choice("dtype", self.dtype, ("auto", *_NAME_TO_DTYPE))
         _check_choice("attention_backend", self.attention_backend, ("auto", *ATTENTION_BACKENDS))
+        _check_choice("quantization", self.quantization, ("none", _FP8))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", _FP8))
         _check_range("max_batch_size", self.max_batch_size, 1, 2**16)
         _check_range("tokens_per_block", self.tokens_per_block, 1, 1024)
         for name in ("max_num_tokens", "max_seq_len", "max_tokens_in_paged_kv_cache"):
@@ -55,8 +67,13 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Type of weights, activations and KV of a resolved configuration."""
+        """Type of weights and activations of a resolved configuration."""
         return _NAME_TO_DTYPE[self.dtype]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of the KV pool of a resolved configuration."""
+        return torch.float8_e4m3fn if self.kv_cache_dtype == _FP8 else self.torch_dtype
 
     @property
     def num_tokens_limit(self) -> int:
@@ -76,7 +93,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
     device: CUDA if there is one. dtype: the checkpoint's on a GPU, float32 on a CPU. max_seq_len:
     the checkpoint's positions, and not more. max_num_tokens: the larger of 8192 and max_seq_len.
-    attention_backend: triton on CUDA where it can be imported, else torch.
+    attention_backend: triton on CUDA where it can be imported and has kernels for the model's
+    heads, else torch.
     """
     device = config.device
     if device == "auto":
@@ -93,10 +111,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             f"max_seq_len ({max_seq_len}) is above the checkpoint's "
             f"max_position_embeddings ({max_positions})"
         )
-    backend = config.attention_backend
-    if backend == "auto":
-        is_triton = device == "cuda" and "triton" in ATTENTION_BACKENDS
-        backend = "triton" if is_triton else "torch"
+    backend = _choose_backend(config, model, device)
+    if config.quantization == _FP8:
+        _check_fp8_linears(model, device, dtype)
     return replace(
         config,
         device=device,
@@ -105,6 +122,48 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         max_num_tokens=config.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
         attention_backend=backend,
     )
+
+
+def _choose_backend(config: EngineConfig, model: ModelConfig, device: str) -> str:
+    backend, head_dim = config.attention_backend, model.head_dim
+    fits = head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _MAX_HEAD_DIM
+    if backend == "auto":
+        is_triton = device == "cuda" and fits and find_spec("triton") is not None
+        backend = "triton" if is_triton else "torch"
+    if backend == "triton" and not fits:
+        raise ConfigurationError(
+            f"attention_backend triton needs a head_dim that is a multiple of {_HEAD_DIM_STEP} up "
+            f"to {_MAX_HEAD_DIM}; the checkpoint's is {head_dim}; use torch or auto"
+        )
+    if backend == "triton" and find_spec("triton") is None:
+        raise ConfigurationError(
+            "attention_backend is triton, which is not installed; install it, or use torch or auto"
+        )
+    if backend != "triton" and config.kv_cache_dtype == _FP8:
+        raise ConfigurationError(
+            f"kv_cache_dtype fp8 needs attention_backend triton, and {backend} was chosen; use auto"
+        )
+    return backend
+
+
+def _check_fp8_linears(model: ModelConfig, device: str, dtype: str) -> None:
+    """On CUDA the product takes bfloat16 out and dimensions that are multiples of 16 only."""
+    if device != "cuda":
+        return
+    if dtype != "bfloat16":
+        raise ConfigurationError(f"quantization fp8 needs dtype bfloat16, not {dtype}")
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads * head_dim": model.query_size,
+        "num_key_value_heads * head_dim": model.kv_size,
+    }
+    for name, size in sizes.items():
+        if size % 16:
+            raise ConfigurationError(
+                f"quantization fp8 needs a {name} that is a multiple of 16; the checkpoint's is "
+                f"{size}; use none"
+            )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -51,6 +51,13 @@ class KvPool:
         """Keys and values of a layer, each [num_blocks, tokens_per_block, KVH, head_dim]."""
         return self._layers[index]
 
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Blocks ``destinations`` [n] get what ``sources`` [n] hold; all are read before any is
+        written."""
+        # FP8 travels as bytes: torch has few operations on it.
+        memory = self._memory.view(torch.uint8) if self._memory.itemsize == 1 else self._memory
+        memory.index_copy_(2, destinations, memory.index_select(2, sources))
+
     def clean(self, block_ids: Tensor) -> None:
         """Replace NaN and infinities in these blocks [n] by numbers; all else stays."""
         blocks = self._memory.index_select(2, block_ids)

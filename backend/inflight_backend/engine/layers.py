@@ -1,14 +1,28 @@
-"""The linear layer of the decoder, packed for the CPU where that is faster."""
+"""The linear layers of the decoder: packed for the CPU where that is faster, or in FP8."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 _MANY_TOKENS = 512
+_FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0  # largest finite float8_e4m3fn
+
+
+class Quantized(NamedTuple):
+    """Rows in FP8: ``values`` [T, n] float8_e4m3fn times ``scales`` [T, 1] float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
+Activation: TypeAlias = Tensor | Quantized
+"""What a linear layer reads."""
 
 
 class Linear:
@@ -58,3 +72,45 @@ def _pack(weight: Tensor) -> Tensor:
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     answer: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return answer
+
+
+class Fp8Linear:
+    """``x @ weight.T + bias`` in FP8, with a scale per row of the weight and per token.
+
+    The weight is quantised here, so its first form can be freed; each number is
+    rounded to 4 significant bits. On CUDA the product is cuBLAS's or CUTLASS's, in
+    bfloat16 out; elsewhere it is taken in float32, for tests. Both dimensions of the weight must
+    be multiples of 16 on CUDA (`config.resolve` sees to it).
+    """
+
+    __slots__ = ("_bias", "_dtype", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._dtype = weight.dtype
+        self._weight = quantize(weight)
+        self._bias = bias
+
+    def __call__(self, x: Quantized) -> Tensor:
+        """x [num_tokens, columns] -> [num_tokens, rows] in the dtype of the first weight."""
+        weight, scales = self._weight
+        if x.values.is_cuda:
+            # Row-major times column-major, as the tensor cores want it.
+            return torch._scaled_mm(
+                x.values,
+                weight.t(),
+                scale_a=x.scales,
+                scale_b=scales.t(),
+                bias=self._bias,
+                out_dtype=self._dtype,
+                use_fast_accum=True,
+            )
+        product = functional.linear(x.values.float(), weight.float()) * x.scales * scales.t()
+        return (product if self._bias is None else product + self._bias).to(self._dtype)
+
+
+def quantize(x: Tensor) -> Quantized:
+    """Each row of x [T, n] scaled so that its largest number becomes 448, rounded to nearest."""
+    wide = x.float()
+    # The floor keeps a row of zeros finite.
+    scales = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / _FP8_MAX
+    return Quantized((wide / scales).clamp(-_FP8_MAX, _FP8_MAX).to(_FP8), scales)

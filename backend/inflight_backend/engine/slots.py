@@ -4,6 +4,9 @@ Every running request owns a slot. What changes in a step arrives as `StepWords`
 slots and lengths are then computed on the device for all rows at once, and the last token of a
 slot never leaves it. The host mirrors the lengths (they follow from the plans alone) and two
 facts about sampling, so that it never has to ask the device how to go on.
+
+One slot more than requests can own pads the rows of a captured step: it has no tokens and keeps
+none, whatever runs in it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
-from inflight_backend.engine.attention import AttentionInputs
+from inflight_backend.engine.attention import AttentionInputs, HostLengths
 from inflight_backend.engine.step_buffer import NUM_COLUMNS, StepWords
 from inflight_scheduler import ScheduledBatch
 
@@ -41,38 +44,44 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step as the decoder sees it: packed tokens and their positions, [num_tokens] int64.
+    """One step as the decoder sees it: packed tokens [num_tokens] int64.
 
     ``sample_rows`` are the rows that draw a token, None for all of them in order.
     """
 
     tokens: Tensor
-    positions: Tensor
     sample_rows: Tensor | None
     attention: AttentionInputs
     sampling: SamplingInputs
 
 
 class SlotTable:
-    """Owner of the state of ``num_slots`` slots; its tensors keep their addresses for life."""
+    """Owner of the state of ``num_slots`` slots and of the padding slot, whose number is
+    ``num_slots``; its tensors keep their addresses for life."""
 
     def __init__(self, num_slots: int, max_blocks: int, tokens_per_block: int, device: str) -> None:
         self._tokens_per_block = tokens_per_block
-        self._parameters = torch.zeros(num_slots, NUM_COLUMNS, dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32, device=device)
-        self._cached_lengths = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._last_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._padding_slot = num_slots
+        num_rows = num_slots + 1
+        self._parameters = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
+        self._cached_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._host_lengths = np.zeros(num_slots, dtype=np.int64)
         self._host_is_greedy = np.zeros(num_slots, dtype=np.bool_)
         self._host_min_end = np.zeros(num_slots, dtype=np.int64)
 
     def set_up(self, batch: ScheduledBatch, words: StepWords) -> None:
         """Take over the setups and the new blocks of a plan."""
-        self._parameters[words.setup_slots.long()] = words.setup_rows
+        if batch.setups:
+            self._parameters[words.setup_slots.long()] = words.setup_rows
         for setup in batch.setups:
             self._host_is_greedy[setup.slot] = setup.sampling.is_greedy
             self._host_min_end[setup.slot] = setup.min_end_position if setup.end_id >= 0 else 0
-        self._block_tables[words.block_slots.long(), words.block_indices.long()] = words.block_ids
+        if batch.new_blocks:
+            self._block_tables[words.block_slots.long(), words.block_indices.long()] = (
+                words.block_ids
+            )
 
     def begin(self, batch: ScheduledBatch, words: StepWords) -> StepInputs:
         """Book the progress of a plan that is not empty; returns the inputs of its step."""
@@ -81,11 +90,39 @@ class SlotTable:
         attention = self._advance(batch, words, slots, token_slots, positions)
         return StepInputs(
             tokens=tokens,
-            positions=positions,
             sample_rows=words.sample_rows.long() if batch.context_chunks else None,
             attention=attention,
-            sampling=self._sampling(batch, words.sample_slots.long()),
+            sampling=self._sampling(words.sample_slots.long(), *self._sampling_flags(batch)),
         )
+
+    def begin_generation(self, generation_slots: Tensor) -> StepInputs:
+        """A step of generations in ``generation_slots`` [B] int32, made of what the device knows.
+
+        Rows of the padding slot have no context, write no cache and draw a token nobody reads.
+        `book_generation` keeps the host's side for it.
+        """
+        slots = generation_slots.long()
+        positions = self._cached_lengths[slots]
+        is_row = slots != self._padding_slot
+        contexts = torch.where(is_row, positions + 1, 0)
+        self._cached_lengths[slots] = contexts
+        slot_mapping = torch.where(is_row, self._cache_slots(slots, positions), -1)
+        attention = AttentionInputs(
+            num_context_sequences=0,
+            num_context_tokens=0,
+            block_tables=self._block_tables[slots],
+            context_lengths=contexts.int(),
+            query_starts=generation_slots[:0],
+            positions=positions,
+            slot_mapping=slot_mapping,
+            host=None,
+        )
+        sampling = self._sampling(slots, is_all_greedy=False, may_forbid_end=True)
+        return StepInputs(self._last_tokens[slots], None, attention, sampling)
+
+    def book_generation(self, batch: ScheduledBatch) -> None:
+        """Book on the host what `begin_generation` does on the device for a plan."""
+        self._host_lengths[np.array(batch.generation_slots, dtype=np.int64)] += 1
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
         """Remember the drawn tokens [num_samples]; the next step of their slots starts with them.
@@ -140,23 +177,32 @@ class SlotTable:
         self._cached_lengths[slots] = contexts
         size = self._tokens_per_block
         num_blocks = -(-int(host_contexts.max()) // size)
-        block_ids = self._block_tables[token_slots, positions // size].long()
         return AttentionInputs(
             num_context_sequences=num_chunks,
             num_context_tokens=num_context_tokens,
             block_tables=self._block_tables[:, :num_blocks][slots],
             context_lengths=contexts.int(),
             query_starts=words.query_starts,
-            slot_mapping=block_ids * size + positions % size,
-            host_query_lengths=lengths,
-            host_context_lengths=host_contexts,
+            positions=positions,
+            slot_mapping=self._cache_slots(token_slots, positions),
+            host=HostLengths(lengths, host_contexts),
         )
 
-    def _sampling(self, batch: ScheduledBatch, slots: Tensor) -> SamplingInputs:
+    def _cache_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where tokens at ``positions`` of ``slots`` lie in the cache, [T] int64."""
+        size = self._tokens_per_block
+        return self._block_tables[slots, positions // size].long() * size + positions % size
+
+    def _sampling_flags(self, batch: ScheduledBatch) -> tuple[bool, bool]:
+        """Whether all rows are greedy, and whether some row's end may have to wait."""
+        slots = [chunk.slot for chunk in batch.context_chunks if chunk.is_last]
+        slots += batch.generation_slots
+        may_forbid_end = (self._host_min_end[slots] > self._host_lengths[slots]).any()
+        return bool(self._host_is_greedy[slots].all()), bool(may_forbid_end)
+
+    def _sampling(self, slots: Tensor, is_all_greedy: bool, may_forbid_end: bool) -> SamplingInputs:
         rows = self._parameters[slots]
         floats = rows.view(torch.float32)
-        host_slots = [chunk.slot for chunk in batch.context_chunks if chunk.is_last]
-        host_slots += batch.generation_slots
         return SamplingInputs(
             slots=slots,
             temperature=floats[:, columns.TEMPERATURE],
@@ -166,8 +212,6 @@ class SlotTable:
             positions=self._cached_lengths[slots],
             end_ids=rows[:, columns.END_ID].long(),
             min_end_positions=rows[:, columns.MIN_END_POSITION],
-            is_all_greedy=bool(self._host_is_greedy[host_slots].all()),
-            may_forbid_end=bool(
-                (self._host_min_end[host_slots] > self._host_lengths[host_slots]).any()
-            ),
+            is_all_greedy=is_all_greedy,
+            may_forbid_end=may_forbid_end,
         )

@@ -1,7 +1,9 @@
 """One packed copy per step: all a plan says, as int32 words, in one piece to the device.
 
 Floats travel as their bits and seeds as two words. The buffers have fixed addresses and the size
-of the largest plan, so a captured graph may read them.
+of the largest plan. The slots of generations stand at the head, padded with the padding slot, so
+that a captured graph finds them there in every step. On a GPU there are two host sides: one is
+filled while the copy of the other may still be on its way.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.token_reader import new_event
 from inflight_scheduler import ScheduledBatch, SlotSetup
 
 # Columns of the table of slots, in words. The seed comes first, so that it can be read as int64.
@@ -27,21 +30,24 @@ _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
 class StepWords:
     """The words of a plan on the device, int32, in sections.
 
-    ``sample_rows`` are the packed rows of the last tokens of last chunks, ``sample_slots`` the
-    slots of all rows that draw a token: last chunks, then generations.
+    ``generation_slots`` are the first words of the buffer. ``sample_rows`` are the packed rows of
+    the last tokens of last chunks, ``sample_slots`` the slots of all rows that draw a token: last
+    chunks, then generations.
     """
 
+    generation_slots: Tensor  # [num_generations]
     setup_slots: Tensor  # [num_setups]
     setup_rows: Tensor  # [num_setups, NUM_COLUMNS]
     block_slots: Tensor  # [num_new_blocks]
     block_indices: Tensor
     block_ids: Tensor
+    copy_sources: Tensor  # [num_block_copies]
+    copy_destinations: Tensor
     tokens: Tensor  # [num_context_tokens]
     chunk_slots: Tensor  # [num_chunks]
     chunk_starts: Tensor
     chunk_ends: Tensor
     query_starts: Tensor  # [num_chunks + 1]
-    generation_slots: Tensor  # [num_generations]
     sample_rows: Tensor  # [num_samples]
     sample_slots: Tensor
 
@@ -49,37 +55,59 @@ class StepWords:
 class StepBuffer:
     """Host and device side of the packed copy; on a CPU they are the same memory."""
 
-    def __init__(self, max_words: int, device: str) -> None:
-        self._host = torch.empty(max_words, dtype=torch.int32, pin_memory=device != "cpu")
-        self._words = self._host.numpy()
-        self._device = self._host if device == "cpu" else self._host.to(device)
+    def __init__(self, max_words: int, num_slots: int, device: str) -> None:
+        """Plans of up to ``max_words`` words (`max_words`); the padding slot is ``num_slots``."""
+        self._num_slots = num_slots
+        is_cuda = device != "cpu"
+        self._hosts = [
+            torch.full((max_words,), num_slots, dtype=torch.int32, pin_memory=is_cuda)
+            for _ in range(2 if is_cuda else 1)
+        ]
+        self._words = [host.numpy() for host in self._hosts]
+        self._copied = [new_event() for _ in self._hosts] if is_cuda else []
+        self._turn = 0
+        self._device = self._hosts[0].to(device)  # the same memory on a CPU
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory."""
-        return self._host.nbytes if self._host.is_pinned() else 0
+        return sum(host.nbytes for host in self._hosts if host.is_pinned())
+
+    @property
+    def padded_slots(self) -> Tensor:
+        """The head of the device side, [num_slots] int32: slots of generations, then padding."""
+        return self._device[: self._num_slots]
 
     def send(self, batch: ScheduledBatch) -> StepWords:
         """Pack ``batch`` and start its copy; the views are valid until the next call."""
         sections = _sections(batch)
+        num_generations = len(batch.generation_slots)
         sizes = [len(section) for section in sections]
-        total = sum(sizes)
-        assert total <= len(self._words), f"plan of {total} words, room for {len(self._words)}"
-        np.concatenate(sections, out=self._words[:total])
-        if self._device is not self._host:
-            self._device[:total].copy_(self._host[:total], non_blocking=True)
-        views = list(torch.split(self._device[:total], sizes))
+        total = self._num_slots + sum(sizes)
+        words = self._words[self._turn]
+        assert total <= len(words), f"plan of {total} words, room for {len(words)}"
+        if self._copied:
+            self._copied[self._turn].synchronize()  # of the plan before the last one
+        words[:num_generations] = batch.generation_slots
+        words[num_generations : self._num_slots] = self._num_slots
+        np.concatenate(sections, out=words[self._num_slots : total])
+        if self._copied:
+            self._device[:total].copy_(self._hosts[self._turn][:total], non_blocking=True)
+            self._copied[self._turn].record()
+            self._turn = 1 - self._turn
+        views = list(torch.split(self._device[self._num_slots : total], sizes))
         views[1] = views[1].view(-1, NUM_COLUMNS)
-        return StepWords(*views)
+        return StepWords(self._device[:num_generations], *views)
 
 
 def max_words(max_batch_size: int, max_num_tokens: int, num_blocks: int) -> int:
-    """Words of the largest plan: every slot set up, every block assigned, every token prompt."""
-    return max_batch_size * (NUM_COLUMNS + 8) + 3 * num_blocks + max_num_tokens + 1
+    """Words of the largest plan: every slot set up, a chunk and a copied block, every block
+    assigned, every token prompt, and the slots of generations, which always take their room."""
+    return max_batch_size * (NUM_COLUMNS + 10) + 3 * num_blocks + max_num_tokens + 1
 
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:
-    """The fields of `StepWords`, in order, as flat arrays."""
+    """The fields of `StepWords` after the first, in order, as flat arrays."""
     chunks = batch.context_chunks
     lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
@@ -99,12 +127,13 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         np.array([block.slot for block in new_blocks], dtype=np.int32),
         np.array([block.index for block in new_blocks], dtype=np.int32),
         np.array([block.block_id for block in new_blocks], dtype=np.int32),
+        np.array([copy.source for copy in batch.block_copies], dtype=np.int32),
+        np.array([copy.destination for copy in batch.block_copies], dtype=np.int32),
         np.concatenate(tokens) if tokens else _NO_WORDS,
         slots,
         starts,
         starts + lengths,
         query_starts,
-        generation_slots,
         np.concatenate(((query_starts[1:] - 1)[is_last], generation_rows)),
         np.concatenate((slots[is_last], generation_slots)),
     ]

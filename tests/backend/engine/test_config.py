@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from inflight_backend.engine import Engine, EngineConfig, ModelConfig
 from inflight_backend.engine.config import resolve
 from inflight_backend.engine.kv_pool import KvPool, available_memory, choose_num_blocks
-from inflight_backend.engine.layers import Linear
+from inflight_backend.engine.layers import Fp8Linear, Linear, quantize
 from inflight_backend.errors import ConfigurationError
 
 Folder = Callable[..., Path]
@@ -40,6 +41,8 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
         ({"dtype": "int8"}, "dtype must be one of"),
         ({"attention_backend": "magic"}, "attention_backend must be one of auto, torch"),
+        ({"quantization": "int4"}, "quantization must be one of none, fp8"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8"),
         ({"max_batch_size": 0}, "max_batch_size must be between 1"),
         ({"tokens_per_block": -1}, "tokens_per_block must be between 1"),
         ({"max_num_tokens": 0}, "max_num_tokens must be between 1"),
@@ -62,6 +65,30 @@ def test_no_cuda_device(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigurationError, match="no CUDA device"):
         resolve(EngineConfig(device="cuda"), model)
+
+
+def test_what_triton_needs(model: ModelConfig) -> None:
+    config = EngineConfig(device="cpu", attention_backend="triton")
+    with pytest.raises(ConfigurationError, match=r"head_dim .* of 16 .* use torch or auto"):
+        resolve(config, replace(model, head_dim=20))
+    with pytest.raises(ConfigurationError, match="up to 256; the checkpoint's is 272"):
+        resolve(config, replace(model, head_dim=272))
+    assert resolve(config, replace(model, head_dim=80)).attention_backend == "triton"
+
+
+def test_what_fp8_needs(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match=r"kv_cache_dtype fp8 needs .* triton"):
+        resolve(EngineConfig(device="cpu", kv_cache_dtype="fp8"), model)
+    chosen = EngineConfig(device="cpu", kv_cache_dtype="fp8", attention_backend="triton")
+    assert resolve(chosen, replace(model, head_dim=16)).kv_dtype == torch.float8_e4m3fn
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = EngineConfig(quantization="fp8", dtype="bfloat16")
+    fitting = replace(model, head_dim=16, hidden_size=64, intermediate_size=96)
+    assert resolve(config, fitting).attention_backend == "triton"
+    with pytest.raises(ConfigurationError, match="needs dtype bfloat16, not float16"):
+        resolve(replace(config, dtype="float16"), fitting)
+    with pytest.raises(ConfigurationError, match="intermediate_size that is a multiple of 16"):
+        resolve(config, replace(fitting, intermediate_size=56))
 
 
 def test_blocks_of_a_cpu_pool() -> None:
@@ -104,3 +131,27 @@ def test_packed_linear(num_tokens: int, has_bias: bool) -> None:
     with torch.inference_mode():
         answer = Linear(weight, bias)(x)
     torch.testing.assert_close(answer.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_fp8_linear(has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 256, generator=generator)
+    weight[3] *= 1000  # a large row has a scale of its own and spoils no other
+    bias = torch.randn(48, generator=generator) if has_bias else None
+    x = torch.randn(64, 256, generator=generator)
+    x[2] /= 100
+    found = Fp8Linear(weight, bias)(quantize(x)) - (0 if bias is None else bias)
+    expected = x @ weight.T
+    # Two roundings to 4 bits, at most 2^-4 each; errors of 256 products average out.
+    error = (found - expected).norm(dim=0) / expected.norm(dim=0)
+    assert float(error.max()) < 0.06
+    assert float(error.min()) > 0.001
+    assert found.dtype == weight.dtype
+
+
+def test_quantised_rows_use_the_whole_range() -> None:
+    values, scales = quantize(torch.tensor([[1.0, -7.0, 0.0], [0.0, 0.0, 0.0], [2e4, 1.0, -3e4]]))
+    assert values.float().abs().amax(dim=1).tolist() == [448.0, 0.0, 448.0]
+    assert torch.isfinite(scales).all()
+    assert (values.float() * scales)[0, 1] == pytest.approx(-7.0)

@@ -14,6 +14,7 @@ from engine_driver import EngineDriver, Job
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_scheduler import (
     BlockAssignment,
+    BlockCopy,
     ContextChunk,
     SamplingParams,
     ScheduledBatch,
@@ -206,6 +207,55 @@ def test_a_plan_may_set_up_and_run_nothing(small_engine: SmallEngine) -> None:
     chunk = ContextChunk(5, 0, tuple(prompt), is_last=True)
     assert engine.execute(ScheduledBatch(2, context_chunks=(chunk,))) == free.generated[:1]
     assert engine.execute(ScheduledBatch(3, generation_slots=(5,))) == free.generated[1:]
+
+
+def test_a_plan_may_copy_blocks(small_engine: SmallEngine) -> None:
+    engine = small_engine("llama-mha")
+    prompt = make_prompts()[3][:8]
+    free = Job(prompt)
+    EngineDriver(engine).generate([free], 2)
+    blocks = (BlockAssignment(5, 0, 40), BlockAssignment(5, 1, 41))
+    chunk = ContextChunk(5, 0, tuple(prompt), is_last=True)
+    setup = SlotSetup(5, 1, SamplingParams())
+    engine.execute(ScheduledBatch(1, (setup,), blocks, (chunk,)))
+    # Slot 6 shares block 40 and starts from a copy of 41, whose last token it computes anew. What
+    # becomes of 41 in the same breath must not matter.
+    plan = ScheduledBatch(
+        2,
+        (SlotSetup(6, 2, SamplingParams()),),
+        (BlockAssignment(6, 0, 40), BlockAssignment(6, 1, 42), BlockAssignment(6, 2, 43)),
+        (ContextChunk(6, 7, (prompt[7],), is_last=True),),
+        block_copies=(BlockCopy(41, 42), BlockCopy(90, 41)),
+    )
+    assert engine.execute(plan) == free.generated[:1]
+    assert engine.execute(ScheduledBatch(3, generation_slots=(6,))) == free.generated[1:]
+    assert engine.supports_block_copies
+
+
+def test_steps_may_be_submitted_before_the_last_is_read(small_engine: SmallEngine) -> None:
+    """Tokens feed the next step on the device; reading them is one step late."""
+    engine = small_engine("qwen3")
+    prompts = make_prompts()[:3]
+    expected = EngineDriver(engine).generate([Job(prompt) for prompt in prompts], NUM_TOKENS)
+    jobs = [Job(prompt) for prompt in prompts]
+    driver = EngineDriver(engine, seed=4)
+    driver.step(dict.fromkeys(jobs, 0))
+    slots = tuple(job.slot for job in jobs if job.slot is not None)
+    blocks = tuple(
+        BlockAssignment(job.slot, len(job.blocks) + index, driver.free_blocks.pop())
+        for job in jobs
+        for index in range(3)
+        if job.slot is not None
+    )
+    late = engine.submit(ScheduledBatch(2, new_blocks=blocks, generation_slots=slots))
+    found = []
+    for number in range(3, NUM_TOKENS + 1):
+        pending = engine.submit(ScheduledBatch(number, generation_slots=slots))
+        found.append(late.read())
+        late = pending
+    found.append(late.read())
+    tokens = [list(row) for row in zip(*found, strict=True)]
+    assert tokens == [row[1:NUM_TOKENS] for row in expected]
 
 
 def test_what_the_manager_asks_for(small_engine: SmallEngine) -> None:

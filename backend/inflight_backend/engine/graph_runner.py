@@ -1,0 +1,75 @@
+"""Generation steps recorded once per batch-size bucket and replayed.
+
+What is recorded must read its inputs from fixed addresses only: no number of the host's may enter
+it, since a replay would repeat the number it had when it was recorded. A step takes the slots of
+its rows from the head of the packed copy; rows up to the bucket's size are the padding slot's,
+which attends to nothing and keeps nothing.
+
+Recording is a strategy (`Capture`): CUDA graphs on a GPU; in tests something that runs the same
+function again on the same tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Step: TypeAlias = Callable[[Tensor], Tensor]
+"""slots [B] int32 at a fixed address -> tokens [B] int64."""
+
+Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
+"""Records a call: what replays it, and the tensor that holds its answer after each replay."""
+
+
+class GraphRunner:
+    """Owner of the recordings; the largest is made first, so that the others fit its memory."""
+
+    def __init__(self, step: Step, slots: Tensor, capture: Capture) -> None:
+        """``slots`` [max_batch_size] int32 keeps its address; now it holds padding only."""
+        self._sizes = bucket_sizes(len(slots))
+        self._graphs = {
+            size: capture(partial(step, slots[:size])) for size in reversed(self._sizes)
+        }
+
+    def run(self, num_rows: int) -> Tensor:
+        """Replay the smallest bucket that holds ``num_rows``: their tokens [num_rows] int64.
+
+        The tensor is overwritten by the next replay of its bucket.
+        """
+        size = self._sizes[bisect_left(self._sizes, num_rows)]
+        replay, tokens = self._graphs[size]
+        replay()
+        return tokens[:num_rows]
+
+
+class CudaCapture:
+    """Records CUDA graphs that share one memory pool: they never run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, call: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        """Run once, so that kernels are compiled and libraries initialised, then record."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            tokens = call()
+        return graph.replay, tokens
+
+
+def bucket_sizes(max_batch_size: int) -> list[int]:
+    """1, 2, 4, then steps of 8 to 64, 16 to 128 and 64 beyond, up to and with the maximum.
+
+    A step of 64 beyond 128 wastes a third at most there; doubling would waste half.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, max_batch_size, 64)]
+    return [*(size for size in sizes if size < max_batch_size), max_batch_size]

@@ -1,0 +1,72 @@
+"""The table of ops in the Triton language; importing this needs triton."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from inflight_backend.engine.layers import Fp8Linear, Quantized
+from inflight_backend.engine.ops import TORCH_OPS
+from inflight_kernels import quantize_fp8 as quantize_module
+from inflight_kernels import rms_norm as norms
+from inflight_kernels import sample as sampling
+from inflight_kernels import silu_mul as activation
+
+
+def _sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """The parameters are columns of a table: the kernel wants each by itself."""
+    return sampling.sample(
+        logits,
+        temperature.contiguous(),
+        top_k.contiguous(),
+        top_p.contiguous(),
+        seeds.contiguous(),
+        positions,
+    )
+
+
+TRITON_OPS = replace(
+    TORCH_OPS,
+    rms_norm=norms.rms_norm,
+    add_rms_norm=norms.add_rms_norm,
+    final_norm=norms.add_rms_norm,
+    silu_mul=activation.silu_mul,
+    sample=_sample,
+)
+
+
+def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
+    return Quantized(*norms.rms_norm_fp8(x, weight, eps))
+
+
+def _add_rms_norm_fp8(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Quantized, Tensor]:
+    values, scales, residual = norms.add_rms_norm_fp8(x, residual, weight, eps)
+    return Quantized(values, scales), residual
+
+
+def _silu_mul_fp8(gate_up: Tensor) -> Quantized:
+    return Quantized(*activation.silu_mul_fp8(gate_up))
+
+
+def _quantize(x: Tensor) -> Quantized:
+    return Quantized(*quantize_module.quantize_fp8(x))
+
+
+FP8_TRITON_OPS = replace(
+    TRITON_OPS,
+    rms_norm=_rms_norm_fp8,
+    add_rms_norm=_add_rms_norm_fp8,
+    silu_mul=_silu_mul_fp8,
+    to_activation=_quantize,
+    make_linear=Fp8Linear,
+)

@@ -1,0 +1,223 @@
+"""Everything we claim of a GPU, in one command: checks, ceilings, K1-K3, E1-E3, O1.
+
+    python benchmarks/gpu.py              all parts, at most 9 minutes, made for one H200
+    python benchmarks/gpu.py --quick      at most 3 minutes: ceilings, checks, E1 and O1, some of K1
+    python benchmarks/gpu.py --parts E3   one part with all the time to itself
+    python benchmarks/gpu.py --dry-run    every part on a CPU with tiny shapes; reports no figures
+
+Each part is a process of its own with a time limit: one that fails, hangs or breaks the CUDA
+context leaves the rows it made and a row that says so. The JSON goes to ``--output``, else to
+``$OUT/gpu.json``, else nowhere; the table comes last. Needs torch, triton and numpy only. Weights
+are random (seeded, made on the device): no checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
+
+# Name -> module and function of `gpu_parts`; seconds of a full run and of a quick one (0: left
+# out). Sums: 525 and 170. What later work depends on most comes first.
+PARTS = {
+    "ceilings": ("ceilings.rows", 35, 20),
+    "checks": ("checks.rows", 70, 50),
+    "E1/O1": ("steps.rows", 85, 70),
+    "K1": ("kernel_rows.generation_attention", 55, 30),
+    "E3": ("offline.inflight", 115, 0),
+    "E2": ("offline.static", 85, 0),
+    "K2": ("kernel_rows.context_attention", 35, 0),
+    "K3": ("kernel_rows.token_kernels", 45, 0),
+}
+_FULL_SECONDS = 525
+_GRACE = 5  # seconds a part gets to end by itself
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Run the parts, write the JSON, print the table; exit status 1 if a check failed."""
+    options = _parse()
+    sys.path[:0] = [str(ROOT / folder) for folder in _FOLDERS]
+    if options.dry_run:
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
+    if options.part:
+        with options.rows.open("a", encoding="utf-8") as stream:
+            for row in run_part(options.part, options, options.until - time.time()):
+                stream.write(json.dumps(row) + "\n")
+                stream.flush()
+        return
+    report: dict[str, Any] = {**_describe(options), "parts": {}}
+    for name in options.parts or PARTS:
+        seconds = _seconds(name, options)
+        if seconds == 0:
+            continue
+        start = time.monotonic()
+        run = run_part if options.dry_run else run_isolated
+        rows = list(run(name, options, seconds))
+        report["parts"][name] = rows
+        if name == "ceilings":
+            options.ceilings = _ceilings(rows)
+            report["floors_from"] = json.loads(options.ceilings or '{"is_measured": false}')
+        print(f"{name}: {len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
+        _write(report, options.output)
+    _print(report)
+    failed = [row for row in report["parts"].get("checks", []) if not row.get("ok", False)]
+    if failed:
+        sys.exit(f"{len(failed)} checks failed")
+
+
+def _seconds(name: str, options: argparse.Namespace) -> float:
+    """Time limit of a part, 0 to leave it out. Parts that are named share the whole time."""
+    _, full, quick = PARTS[name]
+    if options.parts:
+        return full * _FULL_SECONDS / sum(PARTS[part][1] for part in options.parts)
+    return quick if options.quick and not options.dry_run else full
+
+
+def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:
+    """The rows of a part, in this process, until its time is over; an error is the last row."""
+    import torch
+    from gpu_parts.common import Ceilings, Setting
+
+    setting = Setting(
+        device=torch.device("cpu" if options.dry_run else "cuda"),
+        is_dry=options.dry_run,
+        is_quick=options.quick,
+        stop_at=time.monotonic() + seconds,
+        ceilings=Ceilings(**json.loads(options.ceilings)) if options.ceilings else Ceilings(),
+    )
+    module, function = PARTS[name][0].split(".")
+    try:
+        part: Callable[[Setting], Iterator[Row]] = getattr(
+            import_module(f"gpu_parts.{module}"), function
+        )
+        for row in part(setting):
+            yield row
+            if setting.seconds_left < 0 and not setting.is_dry:
+                yield {"error": f"stopped after its {seconds:.0f} seconds"}
+                return
+    except Exception as error:  # whatever breaks one part must leave the others alone
+        yield {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def run_isolated(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:
+    """The rows of a part run in a process of its own, which is ended when its time is over."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        path.touch()
+        command = [sys.executable, str(Path(__file__).resolve()), "--part", name]
+        command += ["--rows", str(path), "--until", str(time.time() + seconds - _GRACE)]
+        command += ["--ceilings", options.ceilings] if options.ceilings else []
+        command += ["--quick"] if options.quick else []
+        command += ["--dry-run"] if options.dry_run else []
+        problem = ""
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=seconds
+            )
+            if done.returncode:
+                problem = f"ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
+        except subprocess.TimeoutExpired:
+            problem = f"killed after {seconds:.0f} seconds"
+        for line in path.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+        if problem:
+            yield {"error": problem}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, no figures")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
+    out = Path(os.environ["OUT"]) / "gpu.json" if os.environ.get("OUT") else None
+    parser.add_argument("--output", type=Path, default=out, help="write JSON here")
+    for name, kind in (("part", str), ("rows", Path), ("until", float), ("ceilings", str)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not options.dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("no CUDA device here; --dry-run shows that the script works")
+    return options
+
+
+def _describe(options: argparse.Namespace) -> dict[str, Any]:
+    """Machine, versions and command; the parent asks nothing of the device itself."""
+    import numpy
+    import torch
+
+    facts: dict[str, Any] = {
+        "dry_run": options.dry_run,
+        "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
+        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": import_module("triton").__version__,
+        "numpy": numpy.__version__,
+    }
+    if not options.dry_run:
+        query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit"
+        facts["gpu"] = _output("nvidia-smi", query, "--format=csv,noheader")
+    return facts
+
+
+def _output(*command: str) -> str:
+    """What a command prints; "unknown" where there is none or it fails."""
+    if shutil.which(command[0]) is None:
+        return "unknown"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _ceilings(rows: list[Row]) -> str:
+    """The largest measured rates, as JSON for the parts that follow; "" if there are none."""
+    reads = [row["gb_per_s"] for row in rows if row.get("what", "").startswith(("copy", "read"))
+             and "gb_per_s" in row]  # fmt: skip
+    rates = {
+        kind: [row["tflop_per_s"] for row in rows
+               if row.get("what") == f"square {kind}" and "tflop_per_s" in row]
+        for kind in ("bf16", "fp8")
+    }  # fmt: skip
+    found: dict[str, float | bool] = {"is_measured": bool(reads)}
+    if reads:
+        found["read_bytes"] = 1e9 * max(reads)
+    for kind, values in rates.items():
+        if values:
+            found[f"{kind}_flops"] = 1e12 * max(values)
+    return json.dumps(found) if reads else ""
+
+
+def _write(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _print(report: dict[str, Any]) -> None:
+    """Checks that failed, then a line per row; what matters most last, where a tail shows it."""
+    for name, rows in reversed(report["parts"].items()):
+        good = [row for row in rows if row.get("ok")]
+        print(f"\n{name}" + (f": {len(good)} of {len(rows)} good" if good else ""))
+        for row in rows:
+            if not row.get("ok"):
+                print("  " + "  ".join(f"{key}={value}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Every kernel against the torch reference on the device, then whole engines against each other.
+
+The error is ‖out - ref‖ / ‖ref‖ in float32, the reference computed in float32 from the same
+rounded inputs. Limits: bf16 results are rounded to 8 bits once or twice (half a unit is 2e-3),
+e4m3 to 4 bits (3e-2); what must be exact has limit 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+
+import torch
+from gpu_parts.common import TINY, Row, Setting, make_engine
+from torch import Tensor
+
+from inflight_backend.engine import EngineConfig
+from inflight_backend.engine.layers import Fp8Linear, quantize
+from inflight_kernels import reference
+from inflight_scheduler import BlockAssignment, ContextChunk, SamplingParams, ScheduledBatch
+from inflight_scheduler import SlotSetup as Setup
+
+_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
+_LIMIT = {_BF16: 1e-2, _FP8: 5e-2}
+
+
+@dataclass(frozen=True)
+class _Check:
+    """``run`` returns what was computed and what it should be."""
+
+    name: str
+    limit: float
+    run: Callable[[], tuple[Tensor, Tensor]]
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """One row per check; a check that raises is a row too."""
+    torch.manual_seed(0)
+    for check in _checks(setting):
+        try:
+            out, expected = check.run()
+            error = _error(out, expected)
+            is_good = error <= check.limit
+            yield {"check": check.name, "ok": is_good, "error": f"{error:.1e}"}
+        except Exception as error:  # the next check may still say something
+            yield {"check": check.name, "ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def _error(out: Tensor, expected: Tensor) -> float:
+    out, expected = out.float(), expected.float()
+    if not bool(torch.isfinite(out).all()):
+        return float("nan")  # compares as not within any limit
+    return float((out - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def _checks(setting: Setting) -> Iterator[_Check]:
+    yield from _token_checks(setting)
+    yield from _rope_checks(setting)
+    for num_heads, num_kv_heads in ((4, 2),) if setting.is_dry else ((32, 8), (40, 40)):
+        for dtype in (_BF16, _FP8):
+            for window in (None, 37):
+                label = f"{num_heads}/{num_kv_heads} {_name(dtype)} window {window}"
+                run = partial(_generation, setting, num_heads, num_kv_heads, dtype, window)
+                yield _Check(f"generation {label}", _LIMIT[_BF16], run)
+                run = partial(_context, setting, num_heads, num_kv_heads, dtype, window)
+                yield _Check(f"context {label}", _LIMIT[_BF16], run)
+    yield _Check("sample", 0.0, partial(_sample, setting))
+    yield _Check("copy_blocks", 0.0, partial(_copy, setting))
+    yield _Check("fp8 linear", 1e-2, partial(_fp8_linear, setting))
+    yield _Check("engine: triton against torch, float32", 0.0, partial(_engines, setting))
+    if not setting.is_dry:
+        yield _Check("engine: graphs against eager, bf16", 0.0, partial(_graphs, setting, "none"))
+        yield _Check("engine: graphs against eager, fp8", 0.0, partial(_graphs, setting, "fp8"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _token_checks(setting: Setting) -> Iterator[_Check]:
+    norms, silu = (
+        import_module("inflight_kernels.rms_norm"),
+        import_module("inflight_kernels.silu_mul"),
+    )
+    quantization = import_module("inflight_kernels.quantize_fp8")
+    shape = (3, 80) if setting.is_dry else (257, 4096)
+    x, residual = (torch.randn(shape, dtype=_BF16, device=setting.device) for _ in range(2))
+    weight = torch.randn(shape[1], dtype=_BF16, device=setting.device)
+    wide = torch.randn(shape[0], 2 * shape[1], dtype=_BF16, device=setting.device)
+    normed = reference.rms_norm(x.float(), weight.float(), 1e-5)
+    added = reference.add_rms_norm(x, residual, weight, 1e-5)[0]
+    gated = reference.silu_mul(wide.float())
+    limit, fp8 = _LIMIT[_BF16], _LIMIT[_FP8]
+
+    def scaled(pair: tuple[Tensor, ...]) -> Tensor:
+        return pair[0].float() * pair[1]
+
+    yield _Check("rms_norm", limit, lambda: (norms.rms_norm(x, weight, 1e-5), normed))
+    yield _Check(
+        "add_rms_norm", limit, lambda: (norms.add_rms_norm(x, residual, weight, 1e-5)[0], added)
+    )
+    yield _Check("rms_norm_fp8", fp8, lambda: (scaled(norms.rms_norm_fp8(x, weight, 1e-5)), normed))
+    yield _Check(
+        "add_rms_norm_fp8",
+        fp8,
+        lambda: (scaled(norms.add_rms_norm_fp8(x, residual, weight, 1e-5)[:2]), added),
+    )
+    yield _Check("silu_mul", limit, lambda: (silu.silu_mul(wide), gated))
+    yield _Check("silu_mul_fp8", fp8, lambda: (scaled(silu.silu_mul_fp8(wide)), gated))
+    yield _Check("quantize_fp8", fp8, lambda: (scaled(quantization.quantize_fp8(x)), x))
+
+
+def _rope_checks(setting: Setting) -> Iterator[_Check]:
+    for has_norms in (False, True):
+        for dtype in (_BF16, _FP8):
+            label = f"rope_write_kv {_name(dtype)}{' with norms' if has_norms else ''}"
+            yield _Check(label, _LIMIT[dtype], partial(_rope, setting, dtype, has_norms))
+
+
+def _rope(setting: Setting, dtype: torch.dtype, has_norms: bool) -> tuple[Tensor, Tensor]:
+    """Query, and the cache after the write, side by side."""
+    rope = import_module("inflight_kernels.rope_write_kv")
+    device, count, dim = setting.device, 5 if setting.is_dry else 130, 64
+    heads = torch.randn(count, 12, dim, dtype=_BF16, device=device)
+    query, key, value = torch.split(heads, [8, 2, 2], dim=1)
+    angles = torch.rand(512, dim // 2, device=device) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.randint(512, (count,), device=device)
+    slots = torch.randperm(16 * (count // 16 + 2), device=device)[:count]
+    caches = torch.zeros(2, count // 16 + 2, 16, 2, dim, device=device).to(dtype)
+    weights = torch.rand(2, dim, dtype=_BF16, device=device) + 0.5
+    norms = tuple(weights) if has_norms else (None, None)
+    out = rope.rope_write_kv(
+        query, key, value, cos_sin, positions, caches[0], caches[1], slots, *norms, 1e-5
+    )
+    query, key = query.float(), key.float()
+    if has_norms:
+        query = reference.rms_norm(query, weights[0].float(), 1e-5)
+        key = reference.rms_norm(key, weights[1].float(), 1e-5)
+    query, key = reference.apply_rope(query, key, cos_sin, positions)
+    written = caches.float().view(2, -1, 2, dim)[:, slots]
+    found = torch.cat((out.float().flatten(), written.flatten()))
+    return found, torch.cat((query.flatten(), key.flatten(), value.float().flatten()))
+
+
+def _paged(
+    setting: Setting, lengths: list[int], num_kv_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Caches with NaN in all that no request owns, block tables, lengths; blocks of 16."""
+    dim = 16 if setting.is_dry else 128
+    per_row = [-(-length // 16) for length in lengths]
+    order = torch.randperm(sum(per_row), dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(per_row), dtype=torch.int32)
+    shape = (2, sum(per_row), 16, num_kv_heads, dim)
+    caches = torch.randn(shape, device=setting.device)
+    first = 0
+    for row, (count, length) in enumerate(zip(per_row, lengths, strict=True)):
+        tables[row, :count] = order[first : first + count]
+        first += count
+        if length % 16:
+            caches[:, tables[row, count - 1], length % 16 :] = torch.nan
+    found = torch.tensor(lengths, dtype=torch.int32, device=setting.device)
+    keys, values = caches.to(_BF16).to(dtype).unbind()
+    return keys, values, tables.to(setting.device), found
+
+
+def _generation(
+    setting: Setting, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None
+) -> tuple[Tensor, Tensor]:
+    op = import_module("inflight_kernels.paged_attention_generation")
+    lengths = [1, 15, 16, 17] if setting.is_dry else [1, 15, 16, 17, 100, 1000, 3001, 9000]
+    keys, values, tables, found = _paged(setting, lengths, num_kv_heads, dtype)
+    dim = keys.shape[-1]
+    query = torch.randn(len(lengths), num_heads, dim, dtype=_BF16, device=setting.device)
+    out = op.paged_attention_generation(query, keys, values, tables, found, dim**-0.5, window)
+    plain = keys.float().nan_to_num(), values.float().nan_to_num()
+    return out, reference.paged_attention_generation(
+        query.float(), *plain, tables, found, dim**-0.5, window
+    )
+
+
+def _context(
+    setting: Setting, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None
+) -> tuple[Tensor, Tensor]:
+    op = import_module("inflight_kernels.paged_attention_context")
+    lengths = [1, 17, 20] if setting.is_dry else [1, 16, 17, 500, 1500, 2049]
+    chunks = [1, 17, 3] if setting.is_dry else [1, 16, 3, 500, 200, 2049]
+    keys, values, tables, found = _paged(setting, lengths, num_kv_heads, dtype)
+    dim = keys.shape[-1]
+    query = torch.randn(sum(chunks), num_heads, dim, dtype=_BF16, device=setting.device)
+    starts = torch.tensor([0, *chunks], device=setting.device).cumsum(0).int()
+    out = op.paged_attention_context(query, keys, values, tables, starts, found, dim**-0.5, window)
+    plain = keys.float().nan_to_num(), values.float().nan_to_num()
+    return out, reference.paged_attention_context(
+        query.float(), *plain, tables, starts, found, dim**-0.5, window
+    )
+
+
+def _sample(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Tokens of greedy and filtered rows. A row may differ when its noise falls on a boundary
+    (1e-6 per row), which these seeds do not."""
+    sampling = import_module("inflight_kernels.sample")
+    device = setting.device
+    count, vocabulary = (4, 50) if setting.is_dry else (64, 128_256)
+    logits = 4 * torch.randn(count, vocabulary, device=device)
+    kinds = torch.arange(count, device=device) % 4
+    arguments = (
+        logits,
+        torch.where(kinds == 0, 0.0, 0.8),
+        torch.where(kinds == 1, 20, 0).int(),
+        torch.where(kinds == 2, 0.9, 1.0),
+        torch.arange(count, device=device),
+        torch.arange(count, device=device) + 5,
+    )
+    return sampling.sample(*arguments), reference.sample(*arguments)
+
+
+def _copy(setting: Setting) -> tuple[Tensor, Tensor]:
+    op = import_module("inflight_kernels.copy_blocks")
+    source = torch.randn(2, 6, 16, 2, 64, dtype=_BF16, device=setting.device)
+    target = torch.zeros_like(source)
+    origin, to = (torch.tensor(ids, device=setting.device) for ids in ([4, -1, 0], [1, 2, 5]))
+    op.copy_blocks(source, target, origin, to)
+    expected = torch.zeros_like(source)
+    expected[:, [1, 5]] = source[:, [4, 0]]
+    return target, expected
+
+
+def _fp8_linear(setting: Setting) -> tuple[Tensor, Tensor]:
+    size = 64 if setting.is_dry else 4096
+    weight, x = (
+        torch.randn(rows_, size, dtype=_BF16, device=setting.device) for rows_ in (size, 17)
+    )
+    rounded, activation = quantize(weight), quantize(x)
+    expected = (activation.values.float() * activation.scales) @ (
+        rounded.values.float() * rounded.scales
+    ).t()
+    return Fp8Linear(weight)(activation), expected
+
+
+def _engines(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Greedy tokens of the same weights on both backends, with graphs where there is a GPU."""
+    answers = [
+        _generate(setting, EngineConfig(dtype="float32", attention_backend=backend))
+        for backend in ("triton", "torch")
+    ]
+    return answers[0], answers[1]
+
+
+def _graphs(setting: Setting, quantization: str) -> tuple[Tensor, Tensor]:
+    """Greedy tokens with and without recorded steps."""
+    kv_cache = "fp8" if quantization == "fp8" else "auto"
+    config = EngineConfig(dtype="bfloat16", quantization=quantization, kv_cache_dtype=kv_cache)
+    answers = [
+        _generate(setting, replace(config, cuda_graph_mode=is_captured))
+        for is_captured in (True, False)
+    ]
+    return answers[0], answers[1]
+
+
+def _generate(setting: Setting, config: EngineConfig) -> Tensor:
+    """Greedy tokens of a few prompts of the tiny model."""
+    lengths = [3, 9] if setting.is_dry else [1, 7, 16, 17, 40, 100]
+    num_tokens = 2 if setting.is_dry else 24
+    config = replace(
+        config,
+        max_batch_size=len(lengths),
+        tokens_per_block=16,
+        max_tokens_in_paged_kv_cache=16 * 8 * len(lengths),
+    )
+    engine = make_engine(setting, TINY, config)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(TINY.vocab_size, (length,), generator=generator).tolist()
+        for length in lengths
+    ]
+    slots = range(len(lengths))
+    blocks = [(slot, index, 8 * slot + index) for slot in slots for index in range(8)]
+    batch = ScheduledBatch(
+        1,
+        tuple(Setup(slot, slot + 1, SamplingParams()) for slot in slots),
+        tuple(BlockAssignment(*block) for block in blocks),
+        tuple(ContextChunk(slot, 0, tuple(prompts[slot]), is_last=True) for slot in slots),
+    )
+    tokens = [engine.execute(batch)]
+    for _ in range(num_tokens - 1):
+        tokens.append(engine.execute(ScheduledBatch(2, generation_slots=tuple(slots))))
+    return torch.tensor(tokens)

@@ -1,0 +1,166 @@
+"""What the parts of the GPU benchmark share: their setting, ceilings, models and engines.
+
+A part is a generator of rows (flat dicts). Nothing here imports triton: a dry run switches its
+interpreter on first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inflight_backend.engine import Engine, EngineConfig, ModelConfig
+from inflight_backend.engine.config import resolve
+from inflight_backend.engine.model_config import RopeConfig
+from inflight_backend.engine.parameters import decoder_parameters
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine can do: bytes and operations per second.
+
+    The defaults are those of an H200 as measured before, FP8 assumed; `ceilings` measures them.
+    """
+
+    read_bytes: float = 4.3e12
+    bf16_flops: float = 790e12
+    fp8_flops: float = 1500e12
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large; ``stop_at`` is on the clock of `time.monotonic`."""
+
+    device: torch.device
+    is_dry: bool
+    is_quick: bool
+    stop_at: float
+    ceilings: Ceilings = field(default_factory=Ceilings)
+
+    @property
+    def seconds_left(self) -> float:
+        """Time until the part must be done."""
+        return self.stop_at - time.monotonic()
+
+    def figures(self, **values: float) -> Row:
+        """Measured values, rounded; none in a dry run, which measures nothing."""
+        return {} if self.is_dry else {name: _rounded(value) for name, value in values.items()}
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if not self.is_dry:
+            torch.cuda.synchronize()
+
+
+Part = Callable[[Setting], Iterator[Row]]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=131_072,
+    rope=RopeConfig(theta=500_000.0),
+    is_tied=False,
+    dtype="bfloat16",
+    has_qkv_bias=False,
+    has_output_bias=False,
+    has_mlp_bias=False,
+    has_qk_norm=False,
+    sliding_windows=(None,) * 32,
+)
+LLAMA_13B = replace(
+    LLAMA_8B,
+    vocab_size=32_000,
+    hidden_size=5120,
+    intermediate_size=13_824,
+    num_layers=40,
+    num_heads=40,
+    num_kv_heads=40,
+    max_position_embeddings=4096,
+    rope=RopeConfig(),
+    sliding_windows=(None,) * 40,
+)
+TINY = replace(
+    LLAMA_8B,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    sliding_windows=(None,) * 2,
+)
+
+
+def make_engine(setting: Setting, model: ModelConfig, config: EngineConfig) -> Engine:
+    """An engine with seeded random weights made on the device; ``config`` may hold "auto"."""
+    config = resolve(replace(config, device=setting.device.type), model)
+    with torch.inference_mode():
+        return Engine(config, model, random_parameters(model, config.torch_dtype, setting.device))
+
+
+def random_parameters(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Normal weights of deviation 0.02, norms around 1. (Zeros would run faster than real data.)"""
+    generator = torch.Generator(device).manual_seed(0)
+    parameters = {}
+    for spec in decoder_parameters(model):
+        parameter = torch.empty(spec.shape, dtype=dtype, device=device)
+        mean = 1.0 if "norm" in spec.name else 0.0
+        parameters[spec.name] = parameter.normal_(mean, 0.02, generator=generator)
+    return parameters
+
+
+def linear_parameters(model: ModelConfig) -> tuple[int, int]:
+    """(numbers in the linears of all layers, numbers in the head)."""
+    hidden = model.hidden_size
+    per_layer = hidden * (model.query_size + 2 * model.kv_size) + model.query_size * hidden
+    per_layer += 3 * hidden * model.intermediate_size
+    return per_layer * model.num_layers, model.vocab_size * hidden
+
+
+def step_floor_ms(
+    setting: Setting, model: ModelConfig, is_fp8: bool, batch_size: int, context: int
+) -> float:
+    """Least time of a generation step: weights read (or multiplied) once, then every token's KV."""
+    ceilings = setting.ceilings
+    linears, head = linear_parameters(model)
+    width = 1 if is_fp8 else 2
+    flops = ceilings.fp8_flops if is_fp8 else ceilings.bf16_flops
+    products = 2 * batch_size * (linears / flops + head / ceilings.bf16_flops)
+    weights = max((linears * width + head * 2) / ceilings.read_bytes, products)
+    kv_bytes = 2 * model.num_layers * model.kv_size * width * batch_size * context
+    return 1e3 * (weights + kv_bytes / ceilings.read_bytes)
+
+
+def context_floor_ms(setting: Setting, model: ModelConfig, is_fp8: bool, length: int) -> float:
+    """Least time of a prompt: products of all its tokens and its causal attention in bf16."""
+    ceilings = setting.ceilings
+    linears, head = linear_parameters(model)
+    flops = ceilings.fp8_flops if is_fp8 else ceilings.bf16_flops
+    attention = 2 * length * length * model.query_size * model.num_layers
+    seconds = 2 * linears * length / flops + (2 * head + attention) / ceilings.bf16_flops
+    weights = (linears * (1 if is_fp8 else 2) + head * 2) / ceilings.read_bytes
+    return 1e3 * max(seconds, weights)

@@ -1,0 +1,134 @@
+"""`benchmarks/gpu.py` where there is no GPU: every part runs, and none claims a figure."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+# Of what a GPU machine has, the script may need torch, triton, numpy and safetensors.
+RUN_WITHOUT = """
+import runpy, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in blocked:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+blocked = set("typer rich tritonclient hypothesis httpx transformers pytriton grpc".split())
+sys.meta_path.insert(0, Blocker())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+FIGURES = ("us", "ms", "gb_per_s", "tflop_per_s", "of_floor", "of_published", "tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[ModuleType]:
+    """The script as a module, its parts importable."""
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield module
+
+
+def test_dry_run(tmp_path: Path, gpu: ModuleType) -> None:
+    output = tmp_path / "gpu.json"
+    command = [sys.executable, "-c", RUN_WITHOUT, str(SCRIPT), "--dry-run", "--output", str(output)]
+    # No PYTHONPATH, and another folder: the script finds its own packages.
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert report["dry_run"] is True
+    assert set(report["parts"]) == set(gpu.PARTS)
+    rows = [row for part in report["parts"].values() for row in part]
+    assert not [row for row in rows if "error" in row and "check" not in row]
+    assert all(row["ok"] for row in report["parts"]["checks"])
+    assert not [row for row in rows if any(figure in row for figure in FIGURES)]
+
+
+def options(**changes: object) -> argparse.Namespace:
+    """Options of a dry run."""
+    values = {"dry_run": True, "quick": False, "ceilings": None, "parts": None}
+    return argparse.Namespace(**{**values, **changes})
+
+
+def test_a_part_that_hangs_or_dies_is_a_row(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [row] = gpu.run_isolated("ceilings", options(), seconds=0.1)
+    assert row["error"].startswith("killed after")
+    monkeypatch.setitem(gpu.PARTS, "broken", ("nowhere.rows", 1, 1))
+    [row] = gpu.run_part("broken", options(), seconds=1)
+    assert "nowhere" in row["error"]
+    # The child knows no such part and ends with a status.
+    [row] = gpu.run_isolated("broken", options(), seconds=60)
+    assert "status 1" in row["error"]
+
+
+def test_a_part_alone_in_its_process(gpu: ModuleType) -> None:
+    rows = list(gpu.run_isolated("ceilings", options(), seconds=120))
+    assert [row["what"] for row in rows[:2]] == ["copy", "read (sum)"]
+    assert not [row for row in rows if "error" in row]
+
+
+def test_a_part_stops_when_its_time_is_over(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu_parts.common import Row, Setting
+
+    def forever(setting: Setting) -> object:
+        while True:
+            yield Row(left=setting.seconds_left)
+
+    monkeypatch.setattr("gpu_parts.ceilings.rows", forever)
+    monkeypatch.setattr("torch.device", lambda name: name)
+    start = time.monotonic()
+    *rows, last = gpu.run_part("ceilings", options(dry_run=False), seconds=0.05)
+    assert rows
+    assert "stopped after" in last["error"]
+    assert time.monotonic() - start < 30
+
+
+def test_times_add_up(gpu: ModuleType) -> None:
+    assert sum(gpu._seconds(name, options()) for name in gpu.PARTS) <= 540
+    quick = options(quick=True, dry_run=False)
+    assert sum(gpu._seconds(name, quick) for name in gpu.PARTS) <= 180
+    assert gpu._seconds("E3", options(parts=["E3"])) == 525
+
+
+def test_ceilings_are_the_largest_that_were_measured(gpu: ModuleType) -> None:
+    rows = [
+        {"what": "copy", "gb_per_s": 4300.0},
+        {"what": "read (sum)", "gb_per_s": 4400.0},
+        {"what": "square bf16", "tokens": 8192, "tflop_per_s": 790.0},
+        {"error": "fp8 failed"},
+    ]
+    assert json.loads(gpu._ceilings(rows)) == {
+        "is_measured": True,
+        "read_bytes": 4.4e12,
+        "bf16_flops": 7.9e14,
+    }
+    assert gpu._ceilings([{"error": "all failed"}]) == ""
