@@ -231,3 +231,30 @@ def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
         params(**{name: 0})
     with pytest.raises(ConfigurationError, match="priority_span must be at least 0"):
         params(priority_span=-1)
+
+
+def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
+    """Each sharer is told all shared blocks: more assignments in a step than there are blocks."""
+    demo_model = Path(__file__).resolve().parents[2] / "backend/inflight_backend/demo_model"
+    config = EngineConfig(
+        device="cpu",
+        max_batch_size=32,
+        max_seq_len=128,
+        max_num_tokens=64,
+        tokens_per_block=2,
+        max_tokens_in_paged_kv_cache=400,
+    )
+    engine = Engine.load(demo_model, config)
+    prompt = [20 + k % 10 for k in range(100)]
+    recorder = Recorder([request(0, prompt, 4)])
+    options = params(
+        max_batch_size=32, kv_cache_config=REUSE, enable_chunked_context=True, max_seq_len=128
+    )
+    with running(recorder, engine, MAX_UTILIZATION, params=options) as manager:  # type: ignore[arg-type]
+        recorder.wait_for_finals(0)
+        recorder.pending.extend(request(i, prompt, 4) for i in range(1, 33))
+        manager.wake()
+        recorder.wait_for_finals(*range(33))
+    assert all(recorder.responses[i][-1][2] == "" for i in range(33))
+    assert all(recorder.tokens(i) == recorder.tokens(0) for i in range(33))
+    assert max(stats["Reused KV cache blocks"] for stats in recorder.stats) >= 49

@@ -71,7 +71,7 @@ class Engine:
         size = config.tokens_per_block
         max_blocks = -(-config.seq_len_limit // size)
         self._slots = SlotTable(config.max_batch_size, max_blocks, size, config.device)
-        words = max_words(config.max_batch_size, config.num_tokens_limit, self.num_blocks)
+        words = max_words(config.max_batch_size, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.max_batch_size, config.device)
         self._reader = TokenReader(config.max_batch_size, config.device)
         self._runner = self._make_runner(capture)

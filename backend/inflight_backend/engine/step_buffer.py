@@ -100,10 +100,12 @@ class StepBuffer:
         return StepWords(self._device[:num_generations], *views)
 
 
-def max_words(max_batch_size: int, max_num_tokens: int, num_blocks: int) -> int:
-    """Words of the largest plan: every slot set up, a chunk and a copied block, every block
-    assigned, every token prompt, and the slots of generations, which always take their room."""
-    return max_batch_size * (NUM_COLUMNS + 10) + 3 * num_blocks + max_num_tokens + 1
+def max_words(max_batch_size: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
+    """Words of the largest plan: every slot set up, a chunk and a copied block, its whole block
+    table assigned (slots may share blocks, so there can be more assignments than blocks), every
+    token prompt, and the slots of generations, which always take their room."""
+    words_per_slot = NUM_COLUMNS + 10 + 3 * max_blocks_per_slot
+    return max_batch_size * words_per_slot + max_num_tokens + 1
 
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:
