@@ -49,3 +49,16 @@ class Lazy(OneAtATime):
 
     def schedule_request(self, *args: object) -> Decision:
         return [], [], []
+
+
+class BadChunks(OneAtATime):
+    """Writes a chunk size that its decision is refused for."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Everybody, in chunks of a million."""
+        context = [r for r in active_requests if r.is_context_init_state]
+        for request in context:
+            request.context_chunk_size = 1_000_000
+        return context, [r for r in active_requests if r.is_generation_in_progress_state], []

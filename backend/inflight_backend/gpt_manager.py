@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -183,9 +183,7 @@ class GptManager:
                 self._iterate()
             except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
-                for request in list(self._active):
-                    self._end(request, "the batch manager failed while it held this request")
-                self.return_completed_requests()
+                self._end_all("the batch manager failed while it held this request")
             if self._batch.is_empty:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
@@ -205,9 +203,11 @@ class GptManager:
 
     def fetch_new_requests(self) -> None:
         """Get and accept new requests; a bad one is answered with an error of its own."""
-        room = self.max_num_requests - len(self._active)
-        for request in self._call("get_inference_requests", self._get_cb, room) or ():
-            if request.request_id == self._terminate_req_id:
+        room = max(self.max_num_requests - len(self._active), 0)  # negative would mean unbounded
+        for request in self._call_for_list("get_inference_requests", self._get_cb, room):
+            if not isinstance(request, InferenceRequest):
+                _logger.error("the get callback returned a %s", type(request).__name__)
+            elif request.request_id == self._terminate_req_id:
                 self._is_closing = True
             else:
                 self._accept(request)
@@ -257,7 +257,10 @@ class GptManager:
         """End the requests named by the stop callback; unknown ids are passed over."""
         if self._poll_cb is None:
             return
-        for request_id in self._call("poll_stop_signal", self._poll_cb) or ():
+        for request_id in self._call_for_list("poll_stop_signal", self._poll_cb):
+            if not isinstance(request_id, int):
+                _logger.error("the stop callback returned a %s", type(request_id).__name__)
+                continue
             request = self._active.get(request_id)
             if request is not None:
                 request.finish(FinishReason.CANCELLED)
@@ -317,6 +320,23 @@ class GptManager:
             memory=self._batcher.engine.memory_usage(),
             reuse=blocks.reuse_stats if blocks.enable_reuse else None,
         )
+
+    def _end_all(self, error: str) -> None:
+        """Everyone in flight gets an error final, even if giving back what they hold fails too."""
+        for request in list(self._active):
+            try:
+                self._end(request, error)
+            except Exception:
+                _logger.exception("request %d could not release all it held", request.request_id)
+                self._active.remove(request)
+                self._responses.append(_Response(request, is_final=True, error=error))
+        self.return_completed_requests()
+
+    def _call_for_list(
+        self, name: str, callback: Callable[..., Iterable[_Result]], *args: object
+    ) -> list[_Result]:
+        """What a callback returns, as a list; empty if it fails or returns no collection."""
+        return self._call(name, lambda: list(callback(*args) or ())) or []
 
     def _call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
         """Call a callback that may fail: logged once per callback, and None instead."""

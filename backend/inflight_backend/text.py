@@ -12,6 +12,7 @@ from inflight_backend.errors import CheckpointError, InvalidRequest
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 _MAX_WITHHELD_TOKENS = 8  # a character has at most 4 bytes, and a token at least one
+_MAX_OPEN_TOKENS = 3  # tokens of a character that is not whole yet
 _CONTEXT_TOKENS = 6  # tokens of the prompt a decoder looks at before the first new one
 _MAX_BYTES_PER_TOKEN = 128
 
@@ -97,7 +98,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, codec: TextCodec, prompt_ids: Sequence[int]) -> None:
         self._codec = codec
-        self._window = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._window = _context(codec, prompt_ids)
         self._num_emitted = len(self._window)
 
     def push(self, ids: Sequence[int]) -> str:
@@ -113,27 +114,56 @@ class IncrementalDetokenizer:
         return self._take(is_final=True)
 
     def _take(self, *, is_final: bool) -> str:
+        """The text that is certain now; moves the window on."""
         num_new = len(self._window) - self._num_emitted
         if num_new == 0:
             return ""
-        before = self._codec.decode(self._window[: self._num_emitted])
-        after = self._codec.decode(self._window)
-        piece = after[len(before) :] if after.startswith(before) else _after_half(before, after)
-        if piece.endswith(_REPLACEMENT):
-            if is_final:
-                piece = piece.rstrip(_REPLACEMENT)
-            elif num_new < _MAX_WITHHELD_TOKENS:
-                return ""
-        if piece:
+        piece = self._new_text(self._window)
+        if is_final:
+            text = self._codec.decode(self._window[-num_new:]) if piece is None else piece
+            self._num_emitted = len(self._window)
+            return text.rstrip(_REPLACEMENT) if text.endswith(_REPLACEMENT) else text
+        if piece and not piece.endswith(_REPLACEMENT):
             del self._window[: self._num_emitted]
             self._num_emitted = len(self._window)
-        return piece
+            return piece
+        return "" if num_new < _MAX_WITHHELD_TOKENS else self._give_up(piece)
+
+    def _give_up(self, piece: str | None) -> str:
+        """So many tokens are no half character: say what they are and go on."""
+        if piece == "":  # special tokens: they have no text, and the next one's space depends on
+            del self._window[self._num_emitted :]  # what stands before them
+            return ""
+        head = self._window[:-_MAX_OPEN_TOKENS]  # the last ones may yet become a character
+        text = self._new_text(head)
+        if text is None:
+            text = self._codec.decode(head[self._num_emitted :])
+        del self._window[: self._num_emitted]
+        self._num_emitted = len(self._window) - _MAX_OPEN_TOKENS
+        return text
+
+    def _new_text(self, window: Sequence[int]) -> str | None:
+        """What ``window`` adds to its emitted part; None if the decoder reads that anew.
+
+        A decoder with byte fallback makes a whole run of bytes invalid if one of them is.
+        """
+        before = self._codec.decode(window[: self._num_emitted])
+        after = self._codec.decode(window)
+        if after.startswith(before):
+            return after[len(before) :]
+        # The new tokens may have completed a character that the old ones had begun.
+        whole = before.rstrip(_REPLACEMENT)
+        return after[len(whole) :] if after.startswith(whole) else None
 
 
-def _after_half(before: str, after: str) -> str:
-    """The new part when the new tokens completed a character that the old ones had begun."""
-    whole = before.rstrip(_REPLACEMENT)
-    return after[len(whole) :] if after.startswith(whole) else ""
+def _context(codec: TextCodec, prompt_ids: Sequence[int]) -> list[int]:
+    """The last tokens of the prompt, from where a character begins."""
+    sizes = range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_OPEN_TOKENS + 1)
+    contexts = [list(prompt_ids[-size:]) for size in sizes]
+    for context in contexts:
+        if not codec.decode(context).startswith(_REPLACEMENT):
+            return context
+    return contexts[0]
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -154,9 +154,10 @@ class TritonPythonModel:
             self._status.write("draining")
         if self._drain_file.read_text(encoding="utf-8").strip() == _STOP_ALL_WORD:
             self._frontend.stop_all()
+        if self._frontend.num_live == 0:
+            self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
         if self._frontend.num_live == 0 and not self._is_drained:
             self._is_drained = True
-            self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
             self._status.write("drained")
 
 

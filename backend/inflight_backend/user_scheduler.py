@@ -70,4 +70,7 @@ class GuardedScheduler(RequestScheduler):
                     error,
                     exc_info=None if isinstance(error, InvalidDecision) else error,
                 )
+            for request in active_requests:  # it may have written chunk sizes
+                if request.is_context_init_state and request.request_id not in inflight_request_ids:
+                    request.context_chunk_size = request.context_remaining_length
             return self._default.schedule_request(active_requests, inflight_request_ids)

@@ -219,19 +219,60 @@ def test_a_callback_that_raises_does_not_stop_the_loop(
     assert recorder.tokens(2) == [6, 7, 8]
 
 
-def test_rubbish_from_the_get_callback_ends_who_is_in_flight_and_the_loop_lives() -> None:
-    recorder = Recorder([request(1, [1], 200)])
-    with running(recorder) as manager:
-        with recorder.done:
-            assert recorder.done.wait_for(lambda: 1 in recorder.responses, WAIT)
-        recorder.pending.append("not a request")  # type: ignore[arg-type]
+def test_rubbish_from_the_get_callback_is_passed_over() -> None:  # case 91
+    rubbish: list[Any] = ["not a request", None]
+    recorder = Recorder([request(1, [1], 30), *rubbish, request(2, [5], 3)])
+    with running(recorder):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(1) == list(range(2, 32))
+    assert recorder.tokens(2) == [6, 7, 8]
+
+
+@pytest.mark.parametrize("rubbish", [5, [[1]], "1", [None, 1.5]])
+def test_rubbish_from_the_stop_callback_is_passed_over(rubbish: Any) -> None:  # case 94
+    recorder = Recorder([request(1, [1], 30)])
+    recorder.stops = rubbish
+    with running(recorder):
         recorder.wait_for_finals(1)
-        recorder.pending.append(request(2, [5], 2))
+    assert recorder.tokens(1) == list(range(2, 32))
+
+
+def test_the_loop_survives_a_failure_of_its_own_rescue(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    with running(recorder) as manager:
+        planner = manager._batcher.planner
+        real_plan, real_release = type(planner).plan, type(planner).release
+        broken = [True]
+
+        def plan(self: Any, *args: Any) -> Any:
+            if broken[0] and args[0]:
+                raise AssertionError("the plan")
+            return real_plan(self, *args)
+
+        def release(self: Any, request: Any) -> None:
+            if broken[0]:
+                raise AssertionError("the release")
+            real_release(self, request)
+
+        monkeypatch.setattr(type(planner), "plan", plan)
+        monkeypatch.setattr(type(planner), "release", release)
+        recorder.pending.append(request(1, [1], 5))
+        recorder.wait_for_finals(1)
+        broken[0] = False
+        recorder.pending.append(request(2, [1], 5))
         recorder.wait_for_finals(2)
-        assert manager._batcher.block_manager.num_used_blocks == 0
-    message = "the batch manager failed while it held this request"
-    assert recorder.responses[1][-1] == ([], True, message)
-    assert recorder.tokens(2) == [6, 7]
+    assert "batch manager failed" in recorder.responses[1][-1][2]
+    assert recorder.tokens(2) == [2, 3, 4, 5, 6]
+
+
+def test_a_get_callback_that_returns_too_many_is_not_told_unbounded() -> None:
+    recorder = Recorder()
+    requests = [request(i, [i], 20) for i in range(1, 13)]
+    real_get = recorder.get
+    recorder.get = lambda room: (real_get(room), requests[:], requests.clear())[1]  # type: ignore[method-assign,func-returns-value]
+    with running(recorder, params=TrtGptModelOptionalParams(max_batch_size=4)):
+        recorder.wait_for_finals(*range(1, 13))
+    assert min(recorder.rooms) == 0
 
 
 def test_shutdown_drains() -> None:

@@ -117,6 +117,45 @@ def test_bytes_that_never_become_a_character_are_not_withheld_for_ever(codec: Te
     assert "\ufffd" in detokenizer.push(lone * 50)
 
 
+def _bytes(text: str) -> list[int]:
+    """Byte-fallback tokens of the sentence-piece tokenizer above."""
+    return [8 + byte for byte in text.encode()]
+
+
+def test_a_stray_byte_does_not_swallow_the_rest(spaced_codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(spaced_codec, [2])
+    tokens = _bytes("\N{GRINNING FACE}") + [8 + 0xE2] + [3] * 40
+    text = "".join(detokenizer.push([token]) for token in tokens) + detokenizer.finish()
+    assert text.startswith("\N{GRINNING FACE}")
+    assert text.count("wor") == 40
+
+
+def test_a_stray_byte_at_the_start_does_not_swallow_the_answer(spaced_codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(spaced_codec, [2, *_bytes("\u00e9")])
+    text = "".join(detokenizer.push([token]) for token in [8 + 0xE2] + [3] * 20)
+    assert (text + detokenizer.finish()).count("wor") == 20
+
+
+def test_a_prompt_that_ends_in_emojis_does_not_spoil_the_answer(spaced_codec: TextCodec) -> None:
+    smile = _bytes("\N{GRINNING FACE}")
+    detokenizer = IncrementalDetokenizer(spaced_codec, [2, *smile, *smile])
+    assert detokenizer.push([*smile, 3]) == "\N{GRINNING FACE} wor"
+
+
+def test_what_follows_bad_bytes_is_neither_lost_nor_doubled(codec: TextCodec) -> None:
+    lone = codec.encode("\N{EURO SIGN}", 10)[1:2]
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
+    tokens = lone * 5 + codec.encode("\N{GRINNING FACE} ok", 10)
+    text = "".join(detokenizer.push([token]) for token in tokens)
+    assert text == "\ufffd" * 5 + "\N{GRINNING FACE} ok"
+
+
+def test_many_special_tokens_do_not_pile_up(codec: TextCodec) -> None:
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
+    assert detokenizer.push([codec.end_id] * 100 + codec.encode(" b", 10)) == " b"
+    assert len(detokenizer._window) < 20
+
+
 def test_special_tokens_are_not_text(codec: TextCodec) -> None:
     detokenizer = IncrementalDetokenizer(codec, codec.encode("a", 10))
     assert detokenizer.push([codec.end_id]) + detokenizer.finish() == ""

@@ -7,7 +7,7 @@ import logging
 import pytest
 from fakes import CountingEngine
 from manager_harness import Recorder, request, running
-from user_schedulers import Greedy, Lazy, OneAtATime, Raises
+from user_schedulers import BadChunks, Greedy, Lazy, OneAtATime, Raises
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
@@ -31,7 +31,7 @@ def test_the_users_scheduler_decides() -> None:
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 1
 
 
-@pytest.mark.parametrize("scheduler", [Raises, Greedy, Lazy])
+@pytest.mark.parametrize("scheduler", [Raises, Greedy, Lazy, BadChunks])
 def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98
     scheduler: type, caplog: pytest.LogCaptureFixture
 ) -> None:

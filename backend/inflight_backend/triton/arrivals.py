@@ -22,6 +22,11 @@ class ArrivalQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def is_draining(self) -> bool:
+        """True once `drain` was called."""
+        return self._is_draining
+
     def put(self, request: InferenceRequest) -> None:
         """Add a request; `CapacityExceeded` when the queue is full or the server drains."""
         with self._lock:

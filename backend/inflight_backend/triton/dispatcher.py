@@ -148,7 +148,7 @@ class ResponseDispatcher:
         except Exception:  # one client's stream may break, the others go on
             _logger.exception("sending a response of request %d failed", request_id)
             self._stop_request(request_id)
-            token_stream.stream.send_error("the response could not be built")
+            token_stream.stream.abandon("the response could not be sent")
 
     def _send_stats(self, stats: list[str]) -> None:
         tensor = np.array([[text.encode() for text in stats]], dtype=np.object_)
@@ -158,7 +158,10 @@ class ResponseDispatcher:
             try:
                 stream.send({"stats": tensor}, is_final=False)
             except Exception:
-                _logger.exception("sending statistics failed")
+                _logger.exception("sending statistics failed; this feed ends")
+                with self._subscribers_lock:
+                    self._subscribers.remove(stream)
+                stream.abandon("the statistics could not be sent")
 
 
 def _merge(pieces: dict[int, _Piece], item: _Item) -> None:
@@ -168,4 +171,4 @@ def _merge(pieces: dict[int, _Piece], item: _Item) -> None:
         if named.name == "output_ids":
             piece.ids.extend(named.tensor.reshape(-1).tolist())
     piece.is_final = is_final or bool(error)
-    piece.error = error
+    piece.error = piece.error or error

@@ -150,6 +150,8 @@ class Frontend:
     def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
         is_feed = is_streaming(inputs) is not False
+        if is_feed and self._arrivals.is_draining:
+            raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
         last = np.array([[self._stats_json().encode()]], dtype=np.object_)
         stream.send({"stats": last}, is_final=not is_feed)
         if is_feed:

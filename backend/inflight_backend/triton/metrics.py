@@ -78,8 +78,8 @@ class TritonMetrics:
         for key, gauge in self._gauges:
             value = _to_number(stats[key])
             if self._last_values.get(key) != value:
-                self._last_values[key] = value
                 gauge.set(value)
+                self._last_values[key] = value
 
 
 def _to_number(value: object) -> float:

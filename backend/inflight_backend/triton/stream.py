@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.text import IncrementalDetokenizer
+
+_logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -81,6 +84,17 @@ class ResponseStream:
         """End the stream with an error."""
         self._send(self._factory.error(message, code), True)
 
+    def abandon(self, message: str) -> None:
+        """After a send that raised: try once more to end the stream, and never raise."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+            if self._on_final is not None and not was_closed:
+                self._on_final()
+            try:
+                self._sender.send(self._factory.error(message), flags=self._factory.final_flag)
+            except Exception:
+                _logger.warning("a stream could not be ended: its client or Triton has gone")
+
     def is_cancelled(self) -> bool:
         """True when the client has gone and the stream is still open."""
         with self._lock:
@@ -102,7 +116,8 @@ class TokenStream:
     """Gives the tokens of one generation request the form its client asked for.
 
     ``outputs`` are the names of the tensors to send. ``detokenizer`` is set when text is among
-    them; ``text_prefix`` is the prompt, for an answer that includes it. ``prefix_ids`` likewise.
+    them; ``text_prefix`` is the prompt, for an answer that includes it, and ``num_prompt_ids`` how
+    many of the first ids are the prompt's.
     """
 
     stream: ResponseStream

@@ -310,6 +310,35 @@ def wait_for_phase(server: Server, phase: str) -> None:
     raise AssertionError(f"phase {phase} was not reached; last status: {status}")
 
 
+@pytest.mark.parametrize("fails_finally", [False, True])
+def test_a_sender_that_raises_ends_its_own_stream_only(
+    server: Server, gate: threading.Event, fails_finally: bool
+) -> None:
+    gate.clear()
+    broken = server.send("broken", input_ids=[1], request_output_len=50, streaming=True)
+    healthy = server.send(input_ids=[1], request_output_len=50, streaming=True)
+
+    def fail(response: Any = None, flags: int = 0) -> None:
+        if fails_finally or not flags:
+            raise RuntimeError("no shared memory")
+        FakeSender.send(broken, response, flags)
+
+    broken.send = fail  # type: ignore[method-assign]
+    gate.set()
+    assert healthy.is_final.wait(WAIT)
+    assert ids_of(healthy) == list(range(2, 52))
+    assert broken.is_final.wait(0.0 if fails_finally else WAIT) != fails_finally
+    again = server.ask("broken", input_ids=[1], request_output_len=1)  # its id is free
+    assert ids_of(again) == [1, 2]
+
+
+def test_no_feed_of_statistics_is_opened_while_draining(server: Server) -> None:
+    server.drain_file.write_text("")
+    wait_for_phase(server, "drained")
+    assert "shutting down" in error_of(server.ask(stats=True))[0]
+    assert len(server.ask(stats=True, streaming=False).responses) == 1
+
+
 def test_queue_limit_is_a_named_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
