@@ -183,10 +183,12 @@ class GptManager:
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 for request in list(self._active.values()):
                     self._end(request, "the batch manager failed while it held this request")
+                self._batcher.recorder.finish_iteration()
                 self.return_completed_requests()
             if self._batch.is_empty:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
+        self._batcher.recorder.close()
 
     def _iterate(self) -> None:
         if not self._is_closing:
@@ -195,6 +197,7 @@ class GptManager:
         self.step()
         self.return_completed_requests()
         self.poll_stop_signals()
+        self._batcher.recorder.finish_iteration()
         if was_active:
             self.return_batch_manager_stats()
         else:
@@ -266,6 +269,7 @@ class GptManager:
             self._call("send_response", self._send_cb, request.request_id, [], True, str(error))
             return
         self._active[request.request_id] = llm_request
+        self._batcher.recorder.arrived(llm_request)
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
@@ -280,6 +284,7 @@ class GptManager:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
         if self._active.pop(request.request_id, None) is not None:
+            self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
 
     def _measure(self) -> IterationStats:

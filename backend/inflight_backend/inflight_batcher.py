@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,6 +24,9 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
+from inflight_scheduler.explain.files import RecordingFile
+from inflight_scheduler.explain.recorder import FlightRecorder
+from inflight_scheduler.explain.records import Settings
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
@@ -105,6 +109,7 @@ class InflightBatcher:
         self._max_batch_size = params.max_batch_size
         self._scheduler = self._make_scheduler(params)
         self.limits = self._make_limits(params)
+        self.recorder = self._make_recorder(params)
 
     def schedule(self, active_requests: Sequence[LlmRequest]) -> ScheduledBatch:
         """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
@@ -113,7 +118,10 @@ class InflightBatcher:
             return self.planner.plan((), ())
         context, generation, paused = self._scheduler.schedule_request(active_requests, ())
         self.num_paused = len(paused)
-        return self.planner.plan(context, generation, paused)
+        self.recorder.decided(active_requests, context, generation, paused)
+        batch = self.planner.plan(context, generation, paused)
+        self.recorder.carried_out(self.block_manager.num_free_blocks)
+        return batch
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
@@ -131,6 +139,23 @@ class InflightBatcher:
         # over from it must be able to pause.
         default = self._make_default(CapacitySchedulerPolicy.MAX_UTILIZATION)
         return GuardedScheduler(scheduler, default, self._check)
+
+    def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
+        settings = Settings(
+            policy=self.policy,
+            num_blocks=self.engine.num_blocks,
+            tokens_per_block=self.engine.tokens_per_block,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+            scheduler_class=params.scheduler_class,
+        )
+        try:
+            sink = RecordingFile(Path(params.record_file)) if params.record_file else None
+        except OSError as error:
+            raise ConfigurationError(
+                f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
+            ) from None
+        return FlightRecorder(settings, software=version("inflight"), sink=sink)
 
     def _make_default(self, policy: CapacitySchedulerPolicy) -> RequestScheduler:
         return make_scheduler(

@@ -24,7 +24,10 @@ class KvCacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrtGptModelOptionalParams:
-    """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`)."""
+    """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
+
+    ``record_file``: every decision of the scheduler is written there (`inflight replay`).
+    """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     max_batch_size: int = 256
@@ -34,6 +37,7 @@ class TrtGptModelOptionalParams:
     scheduler_class: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    record_file: str | None = None
 
     @classmethod
     def from_parameters(cls, parameters: ServerParameters) -> TrtGptModelOptionalParams:
@@ -51,4 +55,5 @@ class TrtGptModelOptionalParams:
             scheduler_class=parameters.scheduler_class,
             device=parameters.device,
             dtype=parameters.dtype,
+            record_file=parameters.record_file,
         )

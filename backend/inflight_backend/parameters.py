@@ -54,6 +54,7 @@ class ServerParameters:
     dtype: str
     status_file: str | None
     drain_file: str | None
+    record_file: str | None
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

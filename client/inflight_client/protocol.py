@@ -384,6 +384,9 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec("status_file", "str", "", "file in which the model reports loading and state"),
     ParameterSpec("drain_file", "str", "", "file whose appearance makes the model drain"),
+    ParameterSpec(
+        "record_file", "str", "", "file in which every decision of the scheduler is recorded"
+    ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_kv_cache_reuse", "bool", "false", "KV block reuse", is_honoured=False),
     ParameterSpec("enable_chunked_context", "bool", "false", "chunked context", is_honoured=False),

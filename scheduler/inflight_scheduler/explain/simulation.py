@@ -1,0 +1,216 @@
+"""The scheduler run again: requests without text, the same rules, the same books of blocks.
+
+`Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
+recorded ones: `arrive`, `decide`, then `carry_out` (which also runs the step), then `end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import SupportsIndex, overload
+
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.decision import check_decision
+from inflight_scheduler.errors import InvalidDecision, SchedulerError
+from inflight_scheduler.explain.records import (
+    MAX_NUM_REQUESTS,
+    Arrival,
+    Chunk,
+    Decision,
+    RecordingError,
+    RequestState,
+    Settings,
+)
+from inflight_scheduler.planner import BatchPlanner
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.scheduler import RequestScheduler, make_scheduler
+
+MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
+"""A scheduler for the settings, over the blocks and slots of the planner."""
+
+Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
+"""Context, generation and paused requests: a decision."""
+
+
+class Zeros(list[int]):
+    """A list of tokens of which only the length counts: constant memory, whatever the length."""
+
+    __slots__ = ("length",)
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def append(self, _: int) -> None:
+        """One token more."""
+        self.length += 1
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [0] * len(range(*index.indices(self.length)))
+        return 0
+
+
+def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
+    """The scheduler the settings name; `RecordingError` if it is one of the user."""
+    if settings.scheduler_class is not None:
+        raise RecordingError(
+            f"the recording was made with the scheduler {settings.scheduler_class!r}; "
+            "it is needed to decide again: give it with --scheduler-class"
+        )
+    return make_scheduler(
+        settings.policy,
+        planner.block_manager,
+        max_batch_size=settings.max_batch_size,
+        max_num_tokens=settings.max_num_tokens,
+    )
+
+
+class Simulation:
+    """Scheduler, blocks and slots with requests that have lengths only.
+
+    `RecordingError` for whatever cannot have happened.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        active: Sequence[RequestState] = (),
+        scheduler: MakeScheduler | None = default_scheduler,
+    ) -> None:
+        """``scheduler`` None: nothing is decided here, decisions come from elsewhere."""
+        self.settings = settings
+        self.block_manager = BlockManager(settings.num_blocks, settings.tokens_per_block)
+        self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
+        self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        self.active: list[LlmRequest] = []
+        self._by_id: dict[int, LlmRequest] = {}
+        for state in active:
+            self._restore(state)
+
+    def find(self, request_id: int) -> LlmRequest | None:
+        """The active request with this id."""
+        return self._by_id.get(request_id)
+
+    def arrive(self, arrival: Arrival) -> LlmRequest:
+        """Make a request active, at its place."""
+        request = _make(arrival, arrival.prompt_len, arrival.max_new_tokens)
+        if not self.block_manager.can_ever_fit(request):
+            raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
+        self._add(request, arrival.place)
+        return request
+
+    def decide(self) -> Lists:
+        """What the scheduler decides now; nothing changes but the sizes of context chunks."""
+        assert self.scheduler is not None, "this simulation only follows"
+        try:
+            return self.scheduler.schedule_request(self.active, ())
+        except SchedulerError as error:
+            raise RecordingError(f"this cannot be scheduled: {error}") from None
+
+    def follow(self, decision: Decision) -> Lists:
+        """``decision`` with requests for ids, chunk sizes set; it must be one that can be."""
+        for chunk in decision.context:
+            self._known(chunk.request_id).context_chunk_size = chunk.num_tokens
+        context = [self._known(chunk.request_id) for chunk in decision.context]
+        generation = [self._known(request_id) for request_id in decision.generation]
+        paused = [self._known(request_id) for request_id in decision.paused]
+        try:
+            return check_decision(
+                (context, generation, paused),
+                self.active,
+                block_manager=self.block_manager,
+                num_free_slots=self.planner.num_free_slots,
+                max_batch_size=self.settings.max_batch_size,
+                max_num_tokens=self.settings.max_num_tokens,
+            )
+        except InvalidDecision as error:
+            raise RecordingError(f"this decision cannot have been made: {error}") from None
+
+    def carry_out(self, lists: Lists) -> int:
+        """Plan a decision and run it; returns the free blocks in between. Ends whose length says
+        so, end; they are not active any more."""
+        batch = self.planner.plan(*lists)
+        num_free_blocks = self.block_manager.num_free_blocks
+        num_tokens = len(batch.generation_slots)
+        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
+        finished = [r for r in self.planner.update(batch, [0] * num_tokens) if r.is_finished]
+        self._forget(finished)
+        return num_free_blocks
+
+    def end(self, request_ids: Collection[int]) -> list[LlmRequest]:
+        """These are not active any more; returns those that were (the others have just ended)."""
+        ended = [self._by_id[i] for i in request_ids if i in self._by_id]
+        self._forget(ended)
+        return ended
+
+    def _forget(self, requests: Sequence[LlmRequest]) -> None:
+        if not requests:
+            return
+        for request in requests:
+            self.planner.release(request)
+            self._by_id.pop(request.request_id, None)
+        self.active = [r for r in self.active if r.request_id in self._by_id]
+
+    def _known(self, request_id: int) -> LlmRequest:
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise RecordingError(f"request {request_id} runs, but it is not active")
+        return request
+
+    def _add(self, request: LlmRequest, place: int | None) -> None:
+        if request.request_id in self._by_id:
+            raise RecordingError(f"request {request.request_id} arrives while it is active")
+        if len(self._by_id) >= MAX_NUM_REQUESTS:
+            raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
+        self._by_id[request.request_id] = request
+        self.active.insert(len(self.active) if place is None else place, request)
+
+    def _restore(self, state: RequestState) -> None:
+        """A request in the middle of its life, with the blocks it held then."""
+        request = _make(state, state.prompt_len, state.max_new_tokens)
+        if not self.block_manager.can_ever_fit(request):
+            raise RecordingError(f"request {state.request_id} is larger than the whole pool")
+        self._add(request, None)
+        request.orig_prompt_len = state.orig_prompt_len
+        request.num_pauses = state.num_pauses
+        if state.num_computed == 0:
+            return
+        request.context_chunk_size = state.num_computed
+        request.move_to_next_context_chunk()
+        request.tokens = Zeros(state.num_tokens)
+        num_cached = max(state.prompt_len, request.num_cached_tokens)
+        blocks = self.block_manager.allocate(state.request_id, num_cached)
+        if blocks is None or self.planner.num_free_slots == 0:
+            raise RecordingError("the requests at the start hold more than there is")
+        request.seq_slot = self.planner.slots.assign()
+
+
+def as_decision(lists: Lists) -> Decision:
+    """The ids and sizes of a decision."""
+    context, generation, paused = lists
+    return Decision(
+        tuple([Chunk(request.request_id, request.context_chunk_size) for request in context]),
+        tuple([request.request_id for request in generation]),
+        tuple([request.request_id for request in paused]),
+    )
+
+
+def _make(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
+    request = LlmRequest(
+        facts.request_id,
+        Zeros(0),
+        max_new_tokens,
+        beam_width=facts.beam_width,
+        priority=facts.priority,
+    )
+    request.tokens = Zeros(prompt_len)
+    request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
+    return request
