@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def write_checkpoint(
     return folder
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_oracle(folder: Path) -> Any:
     """The checkpoint in transformers, float32, in evaluation mode."""
     import transformers

@@ -103,7 +103,7 @@ class EngineDriver:
     def generate(
         self, jobs: Sequence[Job], num_tokens: int, chunk_size: int = 0
     ) -> list[list[int]]:
-        """All jobs together until each has ``num_tokens`` more; prompts ``chunk_size`` at a time."""
+        """All together until each has ``num_tokens`` more; prompts ``chunk_size`` at a time."""
         goals = {job: len(job.generated) + num_tokens for job in jobs}
         while waiting := [job for job in jobs if len(job.generated) < goals[job]]:
             running = [job for job in waiting if job.is_generating]

@@ -1,9 +1,29 @@
-"""The server side: GptManager, the paged-attention engine and the Triton face."""
+"""The server side: GptManager, the paged-attention engine and the Triton face.
 
-from inflight_backend.gpt_manager import GptManager
-from inflight_backend.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
+The names below are imported on first use: the command line loads this package for `inflight serve`
+and should not wait for numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from inflight_backend.gpt_manager import GptManager
+    from inflight_backend.inference_request import InferenceRequest, NamedTensor
+    from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+    from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
+
+_NAME_TO_MODULE = {
+    "CapacitySchedulerPolicy": "inflight_scheduler",
+    "GptManager": "inflight_backend.gpt_manager",
+    "InferenceRequest": "inflight_backend.inference_request",
+    "KvCacheConfig": "inflight_backend.optional_params",
+    "NamedTensor": "inflight_backend.inference_request",
+    "TrtGptModelOptionalParams": "inflight_backend.optional_params",
+    "TrtGptModelType": "inflight_scheduler",
+}
 
 __all__ = [
     "CapacitySchedulerPolicy",
@@ -14,3 +34,9 @@ __all__ = [
     "TrtGptModelOptionalParams",
     "TrtGptModelType",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NAME_TO_MODULE:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(importlib.import_module(_NAME_TO_MODULE[name]), name)

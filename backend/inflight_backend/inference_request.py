@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_client import protocol
+from inflight_client.tensors import make_inputs
 
 if TYPE_CHECKING:
     from inflight_scheduler import LlmRequest
@@ -68,7 +69,7 @@ class InferenceRequest:
     ) -> InferenceRequest:
         """Build a request from plain values, for example ``temperature=0.7``."""
         plain = {"input_ids": input_ids, "request_output_len": request_output_len, **values}
-        return cls(request_id, protocol.make_inputs(plain), is_streaming=is_streaming)
+        return cls(request_id, make_inputs(plain), is_streaming=is_streaming)
 
     @property
     def tensors(self) -> Mapping[str, Array]:

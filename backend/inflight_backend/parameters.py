@@ -68,7 +68,7 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
             raise ConfigurationError(unknown_key_message(key))
     values: dict[str, Any] = {}
     for spec in PARAMETERS:
-        value = _parse_value(spec, _set_or_empty(raw.get(spec.name, "")))
+        value = _parse_value(spec, set_or_empty(raw.get(spec.name, "")))
         if spec.is_honoured:
             values[spec.name] = value
     if values["gpt_model_path"] is None:
@@ -85,7 +85,7 @@ def unknown_key_message(key: str) -> str:
     return f"unknown setting {key!r}{hint}"
 
 
-def _set_or_empty(text: str) -> str:
+def set_or_empty(text: str) -> str:
     """The text without surrounding blanks; "" for a placeholder nobody filled."""
     text = text.strip()
     return "" if _PLACEHOLDER.fullmatch(text) else text

@@ -18,7 +18,7 @@ from typing import Any
 from inflight_backend.errors import ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.parameters import ServerParameters, parse_parameters
+from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.status import StatusWriter
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
@@ -52,11 +52,12 @@ class TritonPythonModel:
         """Load the checkpoint and start the threads; any failure fails the load with one line."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
+        exit_with_parent(_PARENT_CHECK_SECONDS)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
         config = json.loads(args["model_config"])
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
-        status = StatusWriter(raw.get("status_file", ""))
+        status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
             self._start(pb_utils, args, parse_parameters(raw), status)
         except ServingError as error:
@@ -128,7 +129,6 @@ class TritonPythonModel:
                     parameters.stats_check_period_ms / 1000,
                 ),
                 Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
-                Chore(exit_with_parent(), _PARENT_CHECK_SECONDS),
             ]
         )
         engine = self._manager.engine

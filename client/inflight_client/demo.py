@@ -106,7 +106,7 @@ def run_demo() -> int:
             console.print(f"PROBLEM: {problem}", style="red", markup=False, highlight=False)
         return 1
     console.print("No gap in any count; the server left nothing behind.\n")
-    console.print(_NEXT, markup=False, highlight=False)
+    console.print(_NEXT, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -23,7 +23,8 @@ from inflight_client.errors import (
     ServerUnreachable,
     StreamInterrupted,
 )
-from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, make_inputs
+from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
+from inflight_client.tensors import make_inputs
 
 _INT32_MAX = 2**31 - 1
 

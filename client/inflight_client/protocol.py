@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 LLM_MODEL_NAME = "tensorrt_llm"
 ENSEMBLE_MODEL_NAME = "ensemble"
@@ -264,24 +263,19 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 
-ENSEMBLE_OUTPUT_MAP: dict[str, str] = {
-    "text_output": "text_output",
-    "cum_log_probs": "cum_log_probs",
-    "output_log_probs": "output_log_probs",
-    "context_logits": "context_logits",
-    "generation_logits": "generation_logits",
-    "batch_index": "batch_index",
-    "sequence_index": "sequence_index",
-    "kv_cache_alloc_new_blocks": "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks": "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks": "kv_cache_alloc_total_blocks",
-    "arrival_time_ns": "arrival_time_ns",
-    "first_scheduled_time_ns": "first_scheduled_time_ns",
-    "first_token_time_ns": "first_token_time_ns",
-    "last_token_time_ns": "last_token_time_ns",
-    "acceptance_rate": "acceptance_rate",
-    "total_accepted_draft_tokens": "total_accepted_draft_tokens",
-    "total_draft_tokens": "total_draft_tokens",
+_NOT_IN_ENSEMBLE = frozenset(
+    [
+        "output_ids",
+        "sequence_length",
+        "context_phase_params",
+        "num_input_tokens",
+        "num_output_tokens",
+        "stats",
+    ]
+)
+
+ENSEMBLE_OUTPUT_MAP: dict[str, str] = {"text_output": "text_output"} | {
+    spec.name: spec.name for spec in OUTPUTS if spec.name not in _NOT_IN_ENSEMBLE
 }
 """Output of the ``ensemble`` model -> output of ``tensorrt_llm``."""
 
@@ -437,24 +431,6 @@ TRITON_PARAMETERS: frozenset[str] = frozenset(
     {"FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH"}
 )
 """Keys that the Python backend itself reads; passed over."""
-
-
-def make_inputs(values: dict[str, object]) -> dict[str, npt.NDArray[np.generic]]:
-    """Turn plain values into input tensors with the batch dimension, keyed by name.
-
-    A scalar becomes ``[1, 1]``, a list ``[1, n]``, a string ``[1, 1]`` of bytes. ``KeyError``
-    for a name that is not an input.
-    """
-    tensors: dict[str, npt.NDArray[np.generic]] = {}
-    for name, value in values.items():
-        spec = INPUT_BY_NAME[name]
-        if spec.dtype == "STRING":
-            encoded = value.encode() if isinstance(value, str) else value
-            tensors[name] = np.array([[encoded]], dtype=np.object_)
-            continue
-        array = np.asarray(value, dtype=DTYPE_TO_NUMPY[spec.dtype])
-        tensors[name] = array.reshape((1, -1) if array.ndim < 2 else (1, *array.shape))
-    return tensors
 
 
 def names(specs: Iterable[TensorSpec | ParameterSpec]) -> list[str]:

@@ -6,37 +6,35 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich import box
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 30
 
-# Heading -> (key of the statistics, words after its value). Keys: TensorRT-LLM's batch manager.
+# Heading -> (key of the statistics, its place among words). Keys: TensorRT-LLM's batch manager.
 _GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
-    "iteration": (("Iteration Counter", ""), ("Timestamp", "")),
+    "iteration": (("Iteration Counter", "{}"), ("Timestamp", "{}"), ("MicroBatch ID", "batch {}")),
     "requests": (
-        ("Active Request Count", "active"),
-        ("Max Request Count", "at most"),
-        ("Scheduled Requests", "scheduled"),
-        ("Waiting Requests", "waiting"),
-        ("Paused Requests", "paused"),
+        ("Active Request Count", "{} active"),
+        ("Max Request Count", "{} at most"),
+        ("Scheduled Requests", "{} scheduled"),
+        ("Waiting Requests", "{} waiting"),
+        ("Paused Requests", "{} paused"),
     ),
     "in this step": (
-        ("Context Requests", "in context phase"),
-        ("Generation Requests", "generating"),
-        ("Total Context Tokens", "context tokens"),
-        ("MicroBatch ID", "= micro-batch"),
+        ("Context Requests", "{} in context phase"),
+        ("Generation Requests", "{} generating"),
+        ("Total Context Tokens", "{} context tokens"),
     ),
     "KV cache blocks": (
-        ("Used KV cache blocks", "used"),
-        ("Free KV cache blocks", "free"),
-        ("Max KV cache blocks", "in all"),
-        ("Tokens per KV cache block", "tokens each"),
+        ("Used KV cache blocks", "{} used"),
+        ("Free KV cache blocks", "{} free"),
+        ("Max KV cache blocks", "{} in all"),
+        ("Tokens per KV cache block", "{} tokens each"),
     ),
     "memory": (
-        ("Runtime CPU Memory Usage", "CPU"),
-        ("Runtime GPU Memory Usage", "GPU"),
-        ("Runtime Pinned Memory Usage", "pinned"),
+        ("Runtime CPU Memory Usage", "{} CPU"),
+        ("Runtime GPU Memory Usage", "{} GPU"),
+        ("Runtime Pinned Memory Usage", "{} pinned"),
     ),
 }
 _FRACTION = "Fraction used KV cache blocks"
@@ -51,17 +49,20 @@ def stats_table(stats: Mapping[str, Any], source: str) -> Table:
     if not stats:
         table.add_row("iteration", "none so far")
     for heading, group in _GROUPS.items():
-        words = [
-            f"{_format(key, stats[key])} {word}".rstrip() for key, word in group if key in stats
-        ]
+        words = [form.format(_format(key, stats[key])) for key, form in group if key in stats]
         if words:
             table.add_row(heading, "  ".join(words))
-    used, limit = stats.get("Used KV cache blocks"), stats.get("Max KV cache blocks")
-    if isinstance(used, int) and isinstance(limit, int) and limit > 0:
-        table.add_row("KV cache in use", ProgressBar(limit, used, width=_BAR_WIDTH))
+    fraction = stats.get(_FRACTION)
+    if isinstance(fraction, float):
+        table.add_row("KV cache in use", _bar(fraction))
     for key in sorted(stats.keys() - _KNOWN):
         table.add_row(key, str(stats[key]))
     return table
+
+
+def _bar(fraction: float) -> str:
+    filled = round(min(max(fraction, 0.0), 1.0) * _BAR_WIDTH)
+    return f"{'#' * filled}{'.' * (_BAR_WIDTH - filled)} {fraction:.0%}"
 
 
 def _format(key: str, value: Any) -> str:

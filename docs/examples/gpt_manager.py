@@ -2,8 +2,9 @@
 
 import sys
 
-from inflight_backend import CapacitySchedulerPolicy, GptManager, InferenceRequest, TrtGptModelType
 from tokenizers import Tokenizer
+
+from inflight_backend import CapacitySchedulerPolicy, GptManager, InferenceRequest, TrtGptModelType
 
 folder, *prompts = sys.argv[1:]
 tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")

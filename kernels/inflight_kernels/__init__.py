@@ -1,1 +1,15 @@
-"""Arithmetic on blocks: the operations an engine is made of."""
+"""Arithmetic on blocks: the operations an engine is made of.
+
+Importing this package imports neither torch nor triton. Each op is a module of its own, in the
+Triton language, with the function of the same name as its entry:
+
+``paged_attention_generation``  one new token per request over its cache, split over the machine
+``paged_attention_context``     ragged causal chunks over cached blocks, mixed batches included
+``rope_write_kv``               qk-norm, rotary embedding and the cache write in one launch
+``rms_norm``                    also with residual sum, also to FP8: ``add_rms_norm``, ``*_fp8``
+``silu_mul``                    the gated activation, also to FP8
+``copy_blocks``                 copy-on-write, and gather or scatter for a pause
+``sample``                      greedy, temperature, top-k and top-p without a sort
+
+``reference`` is the same in plain torch: what a CPU runs, and what the kernels are tested against.
+"""

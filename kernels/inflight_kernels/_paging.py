@@ -40,6 +40,17 @@ def tile_rows(
 
 
 @triton.jit
+def to_product_dtype(q, cache_ptr):
+    """The query in the dtype of the matrix products. For an FP8 cache that is float16, which holds
+    every e4m3 number and is one conversion away; by way of bfloat16 the conversions alone would
+    take longer than the loads. A query beyond float16's range is clamped to it."""
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
 def scores_to_log2(scores, scale, SOFTCAP: tl.constexpr):
     """Scaled and, if asked, soft-capped scores times log2(e), so that exp2 replaces exp."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -58,6 +69,7 @@ def check_attention(
     value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lengths: torch.Tensor,
+    scale: float,
     sliding_window: int | None,
     softcap: float | None,
 ) -> None:
@@ -86,6 +98,7 @@ def check_attention(
     _host.check_dtype("context_lengths", context_lengths, (torch.int32,))
     _host.check_rows("block_tables", block_tables)
     _host.check_contiguous("context_lengths", context_lengths)
+    _host.check_positive("scale", scale)
     _host.check_positive("sliding_window", sliding_window)
     _host.check_positive("softcap", softcap)
     _host.check_same_device(

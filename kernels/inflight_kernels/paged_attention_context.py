@@ -27,7 +27,13 @@ import triton.language as tl
 
 from inflight_kernels import _host
 from inflight_kernels._device import dot, narrow
-from inflight_kernels._paging import cache_strides, check_attention, scores_to_log2, tile_rows
+from inflight_kernels._paging import (
+    cache_strides,
+    check_attention,
+    scores_to_log2,
+    tile_rows,
+    to_product_dtype,
+)
 
 
 @triton.jit
@@ -62,16 +68,22 @@ def _attend_tiles(
         v_rows = tile_rows(table_ptr, first, end, stride_v_block, stride_v_token, P, N)
         mask = (tokens < end)[:, None] & in_head if MASKED else in_head
         k = tl.load(key_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-        scores = scores_to_log2(dot(q, tl.trans(k.to(q.dtype))), scale, SOFTCAP)
-        if MASKED:
-            visible = tokens[None, :] <= positions[:, None]
-            if WINDOW > 0:
-                visible &= tokens[None, :] > positions[:, None] - WINDOW
-            # Finite: a row's first tiles may lie before its window. What they add is a sum of
-            # ones at weight 2^(-1e30 - peak), which is zero once a visible key has raised peak.
-            scores = tl.where(visible, scores, -1.0e30)
-        peak_new = tl.maximum(peak, tl.max(scores, axis=1))
-        p = tl.exp2(scores - peak_new[:, None])
+        scores = dot(q, tl.trans(k.to(q.dtype)))  # [M, N]
+        if MASKED or SOFTCAP > 0:
+            scores = scores_to_log2(scores, scale, SOFTCAP)
+            if MASKED:
+                visible = tokens[None, :] <= positions[:, None]
+                if WINDOW > 0:
+                    visible &= tokens[None, :] > positions[:, None] - WINDOW
+                # Finite: a row's first tiles may lie before its window. What they add is a sum of
+                # ones at weight 2^(-1e30 - peak): zero once a visible key has raised the peak.
+                scores = tl.where(visible, scores, -1.0e30)
+            peak_new = tl.maximum(peak, tl.max(scores, axis=1))
+            p = tl.exp2(scores - peak_new[:, None])
+        else:  # scale and difference in one multiply-add per score
+            factor = scale * 1.4426950408889634
+            peak_new = tl.maximum(peak, tl.max(scores, axis=1) * factor)
+            p = tl.exp2(scores * factor - peak_new[:, None])
         alpha = tl.exp2(peak - peak_new)
         peak = peak_new
         total = total * alpha + tl.sum(p, axis=1)
@@ -134,6 +146,7 @@ def _paged_attention_context_kernel(
     rows = (start + queries).to(tl.int64)
     q_rows = query_ptr + rows * stride_q_row + heads * stride_q_head
     q = tl.load(q_rows[:, None] + offs_d[None, :], mask=in_tile & is_query, other=0.0)
+    q = to_product_dtype(q, key_ptr)
 
     positions = length - num_queries + queries
     first_position = length - num_queries + first_query
@@ -149,8 +162,8 @@ def _paged_attention_context_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * stride_table
-    key_ptr += kv_head * stride_k_head
-    value_ptr += kv_head * stride_v_head
+    key_ptr += kv_head.to(tl.int64) * stride_k_head
+    value_ptr += kv_head.to(tl.int64) * stride_v_head
     if WINDOW == 0:
         peak, total, acc = _attend_tiles(
             peak, total, acc, q, positions, begin, middle,
@@ -228,7 +241,7 @@ def paged_attention_context(
     holds. Raises ValueError naming the argument that does not fit.
     """
     check_attention(
-        query, key_cache, value_cache, block_tables, context_lengths, sliding_window, softcap
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
     )
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = context_lengths.shape[0]

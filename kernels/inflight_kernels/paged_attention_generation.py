@@ -26,7 +26,13 @@ import triton.language as tl
 
 from inflight_kernels import _host
 from inflight_kernels._device import dot, narrow
-from inflight_kernels._paging import cache_strides, check_attention, scores_to_log2, tile_rows
+from inflight_kernels._paging import (
+    cache_strides,
+    check_attention,
+    scores_to_log2,
+    tile_rows,
+    to_product_dtype,
+)
 
 # Tokens. A split shorter than the first costs more in the combine than it wins; a split longer
 # than the second is cut even when the batch alone fills the machine, so that one long row in a
@@ -53,25 +59,16 @@ def _row_splits(
 
 
 @triton.jit
-def _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP: tl.constexpr, DOT: tl.constexpr):
+def _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP: tl.constexpr):
     """One online-softmax step over a tile. q, acc [M, D]; k, v [N, D]; peak, total [M]."""
-    if DOT:
-        scores = dot(q, tl.trans(k.to(q.dtype)))  # [M, N]
-    else:  # one query head: M == 1, multiply-add beats a padded matrix product
-        scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[None, :]
-    scores = scores_to_log2(scores, scale, SOFTCAP)
+    scores = scores_to_log2(dot(q, tl.trans(k.to(q.dtype))), scale, SOFTCAP)  # [M, N]
     # Finite, so that exp2 never sees inf - inf; every tile holds at least one visible token.
     scores = tl.where(visible[None, :], scores, -1.0e30)
     peak_new = tl.maximum(peak, tl.max(scores, axis=1))
     p = tl.exp2(scores - peak_new[:, None])
     alpha = tl.exp2(peak - peak_new)
-    total = total * alpha + tl.sum(p, axis=1)
-    acc = acc * alpha[:, None]
-    if DOT:
-        acc += dot(narrow(p, q.dtype), v.to(q.dtype))
-    else:
-        acc += tl.sum(tl.trans(p) * v.to(tl.float32), axis=0)[None, :]
-    return peak_new, total, acc
+    acc = acc * alpha[:, None] + dot(narrow(p, q.dtype), v.to(q.dtype))
+    return peak_new, total * alpha + tl.sum(p, axis=1), acc
 
 
 @triton.jit(do_not_specialize=["num_splits", "base_splits"])
@@ -125,13 +122,14 @@ def _paged_attention_generation_kernel(
     q_mask = (offs_m < GROUP)[:, None] & in_head[None, :]
     q_rows = query_ptr + row * stride_q_row + heads * stride_q_head
     q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
+    q = to_product_dtype(q, key_ptr)
 
     peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_ptr = block_tables_ptr + row * stride_table
-    key_ptr += kv_head * stride_k_head
-    value_ptr += kv_head * stride_v_head
+    key_ptr += kv_head.to(tl.int64) * stride_k_head
+    value_ptr += kv_head.to(tl.int64) * stride_v_head
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         tokens = first + tl.arange(0, BLOCK_N)
         k_rows = tile_rows(
@@ -146,7 +144,7 @@ def _paged_attention_generation_kernel(
         visible = tokens < end
         if WINDOW > 0:
             visible &= tokens >= length - WINDOW
-        peak, total, acc = _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP, BLOCK_M > 1)
+        peak, total, acc = _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP)
 
     # A padding row has total == 0; its zeros must not become 0 / 0.
     acc = acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -225,19 +223,17 @@ class GenerationTile:
     num_warps: int
 
 
-def choose_tile(group: int, head_dim: int, cache_dtype: torch.dtype) -> GenerationTile:
+def choose_tile(head_dim: int, cache_dtype: torch.dtype) -> GenerationTile:
     """The tile for a shape. Bytes in flight decide the bandwidth reached, so each program keeps
     two tiles of K and V (about 64 KiB) under way, and two or more programs share a multiprocessor.
 
-    With a matrix product the pipeliner splits its stages between two levels of loads (block id,
-    then K and V): five stages are two tiles ahead. Without one it counts K and V alone.
+    The pipeliner splits its stages between two levels of loads (block id, then K and V): five
+    stages are two tiles ahead.
     """
-    wide = head_dim > 128 or cache_dtype == torch.float32
-    if group == 1:
-        return GenerationTile(block_n=16 if wide else 32, stages=4, num_warps=4)
-    # FP8 is converted, and float32 multiplied, in registers: with four warps they run out.
-    num_warps = 4 if cache_dtype.itemsize == 2 else 8
-    return GenerationTile(block_n=32 if wide else 64, stages=5, num_warps=num_warps)
+    # float32 is multiplied in registers: with four warps they run out.
+    num_warps = 8 if cache_dtype == torch.float32 else 4
+    is_wide = head_dim > 128 or cache_dtype == torch.float32
+    return GenerationTile(block_n=32 if is_wide else 64, stages=5, num_warps=num_warps)
 
 
 def _workspace(
@@ -286,7 +282,7 @@ def paged_attention_generation(
     Raises ValueError naming the argument that does not fit.
     """
     check_attention(
-        query, key_cache, value_cache, block_tables, context_lengths, sliding_window, softcap
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
     )
     batch_size, num_heads, head_dim = query.shape
     _host.check_shape("context_lengths", context_lengths, (batch_size,))
@@ -307,7 +303,7 @@ def paged_attention_generation(
     )
     partial, log_sum = _workspace(workspace, query, grid_splits)
     group = num_heads // num_kv_heads
-    tile = tile or choose_tile(group, head_dim, key_cache.dtype)
+    tile = tile or choose_tile(head_dim, key_cache.dtype)
     block_d = _host.next_power_of_2(head_dim)
     common: dict[str, Any] = {
         "num_splits": grid_splits,
@@ -336,8 +332,9 @@ def paged_attention_generation(
         GROUP=group,
         SOFTCAP=softcap or 0.0,
         **cache_strides(key_cache, value_cache),
-        # tl.dot wants 16 rows at least; a single query head goes without tl.dot.
-        BLOCK_M=1 if group == 1 else max(16, _host.next_power_of_2(group)),
+        # A matrix product has 16 rows at least. Padded even for a single query head it takes a
+        # third of the instructions of multiply-adds (334 per warp and 64 keys in sm_90 code).
+        BLOCK_M=max(16, _host.next_power_of_2(group)),
         STAGES=tile.stages,
         num_warps=tile.num_warps,
         **common,

@@ -133,6 +133,6 @@ def _launch(
             ADD=residual is not None,
             QUANTIZE=quantize,
             BLOCK=block,
-            num_warps=min(max(block // 1024, 4), 16),
+            num_warps=min(max(block // 512, 4), 16),
         )
     return out, new_residual, scales

@@ -11,6 +11,7 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
 from inflight_client import protocol
+from inflight_client.tensors import make_inputs
 
 LIMITS = RequestLimits(
     vocab_size=100,
@@ -25,7 +26,7 @@ def error_of(**values: Any) -> str:
     tensors = {"input_ids": [1, 2], "request_output_len": 4, **values}
     tensors = {name: value for name, value in tensors.items() if value is not None}
     with pytest.raises(InvalidRequest) as caught:
-        validate(InferenceRequest(1, protocol.make_inputs(tensors)), LIMITS)
+        validate(InferenceRequest(1, make_inputs(tensors)), LIMITS)
     return str(caught.value)
 
 
@@ -100,7 +101,7 @@ def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
         value: Any = spec.neutral
         if value == protocol.EMPTY:
             value = np.empty((2, 0) if spec.name.endswith("words_list") else (0,))
-        request = InferenceRequest(1, protocol.make_inputs({"input_ids": [1], spec.name: value}))
+        request = InferenceRequest(1, make_inputs({"input_ids": [1], spec.name: value}))
         assert validate(request, LIMITS).tokens == [1], spec.name
 
 
@@ -134,7 +135,7 @@ def test_boundary_values_are_served() -> None:
 
 
 def test_defaults() -> None:
-    llm_request = validate(InferenceRequest(1, protocol.make_inputs({"input_ids": [1]})), LIMITS)
+    llm_request = validate(InferenceRequest(1, make_inputs({"input_ids": [1]})), LIMITS)
     assert llm_request.max_new_tokens == DEFAULT_MAX_TOKENS
     assert llm_request.sampling.is_greedy
     assert (llm_request.end_id, llm_request.sampling.min_length) == (-1, 0)

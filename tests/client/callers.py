@@ -13,6 +13,9 @@ from inflight_client.address import Protocol as Wire
 
 Prompt = str | Sequence[int]
 
+LONG = 5_000
+"""Tokens of an answer that nobody waits for the end of."""
+
 
 class Caller(Protocol):
     """Every call opens a client, does one thing and closes it."""
@@ -56,7 +59,7 @@ class SyncCaller:
 
     def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
         with InflightClient(**self._settings) as client:
-            stream = client.stream(prompt, 10_000)
+            stream = client.stream(prompt, LONG)
 
             def cancel() -> None:
                 while not is_time():
@@ -120,7 +123,7 @@ class AsyncCaller:
     def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
         async def run() -> list[GenerateChunk]:
             async with AsyncInflightClient(**self._settings) as client:
-                stream = client.stream(prompt, 10_000)
+                stream = client.stream(prompt, LONG)
 
                 async def cancel() -> None:
                     while not is_time():

@@ -205,10 +205,18 @@ class _HttpHandler(BaseHTTPRequestHandler):
             self._send_error(404, '{"error":"unknown model"}')
             return
         arrival = self.local.arrive(body.pop("id", ""), body, [])
-        responses = self.local.answer(arrival)
+        try:
+            self._answer(arrival)
+        except Broken:
+            self.close_connection = True
+        except OSError:
+            self.close_connection = True
+            arrival.is_left.set()
+
+    def _answer(self, arrival: Arrival) -> None:
         is_started = False
         try:
-            for tensors in responses:
+            for tensors in self.local.answer(arrival):
                 if not is_started:
                     is_started = self._start()
                 self._send_event({"model_name": "tensorrt_llm", **_plain(tensors)})
@@ -217,13 +225,6 @@ class _HttpHandler(BaseHTTPRequestHandler):
                 self._send_error(400, f'data: {{"error":"{error}"}}\n\n')
                 return
             self._send_event({"error": str(error)})
-        except Broken:
-            self.close_connection = True
-            return
-        except OSError:
-            arrival.is_left.set()
-            self.close_connection = True
-            return
         if not is_started:
             self._start()
         self.wfile.write(b"0\r\n\r\n")

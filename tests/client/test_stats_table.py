@@ -37,6 +37,7 @@ def test_values_stand_beside_their_words() -> None:
     assert "8 in context phase  231 generating" in text
     assert "1224 used  1224 free  2448 in all" in text
     assert "3.0 MiB GPU" in text
+    assert "############### 50%" in text.replace(".", "")
     assert "90  12-13-2023 14:55:14" in text
 
 

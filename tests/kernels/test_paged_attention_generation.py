@@ -241,6 +241,7 @@ def test_workspace_of_the_caller(device: torch.device, generator: torch.Generato
         ({"key_cache": torch.zeros(4, 16, 64, 2).transpose(2, 3)}, "key_cache: last dimension"),
         ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, "block_tables: dtype"),
         ({"context_lengths": torch.zeros(3, dtype=torch.int32)}, "context_lengths: shape"),
+        ({"scale": 0.0}, "scale: must be greater than 0"),
         ({"sliding_window": 0}, "sliding_window: must be greater than 0"),
         ({"softcap": -1.0}, "softcap: must be greater than 0"),
         ({"num_splits": 0}, "num_splits: must be greater than 0"),

@@ -48,9 +48,11 @@ def test_equals_norm_then_rope_then_write(
     q_weight, k_weight = (
         (1 + 0.3 * torch.randn(2, head_dim, generator=generator)).to(device, dtype).unbind()
     )
-    shape = (3, tokens_per_block, num_kv_heads, head_dim)
+    # One more block lies before each cache: a write at slot -1 would land there.
+    shape = (1 + 3, tokens_per_block, num_kv_heads, head_dim)
     old = torch.randn(2, *shape, generator=generator).to(device, dtype)
-    key_cache, value_cache = old.clone().unbind()
+    memory = old.clone()
+    key_cache, value_cache = memory[:, 1:].unbind()
 
     out = rope_write_kv(
         query,
@@ -71,14 +73,15 @@ def test_equals_norm_then_rope_then_write(
         key = reference.rms_norm(key, k_weight, 1e-5)
     # In float32, so that the oracle rounds once as the kernel does.
     rotated = reference.apply_rope(query.float(), key.float(), cos_sin, positions)
-    expected_keys, expected_values = old.clone().unbind()
+    expected = old.clone()
+    expected_keys, expected_values = expected[:, 1:].unbind()
     reference.write_kv(rotated[1].to(dtype), value, expected_keys, expected_values, slots)
     assert_close(out, rotated[0].to(dtype))
     assert_close(key_cache, expected_keys)
     assert torch.equal(value_cache, expected_values)
-    kept = torch.ones(3 * tokens_per_block, dtype=torch.bool)
-    kept[slots[slots >= 0].cpu()] = False
-    assert torch.equal(key_cache.flatten(0, 1)[kept], old[0].flatten(0, 1)[kept])
+    untouched = torch.ones(memory.shape[1:3], dtype=torch.bool)
+    untouched[1:].view(-1)[slots[slots >= 0].cpu()] = False
+    assert torch.equal(memory[:, untouched], old[:, untouched])
 
 
 def test_fp8_cache_in_another_layout(device: torch.device, generator: torch.Generator) -> None:

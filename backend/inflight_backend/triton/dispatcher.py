@@ -4,6 +4,9 @@ A send is a round trip of about 100 us however many tokens it carries (measured 
 the dispatcher takes *everything* that has piled up and sends one response per request: with few
 streams that is one token each, under load consecutive tokens of a request travel together. The
 first token leaves at once in both cases.
+
+A round that served many requests is followed by a rest as long as the round: sending takes the
+interpreter lock and a core from the engine, and what piles up meanwhile is sent at the same price.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +24,9 @@ from inflight_backend.inference_request import NamedTensor
 from inflight_backend.triton.stream import ResponseStream, TokenStream
 
 _logger = logging.getLogger(__name__)
+
+_FEW_REQUESTS = 16  # up to here every token leaves on its own
+_MAX_REST_SECONDS = 0.02
 
 
 @dataclass(slots=True)
@@ -93,7 +100,11 @@ class ResponseDispatcher:
     def _run(self) -> None:
         is_open = True
         while is_open:
-            is_open = self._send_round(self._take_all())
+            items = self._take_all()
+            started = time.perf_counter()
+            num_requests, is_open = self._send_round(items)
+            if num_requests > _FEW_REQUESTS and is_open:
+                time.sleep(min(time.perf_counter() - started, _MAX_REST_SECONDS))
 
     def _take_all(self) -> list[_Item | _Stats | None]:
         """Everything in the queue, waiting for the first."""
@@ -104,8 +115,8 @@ class ResponseDispatcher:
             except queue.Empty:
                 return items
 
-    def _send_round(self, items: Sequence[_Item | _Stats | None]) -> bool:
-        """Merge per request and send; False when the end of the queue was among the items."""
+    def _send_round(self, items: Sequence[_Item | _Stats | None]) -> tuple[int, bool]:
+        """Merge per request and send: (requests served, True unless the end was reached)."""
         pieces: dict[int, _Piece] = {}
         stats: list[str] = []
         is_open = True
@@ -120,7 +131,7 @@ class ResponseDispatcher:
             self._send_piece(request_id, piece)
         if stats:
             self._send_stats(stats)
-        return is_open
+        return len(pieces), is_open
 
     def _send_piece(self, request_id: int, piece: _Piece) -> None:
         token_stream = self._streams.get(request_id)

@@ -57,16 +57,18 @@ class Housekeeper:
             _logger.exception("a housekeeping chore failed")
 
 
-def exit_with_parent() -> Callable[[], None]:
-    """A chore that ends this process when its parent is gone.
+def exit_with_parent(period: float) -> None:
+    """From now on end this process within ``period`` seconds of its parent's death.
 
     A model process outlives a server that was killed, keeps its memory and ignores SIGTERM;
-    Linux's parent-death signal cannot be used, since Triton forks from a thread that ends.
+    Linux's parent-death signal cannot be used, since Triton forks from a thread that ends. The
+    thread never ends, because a server may also die while the model loads or unloads.
     """
     parent = os.getppid()
 
-    def check() -> None:
-        if os.getppid() != parent:
-            os._exit(1)
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(period)
+        os._exit(1)
 
-    return check
+    threading.Thread(target=watch, name="ParentWatch", daemon=True).start()

@@ -15,13 +15,19 @@ import pytest
 from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from inflight_backend import gpt_manager
+from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
 from inflight_backend.triton_model import TritonPythonModel
-from inflight_client.protocol import make_inputs
+from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
 WAIT = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end this test run when its terminal closes; it has a test of its own."""
+    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
 
 
 class Server:

@@ -1,0 +1,109 @@
+"""Generation attention (K1): GB/s over batch, context, GQA and MHA, bfloat16 and FP8 cache.
+
+python -m benchmarks.bench_paged_attention_generation --output k1.json [--sweep | --dry-run]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+from benchmarks.harness import Call, Row, Setting, main
+from benchmarks.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
+
+# More would not fit beside the weights either: 48 GiB of cache per row of the table.
+_MAX_CACHE_BYTES = 48 * 2**30
+_BLOCK = 64
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """Uniform batches over the matrix, then ragged ones."""
+    shapes = [TINY] if setting.is_dry else [LLAMA_8B, LLAMA_13B]
+    contexts = [70] if setting.is_dry else [256, 1024, 4096, 16384]
+    batches = [1, 2] if setting.is_dry else [1, 8, 32, 128, 256]
+    for heads in shapes:
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            for context in contexts:
+                for batch in batches:
+                    lengths = [context] * batch
+                    if _cache_bytes(heads, lengths, dtype) <= _MAX_CACHE_BYTES:
+                        yield from _variants(setting, heads, lengths, dtype, "uniform")
+        longest = contexts[-1]
+        ragged = [longest] + [contexts[0] + 37 * row % 1000 for row in range(batches[-1] - 1)]
+        yield from _variants(setting, heads, ragged, torch.bfloat16, "ragged")
+
+
+def _cache_bytes(heads: Heads, lengths: list[int], dtype: torch.dtype) -> int:
+    return 2 * sum(lengths) * heads.num_kv_heads * heads.head_dim * dtype.itemsize
+
+
+def _variants(
+    setting: Setting, heads: Heads, lengths: list[int], dtype: torch.dtype, kind: str
+) -> Iterator[Row]:
+    # Imported late: a dry run switches the interpreter on before triton is imported.
+    from inflight_kernels.paged_attention_generation import (
+        GenerationTile,
+        choose_tile,
+        paged_attention_generation,
+    )
+
+    batch = make_batch(
+        heads,
+        [1] * len(lengths),
+        lengths,
+        tokens_per_block=_BLOCK,
+        cache_dtype=dtype,
+        device=setting.device,
+    )
+    paged = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
+    chosen = choose_tile(heads.head_dim, dtype)
+    tiles = {chosen}
+    if setting.has_sweep:
+        tiles |= {
+            GenerationTile(block_n, stages, num_warps)
+            for block_n in (32, 64)
+            for stages in (3, 4, 5)
+            for num_warps in (4, 8)
+        }
+    for tile in sorted(tiles, key=lambda tile: tile != chosen):
+        call = partial(
+            paged_attention_generation,
+            *paged,
+            batch.context_lengths,
+            heads.head_dim**-0.5,
+            tile=tile,
+        )
+        parameters = {
+            "shape": heads.name,
+            "batch": len(lengths),
+            "context": max(lengths),
+            "kind": kind,
+            "cache": str(dtype).removeprefix("torch."),
+            "tile": (tile.block_n, tile.stages, tile.num_warps),
+            "chosen": tile == chosen,
+        }
+        size = _cache_bytes(heads, lengths, dtype)
+        flops = 4 * sum(lengths) * heads.num_heads * heads.head_dim
+        wants_peer = tile == chosen and kind == "uniform" and dtype == torch.bfloat16
+        baselines = {"sdpa": _sdpa(batch, heads, lengths)} if wants_peer else {}
+        yield Row(parameters, call, size, flops, baselines)
+
+
+def _sdpa(batch: PagedBatch, heads: Heads, lengths: list[int]) -> Call:
+    """torch's attention over the same numbers lying contiguously: no paging to pay for."""
+    shape = (len(lengths), lengths[0], heads.num_kv_heads, heads.head_dim)
+    size = (batch.block_tables.shape[0], -1, heads.num_kv_heads, heads.head_dim)
+    key, value = (
+        cache.reshape(size)[:, : lengths[0]].reshape(shape).transpose(1, 2)
+        for cache in (batch.key_cache, batch.value_cache)
+    )
+    query = batch.query[:, :, None]  # [B, H, 1, D]
+    is_gqa = heads.num_heads != heads.num_kv_heads
+    return partial(functional.scaled_dot_product_attention, query, key, value, enable_gqa=is_gqa)
+
+
+if __name__ == "__main__":
+    main("paged_attention_generation", rows)

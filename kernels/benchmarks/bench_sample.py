@@ -1,0 +1,51 @@
+"""Sampling (K3): microseconds and GB/s (logits read once), by what the rows ask for.
+
+python -m benchmarks.bench_sample --output sample.json [--dry-run]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from benchmarks.harness import Row, Setting, main, num_bytes
+
+_KINDS = {
+    "greedy": (0.0, 0, 0.0),
+    "temperature": (0.8, 0, 1.0),
+    "top-k 50": (0.8, 50, 1.0),
+    "top-p 0.9": (0.8, 0, 0.9),
+    "top-k 50, top-p 0.9": (0.8, 50, 0.9),
+}
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """Batches of one kind each."""
+    # Imported late: a dry run switches the interpreter on before triton is imported.
+    from inflight_kernels import reference
+    from inflight_kernels.sample import sample
+
+    device = setting.device
+    for vocabulary in [100] if setting.is_dry else [32000, 128256]:
+        for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
+            logits = 4 * torch.randn(batch, vocabulary, device=device)
+            seeds = torch.arange(batch, device=device)
+            for kind, (temperature, top_k, top_p) in _KINDS.items():
+                arguments = (
+                    logits,
+                    torch.full((batch,), temperature, device=device),
+                    torch.full((batch,), top_k, dtype=torch.int32, device=device),
+                    torch.full((batch,), top_p, device=device),
+                    seeds,
+                    seeds + 17,
+                )
+                parameters = {"vocabulary": vocabulary, "batch": batch, "kind": kind}
+                baselines = {"torch": partial(reference.sample, *arguments)}
+                call = partial(sample, *arguments)
+                yield Row(parameters, call, num_bytes(logits), 0, baselines)
+
+
+if __name__ == "__main__":
+    main("sample", rows)

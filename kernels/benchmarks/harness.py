@@ -1,0 +1,124 @@
+"""What the kernel benchmarks share: timing, figures per row, a table and JSON.
+
+On a CUDA device every row is timed with events, the L2 cache cleared before each call, median
+taken. ``--dry-run`` runs tiny shapes once in Triton's interpreter on a CPU, to show that the script
+works; it reports no figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: what runs, and what it moves and computes at least."""
+
+    parameters: dict[str, Any]
+    call: Call
+    num_bytes: int  # read and written once each
+    num_flops: int = 0
+    baselines: Mapping[str, Call] = field(default_factory=dict)  # the same work by something else
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where rows run and how large they are."""
+
+    device: torch.device
+    is_dry: bool
+    has_sweep: bool
+
+
+Rows = Callable[[Setting], Iterator[Row]]
+
+
+def main(op: str, rows: Rows) -> None:
+    """Command line of one benchmark: run its rows, print a table, write JSON."""
+    run_all({op: rows}, __doc__)
+
+
+def run_all(benchmarks: Mapping[str, Rows], description: str | None) -> None:
+    """Command line over several benchmarks."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="tiny shapes, interpreted, no figures"
+    )
+    parser.add_argument("--sweep", action="store_true", help="try tiles beside the chosen one")
+    parser.add_argument("--output", type=Path, help="write JSON here")
+    arguments = parser.parse_args()
+    if arguments.dry_run:
+        # Before anything imports triton: it decides when it decorates its kernels.
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif not torch.cuda.is_available():
+        parser.error("no CUDA device here; --dry-run shows that the script works")
+    device = torch.device("cpu" if arguments.dry_run else "cuda")
+    setting = Setting(device, arguments.dry_run, arguments.sweep)
+    torch.manual_seed(0)
+    report = {**environment(setting), "ops": {}}
+    for op, rows in benchmarks.items():
+        sys.stdout.write(f"{op}\n")
+        report["ops"][op] = [_measured(row, setting) for row in rows(setting)]
+    if arguments.output:
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def environment(setting: Setting) -> dict[str, Any]:
+    """Versions, the device, and the copy bandwidth it reaches (bytes read plus written)."""
+    facts: dict[str, Any] = {
+        "dry_run": setting.is_dry,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": importlib.import_module("triton").__version__,
+        "device": "cpu" if setting.is_dry else torch.cuda.get_device_name(),
+    }
+    if not setting.is_dry:
+        source = torch.empty(2**32, dtype=torch.uint8, device=setting.device)
+        target = torch.empty_like(source)
+        microseconds = time_us(lambda: target.copy_(source))
+        facts["copy_gb_per_s"] = round(2 * source.numel() / microseconds / 1e3, 1)
+    return facts
+
+
+def time_us(call: Call) -> float:
+    """Median microseconds of a call on the device, L2 cleared before each."""
+    testing = importlib.import_module("triton.testing")
+    return 1e3 * float(testing.do_bench(call, warmup=20, rep=100, return_mode="median"))
+
+
+def _measured(row: Row, setting: Setting) -> dict[str, Any]:
+    """Run a row; figures only where a device was timed."""
+    result: dict[str, Any] = dict(row.parameters)
+    if setting.is_dry:
+        for call in (row.call, *row.baselines.values()):
+            call()
+    else:
+        microseconds = time_us(row.call)
+        result["us"] = round(microseconds, 2)
+        result["gb_per_s"] = round(row.num_bytes / microseconds / 1e3, 1)
+        if row.num_flops:
+            result["tflop_per_s"] = round(row.num_flops / microseconds / 1e6, 1)
+        for name, call in row.baselines.items():
+            result[f"{name}_us"] = round(time_us(call), 2)
+    cells = "  ".join(f"{key}={value}" for key, value in result.items())
+    sys.stdout.write(f"  {cells}\n")
+    sys.stdout.flush()
+    return result
+
+
+def num_bytes(*tensors: torch.Tensor) -> int:
+    """Bytes of the elements of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,66 @@
+"""Shapes and random paged batches for the attention benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention shape of a model."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+LLAMA_8B = Heads("8B", 32, 8, 128)
+LLAMA_13B = Heads("13B", 40, 40, 128)
+TINY = Heads("tiny", 4, 2, 64)
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Random queries and a cache in shuffled blocks."""
+
+    query: torch.Tensor  # [T, H, D]
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    query_starts: torch.Tensor
+    context_lengths: torch.Tensor
+
+
+def make_batch(
+    heads: Heads,
+    query_lens: list[int],
+    context_lens: list[int],
+    *,
+    tokens_per_block: int,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> PagedBatch:
+    """A batch whose requests own distinct blocks in random order; bfloat16 queries."""
+    per_row = [-(-length // tokens_per_block) for length in context_lens]
+    order = torch.randperm(sum(per_row), dtype=torch.int32)
+    tables = torch.zeros(len(per_row), max(per_row), dtype=torch.int32)
+    for row, blocks in enumerate(order.split(per_row)):  # type: ignore[no-untyped-call]
+        tables[row, : len(blocks)] = blocks
+    shape = (sum(per_row), tokens_per_block, heads.num_kv_heads, heads.head_dim)
+    # Zeros would run faster than real numbers do: fewer bits change.
+    caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    query = torch.randn(
+        sum(query_lens), heads.num_heads, heads.head_dim, dtype=torch.bfloat16, device=device
+    )
+    return PagedBatch(
+        query,
+        caches[0].to(cache_dtype),
+        caches[1].to(cache_dtype),
+        tables.to(device),
+        torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+        torch.tensor(context_lens, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,30 @@
+"""All kernel benchmarks in one process: K1, K2 and K3 of the benchmark matrix.
+
+python -m benchmarks.run_all --output kernels.json [--sweep | --dry-run]
+"""
+
+from __future__ import annotations
+
+from benchmarks import (
+    bench_copy_blocks,
+    bench_paged_attention_context,
+    bench_paged_attention_generation,
+    bench_rms_norm,
+    bench_rope_write_kv,
+    bench_sample,
+    bench_silu_mul,
+)
+from benchmarks.harness import run_all
+
+BENCHMARKS = {
+    "paged_attention_generation": bench_paged_attention_generation.rows,
+    "paged_attention_context": bench_paged_attention_context.rows,
+    "rms_norm": bench_rms_norm.rows,
+    "rope_write_kv": bench_rope_write_kv.rows,
+    "silu_mul": bench_silu_mul.rows,
+    "copy_blocks": bench_copy_blocks.rows,
+    "sample": bench_sample.rows,
+}
+
+if __name__ == "__main__":
+    run_all(BENCHMARKS, __doc__)

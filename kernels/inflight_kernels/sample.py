@@ -1,0 +1,307 @@
+"""Draw the next token of every row: greedy, or by temperature, top-k and top-p. No sort, no sync.
+
+The rule is that of ``reference.sample``: logits are divided by the temperature, filtered by top-k
+and then top-p, and the cumulative distribution *in the order of the vocabulary* is inverted with
+one uniform number, a hash of (seed, position). So a row's token depends on nothing else in the
+batch. Both filters keep ``{x >= t}`` for a threshold t, which is the largest t such that
+
+    top-k:  number of x >= t            >=  k
+    top-p:  sum of exp(x) over x >= t   >=  p * (the same sum over what top-k kept)
+
+and is found digit by digit in the ordered bits of a float: eight passes over the row, only in
+rows that ask for the filter.
+
+Two launches. The first cuts each row into chunks, so that a small batch fills the machine, and
+leaves maximum, its index and the sum of exponentials of each; the second, one program per row,
+decides from those and reads again only the chunk it draws from (or the row, where it filters).
+Sums are float32: a token differs from the float64 reference when the uniform number falls within
+about 1e-6 of a boundary.
+"""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import _host
+
+_MAX_CHUNK = 4096
+# Sixteen sums per element are held in registers while a threshold is searched.
+_MAX_TILE = 1024
+_MAX_VOCABULARY = 2**20
+
+
+@triton.jit
+def _uniform(seed, position):
+    """24 random bits of splitmix64 over (seed, position) as float32 in [0, 1)."""
+    gamma = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    mixed = _mix(seed.to(tl.uint64, bitcast=True) + gamma)
+    mixed = _mix(mixed + position.to(tl.uint64, bitcast=True) * gamma)
+    return (mixed >> 40).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def _mix(value):
+    value = (value ^ (value >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    value = (value ^ (value >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return value ^ (value >> 31)
+
+
+@triton.jit
+def _scaled(logits_ptr, offs, vocabulary, temperature):
+    """logits / temperature, -inf past the end; exact division, so that ties are the reference's."""
+    x = tl.load(logits_ptr + offs, mask=offs < vocabulary, other=-float("inf"))
+    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    # A tiny temperature may overflow; what counts is the distance from the best token.
+    x = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
+    return tl.where(offs < vocabulary, x, -float("inf"))
+
+
+@triton.jit
+def _ordered_bits(x):
+    """float32 to uint32 so that order is kept: the larger number has the larger bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
+    return flipped.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _find_threshold(
+    logits_ptr, vocabulary, temperature, best, floor, target, BY_MASS: tl.constexpr,
+    TILE: tl.constexpr
+):  # fmt: skip
+    """Ordered bits of the largest t with measure(x >= t) >= target.
+
+    Measured are tokens whose ordered bits are at least ``floor``: counted, or, with BY_MASS,
+    exp(x - best) summed. Each pass fixes four more bits of t, from the top.
+    """
+    digits = tl.arange(0, 16)
+    threshold = tl.full([], 0, tl.uint32)
+    above = tl.full([], 0.0, tl.float32)  # measure of what lies over the digits in question
+    for step in range(8):
+        shift = 28 - 4 * step
+        # Summed per lane and only then across lanes: one reduction per pass.
+        lanes = tl.zeros([TILE, 16], tl.float32)
+        for first in range(0, vocabulary, TILE):
+            offs = first + tl.arange(0, TILE)
+            x = _scaled(logits_ptr, offs, vocabulary, temperature)
+            bits = _ordered_bits(x)
+            # Same higher digits as the threshold so far. (A shift by 32 would be undefined.)
+            counted = ((bits ^ threshold) >> shift) < 16
+            counted = counted & (bits >= floor) & (offs < vocabulary)
+            weight = tl.exp(x - best) if BY_MASS else tl.full([TILE], 1.0, tl.float32)
+            weight = tl.where(counted, weight, 0.0)
+            digit = ((bits >> shift) & 15).to(tl.int32)
+            lanes += tl.where(digit[:, None] == digits[None, :], weight[:, None], 0.0)
+        measures = tl.sum(lanes, axis=0)
+        # Measure of x >= threshold with this digit, for each digit; it falls with the digit.
+        at_least = above + tl.cumsum(measures, axis=0, reverse=True)
+        chosen = tl.maximum(tl.sum((at_least >= target).to(tl.int32), axis=0) - 1, 0)
+        above += tl.sum(tl.where(digits > chosen, measures, 0.0), axis=0)
+        threshold = threshold | (chosen.to(tl.uint32) << shift)
+    return threshold
+
+
+@triton.jit
+def _chunk_kernel(
+    maxima_ptr,  # [N, num_chunks] float32; +inf where a chunk holds a NaN
+    tokens_ptr,  # [N, num_chunks] int32: index of the maximum
+    sums_ptr,  # [N, num_chunks] float32: sum of exp(logit / temperature - maximum / temperature)
+    logits_ptr,
+    temperature_ptr,
+    vocabulary,
+    stride_logits,
+    CHUNK: tl.constexpr,
+):
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    mask = offs < vocabulary
+    logits_ptr += row * stride_logits
+    logits = tl.load(logits_ptr + offs, mask=mask, other=-float("inf"))
+    broken = tl.sum((logits != logits).to(tl.int32), axis=0) > 0
+    best = tl.max(logits, axis=0)
+    index = tl.argmax(logits, axis=0, tie_break_left=True)
+    slot = row * tl.num_programs(0) + chunk
+    tl.store(maxima_ptr + slot, tl.where(broken, float("inf"), best))
+    tl.store(tokens_ptr + slot, chunk * CHUNK + index)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        x = _scaled(logits_ptr, offs, vocabulary, temperature)
+        tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.max(x, axis=0)), axis=0))
+
+
+@triton.jit
+def _filter_floor(
+    logits_ptr, vocabulary, temperature, best, mass, top_k, top_p, TILE: tl.constexpr
+):  # fmt: skip
+    """Ordered bits below which the row's filters drop a token; 0 keeps all."""
+    floor = tl.full([], 0, tl.uint32)
+    if top_k > 0:
+        wanted = tl.minimum(top_k, vocabulary).to(tl.float32)
+        floor = _find_threshold(
+            logits_ptr, vocabulary, temperature, best, floor, wanted, False, TILE
+        )
+    if (top_p > 0) & (top_p < 1):
+        if top_k > 0:
+            lanes = tl.zeros([TILE], tl.float32)
+            for first in range(0, vocabulary, TILE):
+                x = _scaled(logits_ptr, first + tl.arange(0, TILE), vocabulary, temperature)
+                lanes += tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
+            mass = tl.sum(lanes, axis=0)
+        floor = _find_threshold(
+            logits_ptr, vocabulary, temperature, best, floor, top_p * mass, True, TILE
+        )
+    return floor
+
+
+@triton.jit
+def _draw(
+    logits_ptr, vocabulary, temperature, best, floor, sums, noise, CHUNK: tl.constexpr,
+    BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """First token whose cumulative weight exceeds noise times the total. sums [BLOCK_C]: weight of
+    each chunk without filters; with a floor they are taken again."""
+    chunks = tl.arange(0, BLOCK_C)
+    if floor > 0:
+        sums = tl.zeros_like(sums)
+        for first in range(0, vocabulary, CHUNK):
+            x = _scaled(logits_ptr, first + tl.arange(0, CHUNK), vocabulary, temperature)
+            weight = tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
+            sums = tl.where(chunks == first // CHUNK, tl.sum(weight, axis=0), sums)
+    wanted = noise * tl.sum(sums, axis=0)
+    cumulative = tl.cumsum(sums, axis=0)
+    # Rounding may leave no chunk above ``wanted``: then the last one with any weight.
+    last = tl.max(tl.where(sums > 0, chunks, 0), axis=0)
+    chunk = tl.minimum(tl.sum((cumulative <= wanted).to(tl.int32), axis=0), last)
+    wanted -= tl.sum(tl.where(chunks < chunk, sums, 0.0), axis=0)
+
+    offs = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = _scaled(logits_ptr, offs, vocabulary, temperature)
+    weight = tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
+    is_beyond = (tl.cumsum(weight, axis=0) > wanted) & (weight > 0)
+    first_beyond = tl.min(tl.where(is_beyond, offs, vocabulary), axis=0)
+    last = tl.max(tl.where(weight > 0, offs, 0), axis=0)
+    return tl.where(first_beyond < vocabulary, first_beyond, last)
+
+
+@triton.jit
+def _sample_kernel(
+    out_ptr,  # [N] int64
+    maxima_ptr,
+    tokens_ptr,
+    sums_ptr,
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    vocabulary,
+    stride_logits,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, BLOCK_C)
+    present = chunks < num_chunks
+    slots = row * num_chunks + chunks
+    maxima = tl.load(maxima_ptr + slots, mask=present, other=-float("inf"))
+    best_logit = tl.max(maxima, axis=0)
+    best_chunk = tl.argmax(maxima, axis=0, tie_break_left=True)
+    token = tl.load(tokens_ptr + row * num_chunks + best_chunk).to(tl.int64)
+    is_finite = (best_logit > -float("inf")) & (best_logit < float("inf"))
+    temperature = tl.load(temperature_ptr + row)
+    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    is_greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
+    if is_finite & (is_greedy == 0):
+        logits_ptr += row * stride_logits
+        best = tl.div_rn(maxima, tl.zeros_like(maxima) + temperature)
+        best = tl.minimum(tl.maximum(best, -3.4028234663852886e38), 3.4028234663852886e38)
+        sums = tl.load(sums_ptr + slots, mask=present, other=0.0)
+        top = tl.max(tl.where(present, best, -float("inf")), axis=0)
+        sums = tl.where(present, sums * tl.exp(best - top), 0.0)
+        mass = tl.sum(sums, axis=0)
+        floor = _filter_floor(logits_ptr, vocabulary, temperature, top, mass, top_k, top_p, TILE)
+        noise = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+        token = _draw(
+            logits_ptr, vocabulary, temperature, top, floor, sums, noise, CHUNK, BLOCK_C
+        ).to(tl.int64)
+    tl.store(out_ptr + row, tl.where(is_finite, token, -1))
+
+
+def sample(
+    logits: torch.Tensor,  # [N, V] float32
+    temperature: torch.Tensor,  # [N] float32, >= 0; 0: greedy
+    top_k: torch.Tensor,  # [N] int32; 0: off, 1: greedy
+    top_p: torch.Tensor,  # [N] float32; 0 or >= 1: off; greedy where both filters are 0
+    seeds: torch.Tensor,  # [N] int64
+    positions: torch.Tensor,  # [N] int64: the position the drawn token will take
+) -> torch.Tensor:
+    """One token per row [N] int64; -1 where a row holds a NaN or a +inf, or nothing but -inf.
+
+    Values of the parameters are not checked against their bounds: they live on the device.
+    Raises ValueError naming the argument that does not fit.
+    """
+    _host.check_shape("logits", logits, (None, None))
+    _host.check_dtype("logits", logits, (torch.float32,))
+    _host.check_rows("logits", logits)
+    num_rows, vocabulary = logits.shape
+    if not 0 < vocabulary <= _MAX_VOCABULARY:
+        raise ValueError(
+            f"logits: rows must have 1 to {_MAX_VOCABULARY} elements, got {vocabulary}"
+        )
+    for name, tensor, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("positions", positions, torch.int64),
+    ):
+        _host.check_shape(name, tensor, (num_rows,))
+        _host.check_dtype(name, tensor, (dtype,))
+        _host.check_contiguous(name, tensor)
+        _host.check_same_device(logits=logits, **{name: tensor})
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    chunk = min(_host.next_power_of_2(vocabulary), _MAX_CHUNK)
+    num_chunks = _host.cdiv(vocabulary, chunk)
+    maxima, sums = torch.empty(
+        (2, num_rows, num_chunks), dtype=torch.float32, device=logits.device
+    ).unbind()
+    tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    _chunk_kernel[(num_chunks, num_rows)](
+        maxima,
+        tokens,
+        sums,
+        logits,
+        temperature,
+        vocabulary,
+        logits.stride(0),
+        CHUNK=chunk,
+        num_warps=8,
+    )
+    _sample_kernel[(num_rows,)](
+        out,
+        maxima,
+        tokens,
+        sums,
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        seeds,
+        positions,
+        vocabulary,
+        logits.stride(0),
+        num_chunks,
+        CHUNK=chunk,
+        TILE=min(chunk, _MAX_TILE),
+        BLOCK_C=_host.next_power_of_2(num_chunks),
+        num_warps=16,
+    )
+    return out

@@ -1,0 +1,106 @@
+"""Settings of the engine, their resolution, and the size of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight_backend.engine import Engine, EngineConfig, ModelConfig
+from inflight_backend.engine.config import resolve
+from inflight_backend.engine.kv_pool import KvPool, available_memory, choose_num_blocks
+from inflight_backend.engine.layers import Linear
+from inflight_backend.errors import ConfigurationError
+
+Folder = Callable[..., Path]
+
+
+@pytest.fixture
+def model(checkpoint: Folder) -> ModelConfig:
+    """Of a checkpoint with 256 positions."""
+    return ModelConfig.from_folder(checkpoint("llama-mha", num_shards=1))
+
+
+def test_defaults_on_a_cpu(model: ModelConfig) -> None:
+    config = resolve(EngineConfig(device="cpu"), model)
+    assert config.dtype == "float32"
+    assert (config.max_seq_len, config.max_num_tokens) == (256, 8192)
+    assert config.attention_backend == "torch"
+    assert config.torch_dtype == torch.float32
+    chosen = resolve(EngineConfig(device="cpu", max_seq_len=100, max_num_tokens=50), model)
+    assert (chosen.max_seq_len, chosen.max_num_tokens) == (100, 50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"attention_backend": "magic"}, "attention_backend must be one of auto, torch"),
+        ({"max_batch_size": 0}, "max_batch_size must be between 1"),
+        ({"tokens_per_block": -1}, "tokens_per_block must be between 1"),
+        ({"max_num_tokens": 0}, "max_num_tokens must be between 1"),
+        ({"max_tokens_in_paged_kv_cache": 0}, "max_tokens_in_paged_kv_cache must be between 1"),
+        ({"kv_cache_free_gpu_mem_fraction": 1.0}, "kv_cache_free_gpu_mem_fraction must be"),
+        ({"kv_cache_free_gpu_mem_fraction": float("nan")}, "kv_cache_free_gpu_mem_fraction"),
+    ],
+)
+def test_settings_out_of_bounds(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        EngineConfig(**settings)
+
+
+def test_longer_than_the_checkpoint(model: ModelConfig) -> None:
+    with pytest.raises(ConfigurationError, match=r"max_seq_len \(257\).*\(256\)"):
+        resolve(EngineConfig(device="cpu", max_seq_len=257), model)
+
+
+def test_no_cuda_device(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match="no CUDA device"):
+        resolve(EngineConfig(device="cuda"), model)
+
+
+def test_blocks_of_a_cpu_pool() -> None:
+    assert choose_num_blocks(1, 32, "cpu", None, 0.9) == 65_536 // 32
+    assert choose_num_blocks(1, 32, "cpu", 100, 0.9) == 3
+    bytes_per_token = 2**30
+    expected = available_memory() / 4 / bytes_per_token
+    assert choose_num_blocks(bytes_per_token, 1, "cpu", None, 0.9) == pytest.approx(expected, abs=2)
+
+
+def test_pool_too_small_for_a_block(checkpoint: Folder) -> None:
+    config = EngineConfig(device="cpu", tokens_per_block=32, max_tokens_in_paged_kv_cache=31)
+    with pytest.raises(ConfigurationError, match="room for 31 tokens and a block takes 32"):
+        Engine.load(checkpoint("llama-mha", num_shards=1), config)
+
+
+def test_pool_larger_than_memory() -> None:
+    with pytest.raises(ConfigurationError, match="no memory on cpu for 1099511627776 KV blocks"):
+        KvPool(4, 2**40, 64, 8, 128, torch.float32, "cpu")
+
+
+def test_cleaning_keeps_numbers() -> None:
+    pool = KvPool(2, 3, 4, 1, 2, torch.float32, "cpu")
+    keys, values = pool.layer(1)
+    keys[0], keys[2], values[2, 1] = torch.nan, 5.0, torch.inf
+    pool.clean(torch.tensor([2]))
+    assert keys[0].isnan().all()
+    assert (keys[2] == 5.0).all()
+    assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 511, 512])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_packed_linear(num_tokens: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, 24, generator=generator)
+    weight = torch.randn(40, 24, generator=generator)
+    bias = torch.randn(40, generator=generator) if has_bias else None
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    with torch.inference_mode():
+        answer = Linear(weight, bias)(x)
+    torch.testing.assert_close(answer.double(), expected, atol=1e-5, rtol=1e-5)

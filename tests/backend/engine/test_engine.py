@@ -1,0 +1,218 @@
+"""The engine against transformers, token for token, however a scheduler may cut the work."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VARIANTS, VOCAB_SIZE, oracle_logits, oracle_tokens
+from engine_driver import EngineDriver, Job
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_scheduler import (
+    BlockAssignment,
+    ContextChunk,
+    SamplingParams,
+    ScheduledBatch,
+    SlotSetup,
+)
+
+LENGTHS = (1, 4, 5, 17, 33, 80)
+NUM_TOKENS = 10
+SmallEngine = Callable[[str], Engine]
+Folder = Callable[..., Path]
+
+
+def make_prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    numbers = random.Random(seed)
+    return [[numbers.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture
+def expected(checkpoint: Folder) -> Callable[[str], list[list[int]]]:
+    """What transformers answers to `make_prompts`."""
+
+    def answer(variant: str) -> list[list[int]]:
+        num_shards = 3 if variant.startswith("qwen") else 1
+        folder = checkpoint(variant, num_shards=num_shards)
+        return [oracle_tokens(folder, prompt, NUM_TOKENS) for prompt in make_prompts()]
+
+    return answer
+
+
+@pytest.mark.parametrize("chunk_size", [0, 3, 16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_equals_transformers(
+    variant: str,
+    chunk_size: int,
+    small_engine: SmallEngine,
+    expected: Callable[[str], list[list[int]]],
+) -> None:
+    # Mixed lengths; with chunks, short prompts generate while long ones are still read.
+    jobs = [Job(prompt) for prompt in make_prompts()]
+    driver = EngineDriver(small_engine(variant), seed=chunk_size)
+    assert driver.generate(jobs, NUM_TOKENS, chunk_size) == expected(variant)
+
+
+@pytest.mark.parametrize("variant", ["llama3-biased-gqa8", "mistral-window", "qwen3"])
+def test_requests_join_pause_and_resume(
+    variant: str, small_engine: SmallEngine, expected: Callable[[str], list[list[int]]]
+) -> None:
+    first, second, third, *others = [Job(prompt) for prompt in make_prompts()]
+    driver = EngineDriver(small_engine(variant))
+    driver.generate([first, second], 4)
+    driver.step({third: 2, others[0]: 0}, [second, first])
+    driver.release(second)  # paused: what it generated is prompt when it comes back
+    driver.step({third: 0, others[1]: 9}, [first, others[0]])
+    driver.release(others[1])  # paused in the middle of its prompt
+    jobs = [first, second, third, *others]
+    for job in reversed(jobs):
+        driver.generate([job, first], min(2, NUM_TOKENS - len(job.generated)))
+    while waiting := [job for job in jobs if len(job.generated) < NUM_TOKENS]:
+        driver.generate(waiting, 1)
+    assert [job.generated[:NUM_TOKENS] for job in jobs] == expected(variant)
+
+
+def test_a_slot_and_its_blocks_are_used_again(
+    small_engine: SmallEngine, expected: Callable[[str], list[list[int]]]
+) -> None:
+    driver = EngineDriver(small_engine("mistral-full"))
+    for prompt, tokens in zip(make_prompts(), expected("mistral-full"), strict=True):
+        job = Job(prompt)
+        assert driver.generate([job], NUM_TOKENS) == [tokens]
+        driver.release(job)
+
+
+def test_seeded_answers_do_not_depend_on_the_batch(small_engine: SmallEngine) -> None:
+    engine = small_engine("qwen2-tied")
+    prompts = make_prompts()
+    params = [
+        SamplingParams(temperature=0.7 + row / 4, top_k=20 * (row % 2), top_p=0.9, seed=row - 3)
+        for row in range(len(prompts))
+    ]
+    together = [Job(prompt, sampling) for prompt, sampling in zip(prompts, params, strict=True)]
+    EngineDriver(engine).generate(together, NUM_TOKENS, chunk_size=7)
+    for prompt, sampling, job in zip(prompts, params, together, strict=True):
+        alone = Job(prompt, sampling)
+        driver = EngineDriver(engine, seed=5)
+        driver.generate([alone], 4)
+        driver.release(alone)
+        driver.generate([alone, Job(prompts[3])], NUM_TOKENS - 4)
+        assert alone.generated == job.generated
+    greedy = Job(prompts[0])
+    EngineDriver(engine).generate([greedy], NUM_TOKENS)
+    assert greedy.generated != together[0].generated
+
+
+def test_draws_follow_the_logits_of_transformers(
+    small_engine: SmallEngine, checkpoint: Folder
+) -> None:
+    prompt = make_prompts()[2]
+    logits = oracle_logits(checkpoint("llama-mha", num_shards=1), prompt)
+    probabilities = (logits / 1.5).softmax(-1).double()
+    counts = torch.zeros(VOCAB_SIZE)
+    driver = EngineDriver(small_engine("llama-mha"))
+    num_rounds = 150
+    for number in range(num_rounds):
+        jobs = [
+            Job(prompt, SamplingParams(temperature=1.5, top_p=1.0, seed=8 * number + row))
+            for row in range(8)
+        ]
+        counts[driver.step(dict.fromkeys(jobs, 0))] += 1
+        for job in jobs:
+            driver.release(job)
+    wanted = probabilities * counts.sum()
+    common = wanted >= 5
+    observed = torch.cat((counts[common], counts[~common].sum()[None])).double()
+    wanted = torch.cat((wanted[common], wanted[~common].sum()[None]))
+    chi_square = ((observed - wanted).square() / wanted).sum()
+    degrees = len(wanted) - 1
+    assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_end_id_waits_for_the_minimum(small_engine: SmallEngine, is_greedy: bool) -> None:
+    prompt = make_prompts()[3]
+    engine = small_engine("llama-mha")
+    sampling = SamplingParams() if is_greedy else SamplingParams(temperature=1.2, top_k=3, seed=4)
+    free = Job(prompt, sampling)
+    EngineDriver(engine).generate([free], NUM_TOKENS)
+    # The token drawn third, forbidden up to and including that place, then allowed at once.
+    end_id = free.generated[2]
+    forbidden = Job(prompt, sampling, end_id, len(prompt) + 3)
+    allowed = Job(prompt, sampling, end_id, len(prompt) + 2)
+    other = Job(prompt, sampling)
+    EngineDriver(engine).generate([forbidden, other, allowed], 3)
+    assert end_id not in free.generated[:2]
+    assert end_id not in forbidden.generated
+    assert forbidden.generated[:2] == free.generated[:2]
+    assert other.generated == allowed.generated == free.generated[:3]
+
+
+def test_a_broken_row_disturbs_nobody(tmp_path: Path, checkpoint: Folder) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = checkpoint("llama-mha", num_shards=1)
+    weights = load_file(source / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    config = EngineConfig(max_batch_size=4, tokens_per_block=8, max_tokens_in_paged_kv_cache=64)
+    engine = Engine.load(tmp_path, config)
+    prompt = [1, 2, 3]
+    healthy = oracle_tokens(source, prompt, 6)
+    assert 7 not in healthy
+    driver = EngineDriver(engine)
+    broken, good = Job([9] * 20 + [7, 4]), Job(prompt)
+    assert driver.step({broken: 0, good: 0}) == [-1, healthy[0]]
+    assert driver.step({}, [good, broken]) == [healthy[1], -1]
+    driver.release(broken)
+    # Its blocks, NaN and all, go to others: half filled, while the neighbour generates on.
+    heirs = [Job(prompt), Job(prompt), Job(prompt)]
+    driver.generate([good, *heirs], 4)
+    assert good.generated == healthy
+    assert all(heir.generated == healthy[:4] for heir in heirs)
+
+
+def test_bfloat16_is_close_to_transformers(checkpoint: Folder) -> None:
+    folder = checkpoint("qwen3", num_shards=3)
+    engine = Engine.load(
+        folder, EngineConfig(dtype="bfloat16", max_batch_size=8, max_tokens_in_paged_kv_cache=1024)
+    )
+    assert engine.dtype_name == "bfloat16"
+    logits = oracle_logits(folder, make_prompts()[4])
+    token = EngineDriver(engine).step({Job(make_prompts()[4]): 0})[0]
+    # 8 bits of mantissa through two layers: the choice may differ, but only among near ties.
+    assert logits.max() - logits[token] < 0.05 * (logits.max() - logits.min())
+
+
+def test_nothing_to_run(small_engine: SmallEngine) -> None:
+    engine = small_engine("llama-mha")
+    assert engine.execute(ScheduledBatch(iteration=1)) == []
+    assert EngineDriver(engine).step({Job([1, 2, 3, 4, 5]): 3}) == []  # not the last chunk
+
+
+def test_a_plan_may_set_up_and_run_nothing(small_engine: SmallEngine) -> None:
+    engine = small_engine("llama-mha")
+    prompt = make_prompts()[2]
+    free = Job(prompt)
+    EngineDriver(engine).generate([free], 2)
+    blocks = tuple(BlockAssignment(5, index, 9 - index) for index in range(2))
+    engine.execute(ScheduledBatch(1, (SlotSetup(5, 1, SamplingParams()),), blocks))
+    chunk = ContextChunk(5, 0, tuple(prompt), is_last=True)
+    assert engine.execute(ScheduledBatch(2, context_chunks=(chunk,))) == free.generated[:1]
+    assert engine.execute(ScheduledBatch(3, generation_slots=(5,))) == free.generated[1:]
+
+
+def test_what_the_manager_asks_for(small_engine: SmallEngine) -> None:
+    engine = small_engine("llama-mha")
+    assert engine.device_name.startswith("CPU")
+    assert engine.dtype_name == "float32"
+    assert (engine.num_blocks, engine.tokens_per_block) == (256, 4)
+    assert (engine.vocab_size, engine.max_seq_len) == (VOCAB_SIZE, 256)
+    assert engine.max_num_tokens == 8192
+    assert engine.memory_usage().cpu > 2**20

@@ -1,0 +1,246 @@
+"""`config.json`: what transformers and older tools write, and what is refused, by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight_backend.engine import ModelConfig
+from inflight_backend.engine.json_reader import JsonReader
+from inflight_backend.engine.model_config import RopeConfig
+from inflight_backend.engine.rope import make_cos_sin
+from inflight_backend.errors import CheckpointError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+QWEN = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 8}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def read(values: dict[str, Any], **changes: Any) -> ModelConfig:
+    """The configuration with some keys changed; ``...`` removes a key."""
+    merged = {**values, **changes}
+    return ModelConfig.from_reader(
+        JsonReader({k: v for k, v in merged.items() if v is not ...}, "config.json")
+    )
+
+
+def refusal(values: dict[str, Any], **changes: Any) -> str:
+    """What is said about it."""
+    with pytest.raises(CheckpointError) as caught:
+        read(values, **changes)
+    return str(caught.value)
+
+
+def test_llama_1_writes_little() -> None:
+    config = read(LLAMA)
+    assert (config.num_kv_heads, config.head_dim) == (32, 128)
+    assert config.rope == RopeConfig(10_000.0)
+    assert not config.is_tied
+    assert not config.has_qkv_bias
+    assert config.sliding_windows == (None,) * 4
+    assert config.dtype == "float32"
+
+
+def test_old_and_new_names() -> None:
+    old = read(LLAMA, torch_dtype="bfloat16", rope_theta=5e5, rope_scaling=None)
+    new = read(LLAMA, dtype="bfloat16", rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
+    assert old == new
+    assert old.dtype == "bfloat16"
+    assert old.rope.theta == 5e5
+
+
+def test_rope_of_llama_3() -> None:
+    expected = RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+    old = read(LLAMA, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **LLAMA3})
+    new = read(LLAMA, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3})
+    assert old.rope == new.rope == expected
+    linear = read(LLAMA, rope_scaling={"type": "linear", "factor": 2})
+    assert linear.rope == RopeConfig(10_000.0, "linear", 2.0)
+
+
+@pytest.mark.parametrize(
+    "config", [RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 128), RopeConfig(1e4, "linear", 3.0)]
+)
+def test_rope_angles_equal_transformers(config: RopeConfig) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters: dict[str, Any] = {"rope_type": config.kind, "rope_theta": config.theta}
+    parameters["factor"] = config.factor
+    if config.kind == "llama3":
+        parameters |= {**LLAMA3, "original_max_position_embeddings": 128}
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=parameters)
+    )
+    cos, sin = rotary(torch.zeros(1), torch.arange(500)[None])
+    ours = make_cos_sin(config, 64, 500)
+    torch.testing.assert_close(ours[:, :32], cos[0, :, :32], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours[:, 32:], sin[0, :, :32], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None,) * 4),
+        ({"use_sliding_window": False, "sliding_window": 64}, (None,) * 4),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3},
+            (None, None, None, 64),
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9},
+            (None,) * 4,
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            (None, 64, None, 64),
+        ),
+    ],
+)
+def test_windows_of_qwen(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = read(QWEN, **changes)
+    assert config.sliding_windows == windows
+    assert config.has_qkv_bias
+    assert not config.has_output_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 9}, 9)],
+)
+def test_window_of_mistral(changes: dict[str, Any], window: int | None) -> None:
+    config = read({**QWEN, "architectures": ["MistralForCausalLM"]}, **changes)
+    assert config.sliding_windows == (window,) * 4
+    assert not config.has_qkv_bias
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    ],
+)
+def test_missing_key(key: str) -> None:
+    assert refusal(QWEN, **{key: ...}) == f"config.json: {key} is missing"
+
+
+def test_qwen3_needs_its_head_dim() -> None:
+    values = {**QWEN, "architectures": ["Qwen3ForCausalLM"]}
+    assert refusal(values) == "config.json: head_dim is missing"
+    assert read(values, head_dim=64).has_qk_norm
+
+
+def test_unknown_architecture() -> None:
+    text = refusal(LLAMA, architectures=["GPT2LMHeadModel", "LlamaForCausalLM"])
+    assert "'GPT2LMHeadModel' is not supported" in text
+    for supported in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2For", "Qwen3ForCausalLM"):
+        assert supported in text
+    assert "architectures is missing" in refusal(LLAMA, architectures=...)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hidden_size": "4096"}, "hidden_size must be an integer"),
+        ({"hidden_size": 4096.0}, "hidden_size must be an integer"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be between 1 and 1024"),
+        ({"vocab_size": -1}, "vocab_size must be between"),
+        ({"vocab_size": 10**30}, "vocab_size must be between"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be finite"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be finite"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be finite and above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads (5) must divide"),
+        ({"num_attention_heads": 33}, "hidden_size must be a multiple"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"rope_theta": -1.0}, "rope_theta must be finite and above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supp"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
+        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {}}}, "full_attention is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1}},
+            "high_freq_factor (1.0) must be above low_freq_factor",
+        ),
+    ],
+)
+def test_values_that_are_refused(changes: dict[str, Any], named: str) -> None:
+    text = refusal(LLAMA, **changes)
+    assert named in text
+    assert len(text) < 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is missing"),
+        ({"use_sliding_window": True, "sliding_window": 4}, "max_window_layers is missing"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"]},
+            "layer_types has 1 entries for 4 layers",
+        ),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["linear"] * 4},
+            "layer_types holds 'linear'",
+        ),
+    ],
+)
+def test_windows_that_are_refused(changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(QWEN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        (json.dumps({**LLAMA, "rms_norm_eps": float("nan")}), "NaN is not a number of JSON"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "not valid JSON"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, content: str | bytes, complaint: str) -> None:
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=complaint):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        ModelConfig.from_folder(tmp_path / "nowhere")

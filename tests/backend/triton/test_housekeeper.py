@@ -1,0 +1,64 @@
+"""Chores and the watch over the parent process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from inflight_backend.triton.housekeeper import Chore, Housekeeper
+
+WAIT = 10.0
+
+
+def test_a_chore_that_raises_is_tried_again_and_the_others_run() -> None:
+    num_tries = 0
+    tried_twice, other_ran = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 2:
+            tried_twice.set()
+        raise RuntimeError("a chore")
+
+    housekeeper = Housekeeper([Chore(fail, 0.01), Chore(other_ran.set, 60.0)])
+    assert tried_twice.wait(WAIT)
+    assert other_ran.wait(WAIT)
+    housekeeper.close()
+
+
+def test_a_process_ends_soon_after_its_parent() -> None:
+    """The parent starts a child that would sleep for a minute, and is gone."""
+    child = (
+        "import time; from inflight_backend.triton.housekeeper import exit_with_parent;"
+        "exit_with_parent(0.05); print('watching', flush=True); time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys;"
+        f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE);"
+        "p.stdout.readline(); print(p.pid)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60
+    )
+    pid = int(result.stdout)
+    deadline = time.monotonic() + WAIT
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if is_alive(pid):
+        os.kill(pid, signal.SIGKILL)
+        raise AssertionError("the child outlived its parent")
+
+
+def is_alive(pid: int) -> bool:
+    """False also for a zombie: an orphan that nobody has reaped yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,173 @@
+"""What an 8B and a 13B model launch, as calls that need shapes only.
+
+As a script it compiles every case and prints the reports as JSON; `test_compile.py` runs it in a
+process of its own, where Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from kernels.compile_recorder import record
+
+from inflight_kernels.copy_blocks import copy_blocks
+from inflight_kernels.paged_attention_context import paged_attention_context
+from inflight_kernels.paged_attention_generation import paged_attention_generation
+from inflight_kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+from inflight_kernels.rope_write_kv import rope_write_kv
+from inflight_kernels.sample import sample
+from inflight_kernels.silu_mul import silu_mul, silu_mul_fp8
+
+_BATCH = 32
+_BF16 = torch.bfloat16
+_FP8 = torch.float8_e4m3fn  # Triton converts it from sm_89 on
+_BOTH = (80, 90)
+_HOPPER = (90,)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The part of a model's shape that kernels see."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int = 0
+    intermediate: int = 0
+    vocabulary: int = 0
+
+
+LLAMA_8B = Shape("8B", 32, 8, 128, 4096, 14336, 128256)
+LLAMA_13B = Shape("13B", 40, 40, 128, 5120, 13824, 32000)
+HEAD_64 = Shape("head 64", 32, 8, 64)
+HEAD_80 = Shape("head 80", 32, 32, 80)
+HEAD_256 = Shape("head 256", 16, 8, 256)
+GROUP_7 = Shape("group of 7", 28, 4, 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch of an op, and the capabilities it is compiled for."""
+
+    op: str
+    label: str
+    capabilities: tuple[int, ...]
+    call: Callable[[], object]
+
+
+def _int32(*sizes: int) -> torch.Tensor:
+    return torch.empty(*sizes, dtype=torch.int32)
+
+
+def _int64(*sizes: int) -> torch.Tensor:
+    return torch.empty(*sizes, dtype=torch.int64)
+
+
+def _cache(shape: Shape, block: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(4, block, shape.num_kv_heads, shape.head_dim, dtype=dtype)
+
+
+def _attend(op: str, shape: Shape, block: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    cache = _cache(shape, block, dtype)
+    query_dtype = _BF16 if dtype == _FP8 else dtype
+    tables, lengths = _int32(_BATCH, 8192 // block), _int32(_BATCH)
+    num_tokens = _BATCH if op == "paged_attention_generation" else 1024
+    query = torch.empty(num_tokens, shape.num_heads, shape.head_dim, dtype=query_dtype)
+    if op == "paged_attention_generation":
+        paged_attention_generation(query, cache, cache, tables, lengths, 0.1, **options)
+    else:
+        starts = _int32(_BATCH + 1)
+        paged_attention_context(query, cache, cache, tables, starts, lengths, 0.1, **options)
+
+
+def attention_cases() -> Iterator[Case]:
+    """Both attention ops over the shapes, block sizes and dtypes in use."""
+    table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
+        (LLAMA_8B, 64, _BF16, _BOTH, {}),
+        (LLAMA_8B, 16, _BF16, _HOPPER, {}),
+        (LLAMA_8B, 128, torch.float16, _HOPPER, {}),
+        (LLAMA_8B, 64, _FP8, _HOPPER, {}),
+        (LLAMA_8B, 64, torch.float32, _HOPPER, {}),
+        (LLAMA_8B, 64, _BF16, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
+        (LLAMA_13B, 64, _BF16, _BOTH, {}),
+        (LLAMA_13B, 64, _FP8, _HOPPER, {}),
+        (HEAD_64, 32, _BF16, _HOPPER, {}),
+        (HEAD_80, 64, _BF16, _HOPPER, {}),
+        (HEAD_256, 64, _BF16, _BOTH, {}),
+        (GROUP_7, 64, _BF16, _HOPPER, {}),
+    ]
+    for op in ("paged_attention_generation", "paged_attention_context"):
+        for shape, block, dtype, capabilities, options in table:
+            extra = "".join(f" {name}={value}" for name, value in options.items())
+            label = f"{shape.name} {str(dtype).removeprefix('torch.')} blocks of {block}{extra}"
+            yield Case(op, label, capabilities, partial(_attend, op, shape, block, dtype, options))
+    for length in (4, 16):
+        options = {"max_query_len": length}
+        op, label = "paged_attention_context", f"8B bfloat16 max_query_len={length}"
+        yield Case(op, label, _HOPPER, partial(_attend, op, LLAMA_8B, 64, _BF16, options))
+
+
+def _rope(shape: Shape, cache_dtype: torch.dtype, has_norm: bool) -> None:
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+    fused = torch.empty(64, heads + 2 * kv_heads, dim, dtype=_BF16)
+    query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)
+    cache = _cache(shape, 64, cache_dtype)
+    weight = torch.empty(dim, dtype=_BF16) if has_norm else None
+    table = torch.empty(1024, dim)
+    rope_write_kv(query, key, value, table, _int64(64), cache, cache, _int64(64), weight, weight)
+
+
+def _copy(shape: Shape) -> None:
+    cache = _cache(shape, 64, _BF16)[None]
+    copy_blocks(cache, cache, _int32(2), _int32(2))
+
+
+def _sample(vocabulary: int) -> None:
+    numbers = torch.empty(64)
+    sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, _int64(64), _int64(64))
+
+
+def token_cases() -> Iterator[Case]:
+    """The ops that work token by token, at the two headline shapes in bfloat16."""
+    for shape in (LLAMA_8B, LLAMA_13B):
+        x = torch.empty(64, shape.hidden, dtype=_BF16)
+        weight = torch.empty(shape.hidden, dtype=_BF16)
+        gate_up = torch.empty(64, 2 * shape.intermediate, dtype=_BF16)
+        norm, add = (x, weight, 1e-5), (x, x, weight, 1e-5)
+        yield Case("rms_norm", shape.name, _BOTH, partial(rms_norm, *norm))
+        yield Case("rms_norm", f"{shape.name} add", _BOTH, partial(add_rms_norm, *add))
+        yield Case("rms_norm", f"{shape.name} fp8", _HOPPER, partial(rms_norm_fp8, *norm))
+        yield Case("rms_norm", f"{shape.name} add fp8", _HOPPER, partial(add_rms_norm_fp8, *add))
+        yield Case("silu_mul", shape.name, _BOTH, partial(silu_mul, gate_up))
+        yield Case("silu_mul", f"{shape.name} fp8", _HOPPER, partial(silu_mul_fp8, gate_up))
+        yield Case("rope_write_kv", shape.name, _BOTH, partial(_rope, shape, _BF16, False))
+        yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
+        yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
+        yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
+        yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
+
+
+def main() -> None:
+    """Compile all cases and write a JSON list of reports, op and label added."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", required=True, help="file for the reports")
+    path = parser.parse_args().output
+    reports = [
+        {"op": case.op, "label": case.label, **report.as_json()}
+        for case in (*attention_cases(), *token_cases())
+        for capability in case.capabilities
+        for report in record(capability, case.call)
+    ]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(reports, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

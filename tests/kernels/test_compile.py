@@ -1,0 +1,133 @@
+"""Gates on compiled code, without a GPU: spills, shared memory, and the instructions that matter.
+
+The cases are compiled once, in a process of their own: here Triton interprets (see `conftest`),
+and it cannot do both in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Shared memory one program may take (CUDA C++ Programming Guide, compute capabilities 8.0 and
+# 9.0), and what a multiprocessor has: 1 KiB per resident program is the system's.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024}
+REGISTERS_TOTAL = 65536
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+    """One entry per compiled kernel; see `compile_recorder.CompiledKernel`."""
+    folder = tmp_path_factory.mktemp("compile")
+    output = folder / "reports.json"
+    tests = Path(__file__).parents[1]
+    search = [str(tests), str(tests.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "kernels.compile_cases", "--output", str(output)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded: list[Report] = json.loads(output.read_text(encoding="utf-8"))
+    return loaded
+
+
+def refused(reports: list[Report], is_good: Callable[[Report], bool]) -> list[Report]:
+    """The kernels that break a rule."""
+    return [report for report in reports if not is_good(report)]
+
+
+def of_kernel(reports: list[Report], name: str) -> list[Report]:
+    """The reports of one kernel; there are some for both capabilities."""
+    found = [report for report in reports if report["name"] == name]
+    assert {report["capability"] for report in found} == {80, 90}
+    return found
+
+
+def resident_programs(report: Report) -> int:
+    """Programs that fit one multiprocessor by registers and shared memory."""
+    by_shared = SHARED_TOTAL[report["capability"]] // (report["shared_bytes"] + 1024)
+    # Registers are handed out to warps in units of 256: 8 per thread.
+    per_thread = -(-report["registers"] // 8) * 8
+    return int(min(by_shared, REGISTERS_TOTAL // (per_thread * report["num_threads"])))
+
+
+def test_no_register_is_spilled(reports: list[Report]) -> None:
+    assert refused(reports, lambda report: report["stack_bytes"] == 0) == []
+
+
+def test_shared_memory_fits(reports: list[Report]) -> None:
+    limits = SHARED_LIMIT
+    assert refused(reports, lambda r: r["shared_bytes"] <= limits[r["capability"]]) == []
+
+
+def test_generation_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
+    kernels = of_kernel(reports, "_paged_attention_generation_kernel")
+    assert refused(kernels, lambda report: report["num_async_copies_16"] >= 6) == []
+
+
+def test_generation_attention_shares_a_multiprocessor(reports: list[Report]) -> None:
+    """Two programs at least, or one waits for memory alone (see `choose_tile`)."""
+    kernels = of_kernel(reports, "_paged_attention_generation_kernel")
+    assert refused(kernels, lambda report: resident_programs(report) >= 2) == []
+
+
+def test_grouped_generation_attention_uses_tensor_cores(reports: list[Report]) -> None:
+    kernels = of_kernel(reports, "_paged_attention_generation_kernel")
+    packed = [r for r in kernels if r["label"].startswith("8B") and "float32" not in r["label"]]
+    assert packed
+    assert refused(packed, lambda report: report["num_mma"] > 0) == []
+
+
+def test_context_attention_uses_warpgroup_products_on_hopper(reports: list[Report]) -> None:
+    """wgmma from 64 rows on; 16-row tiles (a few draft tokens) and sm_80 use mma.sync."""
+    kernels = of_kernel(reports, "_paged_attention_context_kernel")
+    kernels = [report for report in kernels if "float32" not in report["label"]]
+    small = [report for report in kernels if "max_query_len=4" in report["label"]]
+    hopper = [r for r in kernels if r["capability"] == 90 and r not in small]
+    others = [r for r in kernels if r["capability"] == 80 or r in small]
+    assert hopper
+    assert small
+    assert refused(hopper, lambda r: r["num_wgmma"] > 0 and r["num_mma"] == 0) == []
+    assert refused(others, lambda r: r["num_wgmma"] == 0 and r["num_mma"] > 0) == []
+
+
+def test_context_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
+    kernels = of_kernel(reports, "_paged_attention_context_kernel")
+    assert refused(kernels, lambda report: report["num_async_copies_16"] >= 16) == []
+    assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []  # the query
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_rms_norm_kernel", "_silu_mul_kernel", "_rope_write_kv_kernel", "_copy_blocks_kernel"],
+)
+def test_token_kernels_read_and_write_16_bytes_at_a_time(reports: list[Report], name: str) -> None:
+    kernels = of_kernel(reports, name)
+    assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []
+    plain = [report for report in kernels if "fp8" not in report["label"]]
+    assert refused(plain, lambda report: report["num_stores_16"] > 0) == []
+
+
+def test_sampling_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
+    kernels = of_kernel(reports, "_chunk_kernel") + of_kernel(reports, "_sample_kernel")
+    assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []

@@ -1,0 +1,139 @@
+"""Sampling against the reference: the same token from the same (seed, position)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inflight_kernels import reference
+from inflight_kernels.sample import sample
+
+
+def parameters(
+    device: torch.device, rows: list[tuple[float, int, float]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """temperature, top_k and top_p of the rows."""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    return (
+        torch.tensor(temperature, dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+    )
+
+
+def noise_arguments(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seeds at the ends of int64 and between, and positions."""
+    seeds = torch.arange(num_rows, dtype=torch.int64) * 7919 + 3
+    seeds[0] = -(2**63)
+    seeds[-1] = 2**63 - 1
+    return seeds.to(device), (torch.arange(num_rows, dtype=torch.int64) * 31 + 5).to(device)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 100, 4096, 5000])
+def test_equals_the_reference(
+    device: torch.device, generator: torch.Generator, vocabulary: int
+) -> None:
+    """Every mix of filters in one batch, on flat and on peaked rows."""
+    rows = [
+        (0.0, 0, 0.0),
+        (1.0, 0, 1.0),
+        (0.7, 0, 0.9),
+        (1.3, 40, 0.0),
+        (1.0, 40, 0.5),
+        (0.5, 1, 0.9),
+        (2.0, 3, 1.0),
+        (1.0, 10**6, 0.999),
+        (1.0, 0, 0.0),
+        (1e-3, 0, 0.95),
+    ]
+    num_rows = len(rows)
+    logits = 3 * torch.randn(num_rows, vocabulary, generator=generator)
+    arguments = (
+        logits.to(device),
+        *parameters(device, rows),
+        *noise_arguments(num_rows, device),
+    )
+    assert torch.equal(sample(*arguments), reference.sample(*arguments))
+
+
+def test_follows_the_distribution(device: torch.device) -> None:
+    """150 draws of a fixed distribution: frequencies within five standard deviations."""
+    num_rows = 150
+    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1], device=device)
+    logits = probabilities.log().repeat(num_rows, 1)
+    ones = torch.ones(num_rows, device=device)
+    top_k = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    seeds = torch.full((num_rows,), 9, dtype=torch.int64, device=device)
+    positions = torch.arange(num_rows, device=device)
+    tokens = sample(logits, ones, top_k, ones, seeds, positions)
+    frequencies = tokens.bincount(minlength=4) / num_rows
+    deviation = (probabilities * (1 - probabilities) / num_rows).sqrt()
+    assert bool(((frequencies - probabilities).abs() < 5 * deviation).all())
+
+
+def test_a_row_does_not_depend_on_the_batch(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    logits = torch.randn(3, 300, generator=generator).to(device)
+    settings = parameters(device, [(0.9, 20, 0.8), (1.0, 0, 1.0), (1.1, 0, 0.7)])
+    noise = noise_arguments(3, device)
+    together = sample(logits, *settings, *noise)
+    order = [2, 0, 1]
+    arguments = [tensor[order] for tensor in (logits, *settings, *noise)]
+    assert torch.equal(sample(*arguments), together[order])
+
+
+def test_rows_that_are_not_finite_give_minus_one(device: torch.device) -> None:
+    """NaN, +inf, or nothing allowed; -inf alone only forbids a token."""
+    logits = torch.zeros(8, 5000)
+    logits[0, 4999] = float("nan")
+    logits[1, 3] = float("inf")
+    logits[2] = -float("inf")
+    logits[3, 1:] = -float("inf")
+    logits[4:] = logits[:4]
+    arguments = (
+        logits.to(device),
+        *parameters(device, [(0.0, 0, 0.0)] * 4 + [(1.0, 5, 0.9)] * 4),
+        *noise_arguments(8, device),
+    )
+    tokens = sample(*arguments)
+    assert tokens.tolist() == [-1, -1, -1, 0, -1, -1, -1, 0]
+
+
+def test_ties_at_a_filter_are_kept(device: torch.device) -> None:
+    """top_k 2 over four equal logits keeps all four, so some draw leaves the first two."""
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0, 0.0]], device=device).repeat(24, 1)
+    settings = parameters(device, [(1.0, 2, 1.0)] * 24)
+    tokens = sample(logits, *settings, *noise_arguments(24, device))
+    assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
+def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
+    logits = torch.zeros(1, 9000, device=device)
+    logits[0, [5000, 8999]] = 1.0
+    settings = parameters(device, [(0.0, 0, 0.0)])
+    assert sample(logits, *settings, *noise_arguments(1, device)).tolist() == [5000]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 8).half()}, "logits: dtype"),
+        ({"logits": torch.zeros(2, 0)}, "logits: rows must have 1 to"),
+        ({"temperature": torch.zeros(3)}, "temperature: shape"),
+        ({"top_k": torch.zeros(2, dtype=torch.int64)}, "top_k: dtype"),
+        ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds: dtype"),
+        ({"positions": torch.zeros(4, dtype=torch.int64)[::2]}, "positions: must be contiguous"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: dict[str, torch.Tensor], message: str) -> None:
+    arguments = {
+        "logits": torch.zeros(2, 8),
+        "temperature": torch.zeros(2),
+        "top_k": torch.zeros(2, dtype=torch.int32),
+        "top_p": torch.zeros(2),
+        "seeds": torch.zeros(2, dtype=torch.int64),
+        "positions": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises(ValueError, match=message):
+        sample(**{**arguments, **change})
