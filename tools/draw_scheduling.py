@@ -26,11 +26,11 @@ from inflight_backend import (
     TrtGptModelType,
 )
 from inflight_backend.text import TextCodec
-from inflight_scheduler.explain.files import open_recording
-from inflight_scheduler.explain.history import build_history
-from inflight_scheduler.explain.replay import replay
-from inflight_scheduler.explain.simulation import default_scheduler
-from inflight_scheduler.explain.svg import write_svg
+from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.history import build_history
+from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.simulation import default_scheduler
+from inflight_scheduler.recording.svg import write_svg
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"

@@ -24,9 +24,9 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
-from inflight_scheduler.explain.files import RecordingFile
-from inflight_scheduler.explain.recorder import FlightRecorder
-from inflight_scheduler.explain.records import Settings
+from inflight_scheduler.recording.files import RecordingFile
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import Settings
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine

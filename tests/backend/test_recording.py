@@ -14,9 +14,9 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.text import TextCodec
 from inflight_scheduler import InvalidDecision, LlmRequest, RequestScheduler, ScheduledBatch
-from inflight_scheduler.explain.files import open_recording
-from inflight_scheduler.explain.replay import ReplayResult, replay
-from inflight_scheduler.explain.simulation import Lists
+from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.replay import ReplayResult, replay
+from inflight_scheduler.recording.simulation import Lists
 
 DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 

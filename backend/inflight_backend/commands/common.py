@@ -19,8 +19,8 @@ from inflight_scheduler import (
     check_decision,
     make_scheduler,
 )
-from inflight_scheduler.explain.records import RecordingError, Settings
-from inflight_scheduler.explain.simulation import MakeScheduler, default_scheduler
+from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.simulation import MakeScheduler, default_scheduler
 
 RecordingArgument = Annotated[
     Path, typer.Argument(help="Recording, as the parameter record_file writes it.")

@@ -14,8 +14,8 @@ from inflight_backend.commands.common import (
 
 def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
     """Decide again what a recording says was decided: identical, or the first difference."""
-    from inflight_scheduler.explain.files import open_recording
-    from inflight_scheduler.explain.replay import replay as run_replay
+    from inflight_scheduler.recording.files import open_recording
+    from inflight_scheduler.recording.replay import replay as run_replay
 
     with reported_errors(), open_recording(recording) as reader:
         result = run_replay(reader, scheduler_maker(scheduler_class))

@@ -17,8 +17,8 @@ from inflight_backend.commands.common import (
 from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from inflight_scheduler.explain.history import History
-    from inflight_scheduler.explain.simulation import MakeScheduler
+    from inflight_scheduler.recording.history import History
+    from inflight_scheduler.recording.simulation import MakeScheduler
 
 _SUFFIXES = (".svg", ".html", ".json")
 
@@ -47,9 +47,9 @@ def timeline(
 
 
 def _read(recording: Path, scheduler_class: str | None, *, is_svg: bool) -> History:
-    from inflight_scheduler.explain.files import open_recording
-    from inflight_scheduler.explain.history import build_history
-    from inflight_scheduler.explain.svg import MAX_ROWS
+    from inflight_scheduler.recording.files import open_recording
+    from inflight_scheduler.recording.history import build_history
+    from inflight_scheduler.recording.svg import MAX_ROWS
 
     with open_recording(recording) as reader:
         needs_own = reader.header.settings.scheduler_class is not None and scheduler_class is None
@@ -65,13 +65,13 @@ def _read(recording: Path, scheduler_class: str | None, *, is_svg: bool) -> Hist
 
 def _writer(suffix: str) -> Callable[[History], Iterable[str]]:
     if suffix == ".svg":
-        from inflight_scheduler.explain.svg import write_svg
+        from inflight_scheduler.recording.svg import write_svg
 
         return lambda history: [write_svg(history)]
     if suffix == ".html":
-        from inflight_scheduler.explain.page import write_page
+        from inflight_scheduler.recording.page import write_page
 
         return write_page
-    from inflight_scheduler.explain.trace import write_trace
+    from inflight_scheduler.recording.trace import write_trace
 
     return write_trace

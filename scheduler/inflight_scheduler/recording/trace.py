@@ -10,14 +10,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from inflight_scheduler.explain.history import (
+from inflight_scheduler.recording.history import (
     ACTIVITY_NAMES,
     History,
     Row,
     Span,
     assign_lanes,
 )
-from inflight_scheduler.explain.palette import title
+from inflight_scheduler.recording.palette import title
 
 _REQUESTS, _COUNTERS = 1, 2
 

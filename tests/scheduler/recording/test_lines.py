@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.explain.recorded import GUARANTEED, MAX_UTILIZATION, play, read
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 
-from inflight_scheduler.explain.lines import Header, LineReader, LineWriter
-from inflight_scheduler.explain.records import (
+from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
+from inflight_scheduler.recording.records import (
     Arrival,
     Chunk,
     Decision,
@@ -20,7 +20,7 @@ from inflight_scheduler.explain.records import (
     RecordingError,
     Settings,
 )
-from inflight_scheduler.explain.replay import replay
+from inflight_scheduler.recording.replay import replay
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 TEXT = play(SETTINGS, num_requests=20, seed=9).text

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from inflight_scheduler.explain.files import RecordingReader
-from inflight_scheduler.explain.lines import Header
-from inflight_scheduler.explain.reasons import Reason, ReasonCode, explain
-from inflight_scheduler.explain.records import Iteration, RecordingError, Settings
-from inflight_scheduler.explain.simulation import Lists, MakeScheduler, Simulation
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.lines import Header
+from inflight_scheduler.recording.reasons import Reason, ReasonCode, explain
+from inflight_scheduler.recording.records import Iteration, RecordingError, Settings
+from inflight_scheduler.recording.simulation import Lists, MakeScheduler, Simulation
 from inflight_scheduler.request import LlmRequest
 
 MAX_NUM_SPANS = 4_000_000

@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 
 import pytest
-from scheduler.explain.recorded import MAX_UTILIZATION, RecordedWorld, play
+from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, play
 
-from inflight_scheduler.explain.files import RecordingFile, open_recording
-from inflight_scheduler.explain.lines import MAX_LINE_BYTES
-from inflight_scheduler.explain.recorder import FlightRecorder
-from inflight_scheduler.explain.records import RecordingError, Settings
-from inflight_scheduler.explain.replay import replay
+from inflight_scheduler.recording.files import RecordingFile, open_recording
+from inflight_scheduler.recording.lines import MAX_LINE_BYTES
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.replay import replay
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6)
 

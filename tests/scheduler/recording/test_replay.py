@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.explain.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
 from scheduler.world import make_request
 
 from inflight_scheduler import RequestScheduler
-from inflight_scheduler.explain import recorder as recorder_module
-from inflight_scheduler.explain.records import RecordingError, Settings
-from inflight_scheduler.explain.replay import replay
+from inflight_scheduler.recording import recorder as recorder_module
+from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.replay import replay
 
 SMALL = Settings(MAX_UTILIZATION, num_blocks=12, tokens_per_block=4, max_batch_size=6)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, groupby
 
-from inflight_scheduler.explain.history import ACTIVITY_NAMES, Activity, History, Row, Span
-from inflight_scheduler.explain.palette import (
+from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History, Row, Span
+from inflight_scheduler.recording.palette import (
     COLOURS,
     ERROR_COLOUR,
     count,

@@ -12,7 +12,8 @@ from typing import SupportsIndex, overload
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
-from inflight_scheduler.explain.records import (
+from inflight_scheduler.planner import BatchPlanner
+from inflight_scheduler.recording.records import (
     MAX_NUM_REQUESTS,
     Arrival,
     Chunk,
@@ -21,7 +22,6 @@ from inflight_scheduler.explain.records import (
     RequestState,
     Settings,
 )
-from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import RequestScheduler, make_scheduler
 

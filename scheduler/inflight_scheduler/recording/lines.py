@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight_scheduler.explain.records import (
+from inflight_scheduler.recording.records import (
     END_REASONS,
     MAX_NUM_BLOCKS,
     MAX_NUM_REQUESTS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight_scheduler.explain.files import RecordingReader
-from inflight_scheduler.explain.records import Chunk, Decision, Iteration, RecordingError
-from inflight_scheduler.explain.simulation import (
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.records import Chunk, Decision, Iteration, RecordingError
+from inflight_scheduler.recording.simulation import (
     Lists,
     MakeScheduler,
     Simulation,

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from inflight_scheduler.explain.history import ACTIVITY_NAMES, Activity, History, assign_lanes
-from inflight_scheduler.explain.palette import COLOURS, ERROR_COLOUR, shown_activities, title
+from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History, assign_lanes
+from inflight_scheduler.recording.palette import COLOURS, ERROR_COLOUR, shown_activities, title
 
 MAX_ROWS = 1000
 """Above that, requests that follow one another share a line."""
@@ -22,7 +22,7 @@ _BAD_ENDS = ("cancelled", "error", "timed_out")
 
 def write_page(history: History) -> Iterator[str]:
     """The page, piece by piece."""
-    template = (files("inflight_scheduler.explain") / "page.html").read_text(encoding="utf-8")
+    template = (files("inflight_scheduler.recording") / "page.html").read_text(encoding="utf-8")
     before, after = template.split("__DATA__")
     yield before
     # In a script element only "</" and "<!--" mean anything; both need the first sign.

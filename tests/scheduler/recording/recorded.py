@@ -18,10 +18,10 @@ from inflight_scheduler import (
     RequestScheduler,
     make_scheduler,
 )
-from inflight_scheduler.explain.files import RecordingReader
-from inflight_scheduler.explain.recorder import FlightRecorder
-from inflight_scheduler.explain.records import Settings
-from inflight_scheduler.explain.simulation import Lists
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.simulation import Lists
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Protocol
 
-from inflight_scheduler.explain.lines import Header, LineWriter
-from inflight_scheduler.explain.records import (
+from inflight_scheduler.recording.lines import Header, LineWriter
+from inflight_scheduler.recording.records import (
     ERROR,
     Arrival,
     Chunk,

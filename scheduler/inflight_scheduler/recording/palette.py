@@ -6,7 +6,7 @@ a pause. The five can be told apart with each of the common colour deficiencies.
 
 from __future__ import annotations
 
-from inflight_scheduler.explain.history import ACTIVITY_NAMES, Activity, History
+from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History
 
 COLOURS = {
     Activity.WAITING: "#d5dae1",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.explain.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play
 from scheduler.world import generating, make_request
 
 from inflight_scheduler import (
@@ -17,9 +17,9 @@ from inflight_scheduler import (
     SimpleScheduler,
     make_scheduler,
 )
-from inflight_scheduler.explain.reasons import Reason, ReasonCode, explain
-from inflight_scheduler.explain.records import Settings
-from inflight_scheduler.explain.simulation import Lists
+from inflight_scheduler.recording.reasons import Reason, ReasonCode, explain
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.simulation import Lists
 
 
 def reasons_of(

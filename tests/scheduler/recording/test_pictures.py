@@ -9,17 +9,17 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from scheduler.explain.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
 from scheduler.world import make_request
 
 from inflight_scheduler import FinishReason
-from inflight_scheduler.explain import svg
-from inflight_scheduler.explain.history import Activity, History, assign_lanes, build_history
-from inflight_scheduler.explain.page import write_page
-from inflight_scheduler.explain.records import RecordingError, Settings
-from inflight_scheduler.explain.simulation import default_scheduler
-from inflight_scheduler.explain.svg import write_svg
-from inflight_scheduler.explain.trace import write_trace
+from inflight_scheduler.recording import svg
+from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
+from inflight_scheduler.recording.page import write_page
+from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.simulation import default_scheduler
+from inflight_scheduler.recording.svg import write_svg
+from inflight_scheduler.recording.trace import write_trace
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 
@@ -94,7 +94,7 @@ def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.Monke
     sizes = []
     for number in (500, 1500):
         world = RecordedWorld(SETTINGS)
-        monkeypatch.setattr("inflight_scheduler.explain.recorder.NUM_SEGMENTS", 1000)
+        monkeypatch.setattr("inflight_scheduler.recording.recorder.NUM_SEGMENTS", 1000)
         play(SETTINGS, num_requests=number, seed=1, world=world)
         history = build_history(read(world.text), default_scheduler, with_reasons=False)
         picture = write_svg(history)

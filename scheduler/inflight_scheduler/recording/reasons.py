@@ -18,8 +18,8 @@ from inflight_scheduler.capacity import (
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
 )
-from inflight_scheduler.explain.simulation import Lists
 from inflight_scheduler.micro_batch import MicroBatchScheduler
+from inflight_scheduler.recording.simulation import Lists
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import RequestScheduler, SimpleScheduler
 
