@@ -5,7 +5,7 @@ The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager
 
 Order of one iteration, and what each part may do:
 
-1. *get* new requests, at most as many as there is room for;
+1. *get* new requests, at most as many as there is room for; end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
 3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold;
 4. *send* what was produced: only now, so that a final response finds everything free already;
@@ -30,6 +30,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
@@ -116,7 +117,8 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
-        self._active: dict[int, LlmRequest] = {}
+        self._active = self._batcher.active
+        self._deadlines = DeadlineWatch(params)
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -181,7 +183,7 @@ class GptManager:
                 self._iterate()
             except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
-                for request in list(self._active.values()):
+                for request in list(self._active):
                     self._end(request, "the batch manager failed while it held this request")
                 self._batcher.recorder.finish_iteration()
                 self.return_completed_requests()
@@ -194,6 +196,7 @@ class GptManager:
         if not self._is_closing:
             self.fetch_new_requests()
         was_active = bool(self._active)
+        self.finish_timed_out_requests()
         self.step()
         self.return_completed_requests()
         self.poll_stop_signals()
@@ -212,13 +215,22 @@ class GptManager:
             else:
                 self._accept(request)
 
+    def finish_timed_out_requests(self) -> None:
+        """End requests past a deadline: never started is an error, else what there is counts."""
+        for expired in self._deadlines.take_expired():
+            request = expired.request
+            error = ""
+            if expired.is_queue_deadline:
+                error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
+            request.finish(FinishReason.TIMED_OUT)
+            self._end(request, error)
+
     def step(self) -> None:
         """Schedule, execute, update; nothing when no request is active."""
-        active = list(self._active.values())
-        self._batch = self._batcher.schedule(active)
+        self._batch = self._batcher.schedule()
         self._num_paused = self._batcher.num_paused
         batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
-        self._num_waiting = len(active) - batch_size
+        self._num_waiting = len(self._active) - batch_size
         if self._batch.is_empty:
             return
         self._iteration += 1
@@ -260,7 +272,7 @@ class GptManager:
             self._call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 
     def _accept(self, request: InferenceRequest) -> None:
-        if request.request_id in self._active:
+        if self._active.get(request.request_id) is not None:
             _logger.error("request id %d is in flight; not accepted again", request.request_id)
             return
         try:
@@ -268,7 +280,8 @@ class GptManager:
         except InvalidRequest as error:
             self._call("send_response", self._send_cb, request.request_id, [], True, str(error))
             return
-        self._active[request.request_id] = llm_request
+        self._active.add(llm_request)
+        self._deadlines.add(llm_request)
         self._batcher.recorder.arrived(llm_request)
 
     def _apply(self, request: LlmRequest) -> None:
@@ -283,7 +296,7 @@ class GptManager:
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
-        if self._active.pop(request.request_id, None) is not None:
+        if self._active.remove(request):
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
 

@@ -14,13 +14,16 @@ from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
+    ActiveRequests,
     BatchPlanner,
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunking,
     LlmRequest,
     RequestScheduler,
     ScheduledBatch,
     check_decision,
+    explain,
     make_scheduler,
     refusal_reason,
 )
@@ -104,24 +107,37 @@ class InflightBatcher:
         self.engine = engine
         self.policy = policy
         self.num_paused = 0
-        self.block_manager = BlockManager(engine.num_blocks, engine.tokens_per_block)
-        self.planner = BatchPlanner(self.block_manager, params.max_batch_size)
+        self.block_manager = BlockManager(
+            engine.num_blocks,
+            engine.tokens_per_block,
+            enable_reuse=params.kv_cache_config.enable_block_reuse,
+            # Engines without it are asked for nothing but full blocks.
+            may_copy_blocks=getattr(engine, "supports_block_copies", False),
+        )
+        self.active = ActiveRequests(self.block_manager, params.priority_span)
+        self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
         self._max_batch_size = params.max_batch_size
+        self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
-    def schedule(self, active_requests: Sequence[LlmRequest]) -> ScheduledBatch:
+    def schedule(self) -> ScheduledBatch:
         """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
-        if not active_requests:
+        if not self.active:
             self.num_paused = 0
             return self.planner.plan((), ())
-        context, generation, paused = self._scheduler.schedule_request(active_requests, ())
+        context, generation, paused = self._scheduler.schedule_request(self.active, ())
         self.num_paused = len(paused)
-        self.recorder.decided(active_requests, context, generation, paused)
+        self.recorder.decided(self.active, context, generation, paused)
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         return batch
+
+    def why_waiting(self, request: LlmRequest) -> str:
+        """What stands in the way of an active request, with its numbers."""
+        reason = explain(self._scheduler, self.active).get(request.request_id)
+        return "its turn has just come" if reason is None else str(reason)
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
@@ -147,6 +163,9 @@ class InflightBatcher:
             tokens_per_block=self.engine.tokens_per_block,
             max_batch_size=self._max_batch_size,
             max_num_tokens=self.engine.max_num_tokens,
+            chunking=self._chunking,
+            enable_reuse=self.block_manager.enable_reuse,
+            may_copy_blocks=self.block_manager.may_copy_blocks,
             scheduler_class=params.scheduler_class,
         )
         try:
@@ -157,12 +176,21 @@ class InflightBatcher:
             ) from None
         return FlightRecorder(settings, software=version("inflight"), sink=sink)
 
+    def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
+        if not params.enable_chunked_context:
+            return None
+        unit_size = params.context_chunk_unit or self.engine.tokens_per_block
+        return ContextChunking(
+            params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
+        )
+
     def _make_default(self, policy: CapacitySchedulerPolicy) -> RequestScheduler:
         return make_scheduler(
             policy,
             self.block_manager,
             max_batch_size=self._max_batch_size,
             max_num_tokens=self.engine.max_num_tokens,
+            chunking=self._chunking,
         )
 
     def _check(
@@ -176,6 +204,7 @@ class InflightBatcher:
             num_free_slots=self.planner.num_free_slots,
             max_batch_size=self._max_batch_size,
             max_num_tokens=self.engine.max_num_tokens,
+            may_chunk=self._chunking is not None,
         )
 
     def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:
@@ -194,5 +223,6 @@ class InflightBatcher:
                 block_manager=self.block_manager,
                 max_num_tokens=self.engine.max_num_tokens,
                 may_pause=may_pause,
+                may_chunk=self._chunking is not None,
             ),
         )

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.parameters import ServerParameters
+from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheConfig:
-    """Size of the KV pool. With both a number of tokens and a fraction, the smaller pool wins."""
+    """Size of the KV pool. With both a number of tokens and a fraction, the smaller pool wins.
+
+    ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text.
+    """
 
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = False
     tokens_per_block: int = 32
-
-    def __post_init__(self) -> None:
-        if self.enable_block_reuse:
-            raise ConfigurationError("enable_block_reuse is not supported; leave it False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ class TrtGptModelOptionalParams:
     """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
 
     ``record_file``: every decision of the scheduler is written there (`inflight replay`).
+    ``context_chunk_unit`` None means ``tokens_per_block``. ``priority_span``: see
+    `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end requests that have not
+    started, or not finished, so long after they were accepted; None means never, and a deadline
+    that a request brings itself counts instead.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -35,9 +39,23 @@ class TrtGptModelOptionalParams:
     max_seq_len: int | None = None
     max_input_len: int | None = None
     scheduler_class: str | None = None
+    enable_chunked_context: bool = False
+    context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+    context_chunk_unit: int | None = None
+    priority_span: float = DEFAULT_PRIORITY_SPAN
+    max_queue_seconds: float | None = None
+    max_run_seconds: float | None = None
     device: str = "auto"
     dtype: str = "auto"
     record_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("context_chunk_unit", "max_queue_seconds", "max_run_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"{name} must be above 0, not {value}")
+        if not self.priority_span >= 0:
+            raise ConfigurationError(f"priority_span must be at least 0, not {self.priority_span}")
 
     @classmethod
     def from_parameters(cls, parameters: ServerParameters) -> TrtGptModelOptionalParams:
@@ -46,6 +64,7 @@ class TrtGptModelOptionalParams:
             kv_cache_config=KvCacheConfig(
                 max_tokens=parameters.max_tokens_in_paged_kv_cache,
                 free_gpu_memory_fraction=parameters.kv_cache_free_gpu_mem_fraction,
+                enable_block_reuse=parameters.enable_kv_cache_reuse,
                 tokens_per_block=parameters.tokens_per_block,
             ),
             max_batch_size=parameters.max_batch_size,
@@ -53,6 +72,7 @@ class TrtGptModelOptionalParams:
             max_seq_len=parameters.max_seq_len,
             max_input_len=parameters.max_input_len,
             scheduler_class=parameters.scheduler_class,
+            enable_chunked_context=parameters.enable_chunked_context,
             device=parameters.device,
             dtype=parameters.dtype,
             record_file=parameters.record_file,

@@ -55,6 +55,8 @@ class ServerParameters:
     status_file: str | None
     drain_file: str | None
     record_file: str | None
+    enable_chunked_context: bool
+    enable_kv_cache_reuse: bool
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

@@ -294,8 +294,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "batch_scheduler_policy",
         "choice",
         "guaranteed_no_evict",
-        "capacity policy",
-        ("guaranteed_no_evict", "max_utilization"),
+        "capacity policy; static_batch is an addition of ours",
+        ("guaranteed_no_evict", "max_utilization", "static_batch"),
     ),
     ParameterSpec(
         "scheduler_class", "str", "", "your own RequestScheduler, as package.module:ClassName"
@@ -381,9 +381,19 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec(
         "record_file", "str", "", "file in which every decision of the scheduler is recorded"
     ),
+    ParameterSpec(
+        "enable_chunked_context",
+        "bool",
+        "false",
+        "a prompt may be computed in several iterations, so it may exceed max_num_tokens",
+    ),
+    ParameterSpec(
+        "enable_kv_cache_reuse",
+        "bool",
+        "false",
+        "keep computed KV blocks and share them with later requests that begin alike",
+    ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
-    ParameterSpec("enable_kv_cache_reuse", "bool", "false", "KV block reuse", is_honoured=False),
-    ParameterSpec("enable_chunked_context", "bool", "false", "chunked context", is_honoured=False),
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),
     ParameterSpec("normalize_log_probs", "bool", "true", "log probabilities", is_honoured=False),
     ParameterSpec("encoder_model_path", "str", "", "encoder of T5-like models", is_honoured=False),

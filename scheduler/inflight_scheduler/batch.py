@@ -6,7 +6,7 @@ nothing else to know what to compute and where its KV lives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from inflight_scheduler.request import SamplingParams
 
@@ -46,8 +46,19 @@ class BlockAssignment:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Block ``destination`` gets the content of block ``source``."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """What runs in one iteration.
+
+    ``block_copies`` come before everything else, and all sources are read before any destination
+    is written: a source may be the destination of another copy.
 
     The engine answers with one token id for each last context chunk, in order, then one for each
     entry of ``generation_slots``, in order. A generation step feeds the last token drawn for the
@@ -58,7 +69,8 @@ class ScheduledBatch:
     setups: tuple[SlotSetup, ...] = ()
     new_blocks: tuple[BlockAssignment, ...] = ()
     context_chunks: tuple[ContextChunk, ...] = ()
-    generation_slots: tuple[int, ...] = field(default=())
+    generation_slots: tuple[int, ...] = ()
+    block_copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_context_tokens(self) -> int:

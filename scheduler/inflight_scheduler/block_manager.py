@@ -1,35 +1,85 @@
 """Which request holds which KV blocks, and how many it will need.
 
 The arithmetic is the one of TensorRT-LLM's KV cache manager (``getNeededBlocksOneStep``,
-``getRemainingBlocksToCompletion``). All estimates are upper bounds: what `BlockManager.allocate`
-takes for a request never exceeds them. Tokens in the cache::
+``getRemainingBlocksToCompletion``), the newer generation: what a fresh context finds cached, and
+somebody else holds already, is not needed again. All estimates are upper bounds: what is allocated
+for a request never exceeds them. Tokens in the cache::
 
     after the context phase        prompt_len        (the first token drawn is not cached yet)
     after generation step k        prompt_len + k
+
+With block reuse a full block is kept when its KV is computed: prompt blocks when the context phase
+ends, all others when the request gives them back. A block that is kept and not held counts as
+free, since it is given up when room is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inflight_scheduler.blocks import BlockPool
 from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.reuse import NO_MATCH, PrefixMatch, ReuseIndex
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseStats:
+    """Prompt blocks since the start: found in the cache (shared or copied), or not."""
+
+    num_reused_blocks: int = 0
+    num_missed_blocks: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the prompt blocks that was found, 0 before the first one."""
+        num_blocks = self.num_reused_blocks + self.num_missed_blocks
+        return self.num_reused_blocks / num_blocks if num_blocks else 0.0
 
 
 class BlockManager:
     """Owner of the KV blocks and of one block table for each request that holds any.
 
-    "No room" is a return value; nothing here waits or evicts.
+    "No room" is a return value; nothing here waits. ``enable_reuse`` keeps computed blocks for
+    later requests; ``may_copy_blocks`` also uses part of a block by copying it, which the engine
+    must be able to do. ``hash_key`` is for tests: without one it is random.
     """
 
-    __slots__ = ("_pool", "_tables", "tokens_per_block")
+    __slots__ = (
+        "_index",
+        "_num_held",
+        "_num_missed",
+        "_num_reused",
+        "_pool",
+        "_tables",
+        "may_copy_blocks",
+        "tokens_per_block",
+    )
 
-    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        *,
+        enable_reuse: bool = False,
+        may_copy_blocks: bool = False,
+        hash_key: bytes | None = None,
+    ) -> None:
         if tokens_per_block < 1:
             raise ValueError(f"tokens_per_block must be at least 1, not {tokens_per_block}")
         self.tokens_per_block = tokens_per_block
-        self._pool = BlockPool(num_blocks)
+        self.may_copy_blocks = may_copy_blocks
+        self._index = ReuseIndex(tokens_per_block, hash_key) if enable_reuse else None
+        on_evict = None if self._index is None else self._index.forget
+        self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
+        self._num_held = 0  # sum of the lengths of all tables
+        self._num_reused = self._num_missed = 0
+
+    @property
+    def enable_reuse(self) -> bool:
+        """True when computed blocks are kept for later requests."""
+        return self._index is not None
 
     @property
     def num_blocks(self) -> int:
@@ -38,13 +88,33 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
+        """Blocks that can be allocated now, those kept for reuse included."""
         return self._pool.num_free_blocks
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks held by requests."""
         return self._pool.num_blocks - self._pool.num_free_blocks
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Free blocks whose content is kept for reuse."""
+        return self._pool.num_idle_blocks
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Entries of all block tables; a block shared by two counts twice."""
+        return self._num_held
+
+    @property
+    def num_holders(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._tables)
+
+    @property
+    def reuse_stats(self) -> ReuseStats:
+        """How often prompt blocks were found."""
+        return ReuseStats(self._num_reused, self._num_missed)
 
     def allocate(self, request_id: int, num_tokens: int) -> list[int] | None:
         """Grow the block table of ``request_id`` until it holds ``num_tokens`` tokens.
@@ -59,12 +129,81 @@ class BlockManager:
             return None
         new_blocks = self._pool.take(num_needed)
         self._tables.setdefault(request_id, []).extend(new_blocks)
+        self._num_held += num_needed
         return new_blocks
+
+    def append_block(self, request_id: int) -> tuple[int, int] | None:
+        """Grow the table of a request that holds blocks by one; ``(index, block_id)`` of it.
+
+        ``None`` when there is no room. It is `allocate` for the step that opens a block.
+        """
+        if self._pool.num_free_blocks == 0:
+            return None
+        table = self._tables[request_id]
+        table.append(self._pool.take_one())
+        self._num_held += 1
+        return len(table) - 1, table[-1]
 
     def free(self, request_id: int) -> int:
         """Give back everything the request holds; return how many blocks became free."""
         table = self._tables.pop(request_id, None)
-        return self._pool.drop(table) if table else 0
+        if not table:
+            return 0
+        self._num_held -= len(table)
+        return self._pool.drop(table)
+
+    def release(self, request: LlmRequest) -> int:
+        """As `free`, but full blocks whose KV is computed are kept for reuse."""
+        self.store(request)
+        return self.free(request.request_id)
+
+    def store(self, request: LlmRequest) -> None:
+        """Enter the full, computed blocks of ``request`` for reuse; it goes on holding them.
+
+        A negative last token marks a request whose numbers failed; nothing of it is kept.
+        """
+        table = self._tables.get(request.request_id)
+        if self._index is None or table is None or request.tokens[-1] < 0:
+            return
+        num_full = min(request.num_cached_tokens // self.tokens_per_block, len(table))
+        for index in range(num_full):
+            if self._index.add(request, index, table[index]):
+                self._pool.keep(table[index])
+
+    def match_prefix(self, request: LlmRequest) -> PrefixMatch:
+        """What of the prompt is cached, for a context that holds nothing yet; O(prompt blocks)."""
+        if self._index is None or not request.is_context_init_state:
+            return NO_MATCH
+        if request.context_current_position > 0 or request.request_id in self._tables:
+            return NO_MATCH
+        return self._index.match(request, self.may_copy_blocks)
+
+    def count_reusable_tokens(self, request: LlmRequest) -> int:
+        """Prompt tokens of a fresh context that need not be computed."""
+        return self.match_prefix(request).num_tokens
+
+    def first_missing_key(self, request: LlmRequest) -> bytes | None:
+        """What the context of ``request`` will add to the cache first, None for nothing."""
+        if self._index is None:
+            return None
+        return self._index.first_missing(request, self.may_copy_blocks)
+
+    def attach_prefix(self, request: LlmRequest) -> PrefixMatch:
+        """Share the cached full blocks of a fresh context and count what was found.
+
+        Attach all contexts of an iteration before any of them allocates: that may evict.
+        """
+        match = self.match_prefix(request)
+        if self._index is not None:
+            num_prompt_blocks = -(-request.prompt_len // self.tokens_per_block)
+            self._num_reused += match.num_blocks
+            self._num_missed += num_prompt_blocks - match.num_blocks
+        for block_id in match.block_ids:
+            self._pool.share(block_id)
+        if match.block_ids:
+            self._tables[request.request_id] = list(match.block_ids)
+            self._num_held += len(match.block_ids)
+        return match
 
     def block_table(self, request_id: int) -> tuple[int, ...]:
         """Copy of the request's block ids in token order; empty when it holds none."""
@@ -75,9 +214,20 @@ class BlockManager:
         table = self._tables.get(request_id)
         return len(table) if table else 0
 
+    def ref_count(self, block_id: int) -> int:
+        """How many requests hold ``block_id``."""
+        return self._pool.ref_count(block_id)
+
     def num_releasable_blocks(self, request_id: int) -> int:
-        """How many blocks `free` would make free; without shared blocks, the whole table."""
-        return self.num_blocks_of(request_id)
+        """How many blocks `free` would make free: those nobody else holds."""
+        if self._index is None:
+            return self.num_blocks_of(request_id)
+        table = self._tables.get(request_id, ())
+        return sum(self._pool.ref_count(block_id) == 1 for block_id in table)
+
+    def num_places_left(self, request: LlmRequest) -> int:
+        """Tokens that fit behind the cached ones of ``request`` before it needs another block."""
+        return -request.num_cached_tokens % self.tokens_per_block
 
     def get_needed_blocks_one_step(
         self, request: LlmRequest, two_step_lookahead: bool = False
@@ -85,18 +235,18 @@ class BlockManager:
         """Blocks the next step of ``request`` takes from the free ones, at most.
 
         The first context chunk takes those of the whole prompt (full ones shared by the beams, a
-        partial one per beam), later chunks none; a generation step takes one per beam when the
-        token (with look-ahead: either of the next two) opens a block.
+        partial one per beam) that nobody holds, later chunks none; a generation step takes one per
+        beam when the token (with look-ahead: either of the next two) opens a block.
         """
         tokens_per_block = self.tokens_per_block
         if request.is_context_init_state:
             if request.context_current_position > 0:
                 return 0
             num_full, num_partial = divmod(request.prompt_len, tokens_per_block)
-            return num_full + (request.beam_width if num_partial else 0)
-        num_cached = request.num_cached_tokens
+            num_needed = num_full + (request.beam_width if num_partial else 0)
+            return num_needed if self._index is None else num_needed - self._num_shared(request)
         num_steps = 2 if two_step_lookahead else 1
-        num_places = -num_cached % tokens_per_block  # left in the last block
+        num_places = self.num_places_left(request)
         if num_places >= num_steps:
             return 0
         num_tokens = min(num_steps, request.num_remaining_tokens) - num_places
@@ -112,16 +262,39 @@ class BlockManager:
         return shared + (total - shared) * request.beam_width
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
-        """Blocks ``request`` may still take until its last token; what it holds is subtracted."""
-        return self.get_blocks_at_completion(request) - self.num_blocks_of(request.request_id)
+        """Blocks ``request`` may still take until its last token.
+
+        What it holds is subtracted, or, of a fresh context, what it will share.
+        """
+        num_remaining = self.get_blocks_at_completion(request)
+        num_held = self.num_blocks_of(request.request_id)
+        if num_held == 0 and self._index is not None:
+            return num_remaining - self._num_shared(request)
+        return num_remaining - num_held
 
     def can_ever_fit(self, request: LlmRequest) -> bool:
         """True unless ``request`` alone needs more blocks than there are."""
         return self.get_blocks_at_completion(request) <= self._pool.num_blocks
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` with the reason unless free + referenced = total; O(blocks)."""
+        """Raise `AssertionError` with the reason unless all books agree; O(blocks).
+
+        free + kept and idle + referenced = total; reference counts, tables and index match.
+        """
         tables: Sequence[Sequence[int]] = list(self._tables.values())
         for request_id, table in self._tables.items():
             assert table, f"request {request_id} has an empty block table"
+        assert sum(map(len, tables)) == self._num_held, "the sum of the tables has drifted"
         self._pool.check_integrity(tables)
+        if self._index is not None:
+            self._index.check_integrity()
+            assert self._index.block_ids == self._pool.kept_blocks(), "kept is not what is indexed"
+
+    def table_of(self, request_id: int) -> Sequence[int]:
+        """The request's block ids in token order, without a copy: read it and let it go."""
+        return self._tables.get(request_id, ())
+
+    def _num_shared(self, request: LlmRequest) -> int:
+        """Cached blocks of a fresh context that somebody holds, so that they cost nothing."""
+        matched = self.match_prefix(request).block_ids
+        return sum(self._pool.ref_count(block_id) > 0 for block_id in matched)

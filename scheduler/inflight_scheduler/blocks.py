@@ -1,63 +1,110 @@
-"""Block ids: which are free, and how many holders each of the others has.
+"""Block ids: which are free, which are kept for reuse, and how many holders the others have.
 
 ::
 
     block id      0   1   2   3   4   5
-    ref count     1   1   0   2   0   0        free stack: 5 4 2 (the next one taken is 2)
+    ref count     1   1   0   2   0   0        free stack: 5 4 (the next one taken is 4)
+    kept          -   -   yes yes -   -        idle list, oldest first: 2
 
-A block is on the free stack exactly when its reference count is 0. The last block freed is the
-first one taken again.
+A block nobody holds is on the free stack, or on the idle list if its content is kept for reuse.
+Both can be taken: the free stack first (the last block freed is the first one taken again), then
+the block that has been idle longest, whose content is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class BlockPool:
-    """Owner of the block ids ``0 .. num_blocks - 1``; taking and dropping one is O(1)."""
+    """Owner of the block ids ``0 .. num_blocks - 1``; every operation is O(1) per block.
 
-    __slots__ = ("_free", "_ref_counts", "num_blocks")
+    ``on_evict`` hears of each kept block whose content is given up.
+    """
 
-    def __init__(self, num_blocks: int) -> None:
+    __slots__ = ("_free", "_idle", "_is_kept", "_on_evict", "_ref_counts", "num_blocks")
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None] | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, not {num_blocks}")
         self.num_blocks = num_blocks
         # Reversed, so that a fresh pool hands out 0, 1, 2, ...
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_counts = [0] * num_blocks
+        self._is_kept = bytearray(num_blocks)
+        self._idle = _IdleList(num_blocks)
+        self._on_evict = on_evict
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
-        return len(self._free)
+        """Blocks nobody holds: all that can be taken."""
+        return len(self._free) + self._idle.size
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """Blocks nobody holds, whose content is kept."""
+        return self._idle.size
+
+    def ref_count(self, block_id: int) -> int:
+        """How many hold ``block_id``."""
+        return self._ref_counts[block_id]
+
+    def kept_blocks(self) -> frozenset[int]:
+        """All blocks whose content is kept, held or idle; O(num_blocks)."""
+        return frozenset(block_id for block_id, kept in enumerate(self._is_kept) if kept)
 
     def take(self, num_blocks: int) -> list[int]:
         """Hand out ``num_blocks`` (at least 1, at most `num_free_blocks`) with one holder each."""
-        assert 1 <= num_blocks <= len(self._free), (num_blocks, len(self._free))
-        taken = self._free[-num_blocks:]
-        del self._free[-num_blocks:]
+        assert 1 <= num_blocks <= self.num_free_blocks, (num_blocks, self.num_free_blocks)
+        num_from_free = min(num_blocks, len(self._free))
+        first_taken = len(self._free) - num_from_free
+        taken = self._free[first_taken:]
+        del self._free[first_taken:]
         taken.reverse()
+        taken += [self._evict() for _ in range(num_blocks - num_from_free)]
         for block_id in taken:
             self._ref_counts[block_id] = 1
         return taken
 
+    def take_one(self) -> int:
+        """`take` for a single block."""
+        block_id = self._free.pop() if self._free else self._evict()
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def share(self, block_id: int) -> None:
+        """Add a holder to a block that is held or kept."""
+        assert self._is_kept[block_id] or self._ref_counts[block_id] > 0, f"block {block_id}"
+        if self._ref_counts[block_id] == 0:
+            self._idle.remove(block_id)
+        self._ref_counts[block_id] += 1
+
+    def keep(self, block_id: int) -> None:
+        """Keep the content of a held block after its last holder has gone."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but nobody holds it"
+        self._is_kept[block_id] = 1
+
     def drop(self, block_ids: Sequence[int]) -> int:
-        """Take one holder away from each block; return how many became free."""
+        """Take one holder away from each block; return how many nobody holds now."""
         ref_counts = self._ref_counts
-        num_free_before = len(self._free)
-        # Last first: the same request coming back gets the same ids in the same order.
+        num_free_before = self.num_free_blocks
+        # Last first: the same request coming back gets the same ids in the same order, and of a
+        # text that is kept the end is given up before the beginning.
         for block_id in reversed(block_ids):
             assert ref_counts[block_id] > 0, f"block {block_id} is dropped but nobody holds it"
             ref_counts[block_id] -= 1
-            if ref_counts[block_id] == 0:
+            if ref_counts[block_id] > 0:
+                continue
+            if self._is_kept[block_id]:
+                self._idle.append(block_id)
+            else:
                 self._free.append(block_id)
-        return len(self._free) - num_free_before
+        return self.num_free_blocks - num_free_before
 
     def check_integrity(self, holders: Sequence[Sequence[int]]) -> None:
         """Compare with everybody who holds blocks; O(num_blocks).
 
-        Raises `AssertionError` with the reason unless free + referenced = total and every
+        Raises `AssertionError` with the reason unless free + idle + referenced = total and every
         reference count equals the number of holders.
         """
         counts = [0] * self.num_blocks
@@ -69,10 +116,72 @@ class BlockPool:
             assert expected == count, (
                 f"block {block_id} has {expected} holders but its reference count is {count}"
             )
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        idle = self._idle.ids()
+        available = [*self._free, *idle]
+        free = set(available)
+        assert len(free) == len(available), "a block is free twice"
+        assert all(self._is_kept[block_id] for block_id in idle), "an idle block is not kept"
+        assert not any(self._is_kept[block_id] for block_id in self._free), "a free block is kept"
         unheld = {block_id for block_id, count in enumerate(counts) if count == 0}
         assert free == unheld, (
             f"blocks both free and held: {sorted(free - unheld)}; "
             f"blocks lost: {sorted(unheld - free)}"
         )
+
+    def _evict(self) -> int:
+        block_id = self._idle.pop_oldest()
+        self._is_kept[block_id] = 0
+        if self._on_evict is not None:
+            self._on_evict(block_id)
+        return block_id
+
+
+class _IdleList:
+    """Block ids in the order of their last use: a ring of links, with ``num_blocks`` as its knot.
+
+    ::
+
+        knot -> oldest -> ... -> newest -> knot
+    """
+
+    __slots__ = ("_knot", "_newer", "_older", "size")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._knot = num_blocks
+        self._newer = [num_blocks] * (num_blocks + 1)
+        self._older = [num_blocks] * (num_blocks + 1)
+        self.size = 0
+
+    def append(self, block_id: int) -> None:
+        """``block_id``, not in the list, is the newest now."""
+        newest = self._older[self._knot]
+        self._older[block_id], self._newer[block_id] = newest, self._knot
+        self._newer[newest] = self._older[self._knot] = block_id
+        self.size += 1
+
+    def remove(self, block_id: int) -> None:
+        """Take ``block_id`` out, wherever it is."""
+        older, newer = self._older[block_id], self._newer[block_id]
+        self._newer[older], self._older[newer] = newer, older
+        self.size -= 1
+
+    def pop_oldest(self) -> int:
+        """Take out the block that was used longest ago; the list must not be empty."""
+        oldest = self._newer[self._knot]
+        self.remove(oldest)
+        return oldest
+
+    def ids(self) -> list[int]:
+        """All of them, oldest first; both directions are compared (`AssertionError`)."""
+        forward, backward = self._walk(self._newer), self._walk(self._older)
+        assert forward == backward[::-1], "the links of the idle list disagree"
+        assert len(forward) == self.size, "the idle list has lost count"
+        return forward
+
+    def _walk(self, links: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        block_id = links[self._knot]
+        while block_id != self._knot and len(found) <= self.size:
+            found.append(block_id)
+            block_id = links[block_id]
+        return found

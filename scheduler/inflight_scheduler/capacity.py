@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 
 
@@ -62,17 +63,8 @@ class MaxRequestsScheduler(CapacityScheduler):
         return self._gated(active_requests)[: self.max_num_requests], []
 
 
-class GuaranteedNoEvictScheduler(CapacityScheduler):
-    """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
-
-    The guarantee rests on every running request having been admitted under it: to take over in the
-    middle from a scheduler that reserves less, use `MaxUtilizationScheduler`, which can pause.
-
-    One departure from the published rule: contexts past their first chunk, which hold blocks
-    already, are looked at before fresh ones. In arrival order this changes nothing. With a fresh
-    request of higher priority in front that does not fit, the published rule would leave them
-    holding their blocks for ever.
-    """
+class ReservingScheduler(CapacityScheduler):
+    """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion."""
 
     __slots__ = ("block_manager",)
 
@@ -95,29 +87,102 @@ class GuaranteedNoEvictScheduler(CapacityScheduler):
         self, active_requests: Sequence[LlmRequest]
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """Generation first, then started contexts, then fresh ones until one does not fit."""
-        remaining_blocks = self.block_manager.get_remaining_blocks_to_completion
+        forecast = BlockForecast(self.block_manager)
         fitting: list[LlmRequest] = []
         started: list[LlmRequest] = []
         fresh: list[LlmRequest] = []
-        num_available = self.block_manager.num_free_blocks
         for request in self._gated(active_requests):
             if len(fitting) >= self.max_num_requests:
                 return fitting, []
             if request.is_generation_in_progress_state:
                 fitting.append(request)
-                num_available -= remaining_blocks(request)
+                forecast.claim(request, forecast.needed_to_completion(request))
             elif request.is_first_context_chunk:
                 fresh.append(request)
             else:
                 started.append(request)
-        for pending in (started, fresh):
-            for request in pending:
-                num_needed = remaining_blocks(request)
-                if len(fitting) >= self.max_num_requests or num_needed > num_available:
-                    return fitting, []
-                fitting.append(request)
-                num_available -= num_needed
+        num_generating = len(fitting)
+        if self.admit(started, forecast, fitting):
+            self.admit_fresh(fresh, forecast, fitting, num_generating)
         return fitting, []
+
+    @abstractmethod
+    def admit_fresh(
+        self,
+        fresh: Sequence[LlmRequest],
+        forecast: BlockForecast,
+        fitting: list[LlmRequest],
+        num_generating: int,
+    ) -> None:
+        """Append to ``fitting`` those of ``fresh`` that may start."""
+
+    def admit(
+        self,
+        pending: Sequence[LlmRequest],
+        forecast: BlockForecast,
+        fitting: list[LlmRequest],
+        may_skip: bool = False,
+    ) -> bool:
+        """Append ``pending`` to ``fitting`` in order; False when one did not fit, and no further.
+
+        ``may_skip`` passes over a request for which waiting is better.
+        """
+        for request in pending:
+            if may_skip and forecast.is_beneficial_to_skip(request):
+                continue
+            num_needed = forecast.needed_to_completion(request)
+            if len(fitting) >= self.max_num_requests or num_needed > forecast.num_available:
+                return False
+            fitting.append(request)
+            forecast.claim(request, num_needed)
+        return True
+
+
+class GuaranteedNoEvictScheduler(ReservingScheduler):
+    """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
+
+    The guarantee rests on every running request having been admitted under it: to take over in the
+    middle from a scheduler that reserves less, use `MaxUtilizationScheduler`, which can pause.
+
+    One departure from the published rule: contexts past their first chunk, which hold blocks
+    already, are looked at before fresh ones. In arrival order this changes nothing. With a fresh
+    request of higher priority in front that does not fit, the published rule would leave them
+    holding their blocks for ever.
+    """
+
+    __slots__ = ()
+
+    def admit_fresh(
+        self,
+        fresh: Sequence[LlmRequest],
+        forecast: BlockForecast,
+        fitting: list[LlmRequest],
+        num_generating: int,
+    ) -> None:
+        """As many as fit; one whose next block is being computed by another waits for it."""
+        forecast.promise(fitting[num_generating:])
+        self.admit(fresh, forecast, fitting, may_skip=True)
+
+
+class StaticBatchScheduler(ReservingScheduler):
+    """STATIC_BATCH: a new batch starts only when no request of the last one is generating.
+
+    Contexts of the running batch that were cut go on (they hold blocks already, see
+    `GuaranteedNoEvictScheduler`); nobody waits for what another computes.
+    """
+
+    __slots__ = ()
+
+    def admit_fresh(
+        self,
+        fresh: Sequence[LlmRequest],
+        forecast: BlockForecast,
+        fitting: list[LlmRequest],
+        num_generating: int,
+    ) -> None:
+        """All that fit, once nobody generates."""
+        if num_generating == 0:
+            self.admit(fresh, forecast, fitting)
 
 
 class MaxUtilizationScheduler(CapacityScheduler):
@@ -158,18 +223,21 @@ class MaxUtilizationScheduler(CapacityScheduler):
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """Linear: each request is looked at once and passed by the moving end at most once."""
         candidates = self._gated(active_requests)
-        manager = self.block_manager
-        needed_blocks, lookahead = manager.get_needed_blocks_one_step, self.two_step_lookahead
+        forecast, lookahead = BlockForecast(self.block_manager), self.two_step_lookahead
+        if self.block_manager.enable_reuse:
+            forecast.promise(filter(is_started_context, candidates))
         fitting: list[LlmRequest] = []
         paused: list[LlmRequest] = []
-        num_available = manager.num_free_blocks
         current, end = 0, len(candidates)
         while current < end:
             request = candidates[current]
-            num_needed = needed_blocks(request, lookahead)
-            if len(fitting) < self.max_num_requests and num_needed <= num_available:
+            if forecast.is_beneficial_to_skip(request):
+                current += 1
+                continue
+            num_needed = forecast.needed_one_step(request, lookahead)
+            if len(fitting) < self.max_num_requests and num_needed <= forecast.num_available:
                 fitting.append(request)
-                num_available -= num_needed
+                forecast.claim(request, num_needed)
                 current += 1
                 continue
             victim = _last_started(candidates, current, end)
@@ -177,8 +245,13 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 break
             end = victim
             paused.append(candidates[victim])
-            num_available += manager.num_releasable_blocks(candidates[victim].request_id)
+            forecast.release(candidates[victim])
         return fitting, paused
+
+
+def is_started_context(request: LlmRequest) -> bool:
+    """True for a context past its first chunk: it holds the blocks of its whole prompt."""
+    return request.is_context_init_state and not request.is_first_context_chunk
 
 
 def _last_started(candidates: Sequence[LlmRequest], first: int, end: int) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import InvalidDecision
+from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.request import LlmRequest
 
 
@@ -18,25 +19,23 @@ def check_decision(
     num_free_slots: int,
     max_batch_size: int,
     max_num_tokens: int | None = None,
+    may_chunk: bool = False,
 ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
     """Return ``decision`` as three lists if it can be carried out; changes nothing.
 
+    ``may_chunk``: a context may be cut, so a request of any length can be paused and run again.
     Raises `InvalidDecision` that names the request and the bound otherwise.
     """
     context, generation, paused = _three_lists(decision)
     _check_membership([*context, *generation, *paused], active_requests)
     for request in context:
         _check_runnable(request, request.is_context_init_state, "context", inflight_request_ids)
-        if not 1 <= request.context_chunk_size <= request.context_remaining_length:
-            raise InvalidDecision(
-                f"request {request.request_id}: a chunk of {request.context_chunk_size} tokens "
-                f"with {request.context_remaining_length} left"
-            )
+        _check_chunk(request)
     for request in generation:
         is_generation = request.is_generation_in_progress_state
         _check_runnable(request, is_generation, "generation", inflight_request_ids)
-    _check_paused(paused, max_num_tokens)
-    _check_batch(context, generation, max_batch_size, max_num_tokens)
+    _check_paused(paused, None if may_chunk else max_num_tokens)
+    _check_batch(context, generation, max_batch_size, max_num_tokens, block_manager)
     scheduled = [*context, *generation]
     _check_blocks(scheduled, paused, block_manager)
     num_new_slots = sum(request.seq_slot is None for request in scheduled)
@@ -87,6 +86,21 @@ def _check_runnable(
         raise InvalidDecision(f"request {request.request_id} is still running in another step")
 
 
+def _check_chunk(request: LlmRequest) -> None:
+    num_left = request.context_remaining_length
+    if not 1 <= request.context_chunk_size <= num_left:
+        raise InvalidDecision(
+            f"request {request.request_id}: a chunk of {request.context_chunk_size} tokens "
+            f"with {num_left} left"
+        )
+
+
+def _num_context_tokens(request: LlmRequest, block_manager: BlockManager) -> int:
+    """What the planner will run: a chunk ends at the prompt's end, wherever reuse starts it."""
+    num_left = request.context_remaining_length - block_manager.count_reusable_tokens(request)
+    return min(request.context_chunk_size, num_left)
+
+
 def _check_paused(paused: Sequence[LlmRequest], max_num_tokens: int | None) -> None:
     for request in paused:
         if request.is_finished or request.seq_slot is None:
@@ -106,13 +120,14 @@ def _check_batch(
     generation: Sequence[LlmRequest],
     max_batch_size: int,
     max_num_tokens: int | None,
+    block_manager: BlockManager,
 ) -> None:
     beam_widths = {request.beam_width for request in generation}
     if len(beam_widths) > 1:
         raise InvalidDecision(f"beam widths {sorted(beam_widths)} in one generation step")
     _check_bound("requests", len(context) + len(generation), "max_batch_size", max_batch_size)
     if max_num_tokens is not None:
-        num_tokens = sum(request.context_chunk_size for request in context)
+        num_tokens = sum(_num_context_tokens(request, block_manager) for request in context)
         num_tokens += sum(request.beam_width for request in generation)
         _check_bound("tokens", num_tokens, "max_num_tokens", max_num_tokens)
 
@@ -120,10 +135,13 @@ def _check_batch(
 def _check_blocks(
     scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest], block_manager: BlockManager
 ) -> None:
-    num_needed = sum(map(block_manager.get_needed_blocks_one_step, scheduled))
-    num_free = block_manager.num_free_blocks
-    num_free += sum(block_manager.num_releasable_blocks(r.request_id) for r in paused)
-    _check_bound("blocks", num_needed, "free blocks", num_free)
+    forecast = BlockForecast(block_manager)
+    for request in paused:
+        forecast.release(request)
+    num_free = forecast.num_available
+    for request in scheduled:
+        forecast.claim(request, forecast.needed_one_step(request))
+    _check_bound("blocks", num_free - forecast.num_available, "free blocks", num_free)
 
 
 def _check_bound(what: str, number: int, bound_name: str, bound: int) -> None:

@@ -1,15 +1,15 @@
 """Who runs in this iteration: the second of the two questions of scheduling.
 
-The rules are those of TensorRT-LLM's ``microBatchScheduler.cpp`` without context chunking: a
-context runs whole. A chunking policy has its place between the walk and the return of
-`MicroBatchScheduler.schedule`: it sets ``context_chunk_size`` of the chosen contexts so that they
-fit what generation leaves of the token budget.
+The rules are those of TensorRT-LLM's ``microBatchScheduler.cpp``, the newer generation where two
+were published: tokens found in the reuse cache are free. Without chunking a context runs whole;
+with it, contexts share what generation leaves of the token budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.errors import ContextTooLong
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 
@@ -18,10 +18,14 @@ class MicroBatchScheduler:
     """Fills one iteration, in order, up to ``max_batch_size`` requests and ``max_num_tokens``.
 
     A context costs its tokens, a generation step its beam width. ``max_num_tokens`` None means
-    unbounded. Nothing is changed by a decision.
+    unbounded. ``chunking`` None: contexts run whole. ``count_reusable_tokens`` says how many
+    tokens of a fresh context need not be computed. A decision changes nothing but the
+    ``context_chunk_size`` of the contexts it lets run.
     """
 
     __slots__ = (
+        "chunking",
+        "count_reusable_tokens",
         "max_batch_size",
         "max_num_tokens",
         "no_schedule_after_state",
@@ -33,6 +37,8 @@ class MicroBatchScheduler:
         max_batch_size: int,
         max_num_tokens: int | None = None,
         *,
+        chunking: ContextChunking | None = None,
+        count_reusable_tokens: Callable[[LlmRequest], int] | None = None,
         no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
         no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_TO_COMPLETE,
     ) -> None:
@@ -40,8 +46,15 @@ class MicroBatchScheduler:
             raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
         if max_num_tokens is not None and max_num_tokens < 1:
             raise ValueError(f"max_num_tokens must be at least 1, not {max_num_tokens}")
+        if chunking and max_num_tokens is not None and chunking.unit_size > max_num_tokens:
+            raise ValueError(
+                f"unit_size {chunking.unit_size} exceeds max_num_tokens={max_num_tokens}: "
+                "a context that must be cut could never run"
+            )
         self.max_batch_size = max_batch_size
         self.max_num_tokens = max_num_tokens
+        self.chunking = chunking
+        self.count_reusable_tokens = count_reusable_tokens
         self.no_schedule_until_state = no_schedule_until_state
         self.no_schedule_after_state = no_schedule_after_state
 
@@ -51,7 +64,9 @@ class MicroBatchScheduler:
         """Return ``(context_requests, generation_requests)``.
 
         The walk ends at the batch size or at the first request over the token budget, so nobody is
-        overtaken; a generation whose beam width differs from the first one's is passed over.
+        overtaken; a generation whose beam width differs from the first one's is passed over. With
+        chunking, a context that gets no token this time still counts towards the batch size, and
+        contexts that are not at their last chunk come first in the result.
         Raises `ContextTooLong` for a context that no iteration can hold.
         """
         context: list[LlmRequest] = []
@@ -77,10 +92,36 @@ class MicroBatchScheduler:
                 generation.append(request)
             num_tokens += cost
             num_left -= 1
-        return context, generation
+        return self.set_chunks(context, num_tokens), generation
+
+    def num_tokens_to_compute(self, request: LlmRequest) -> int:
+        """Prompt tokens left, without those that a fresh context finds in the reuse cache."""
+        num_tokens = request.context_remaining_length
+        if self.count_reusable_tokens is not None and request.is_first_context_chunk:
+            num_tokens -= self.count_reusable_tokens(request)
+        return num_tokens
+
+    def set_chunks(self, context: list[LlmRequest], num_other_tokens: int) -> list[LlmRequest]:
+        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget."""
+        if self.chunking is None or not context:
+            return context
+        budget = self.max_num_tokens
+        capacity = None if budget is None else budget - num_other_tokens
+        lengths = [self.num_tokens_to_compute(request) for request in context]
+        sizes = self.chunking.chunk_sizes(lengths, capacity)
+        unfinished: list[LlmRequest] = []
+        last: list[LlmRequest] = []
+        for request, length, size in zip(context, lengths, sizes, strict=True):
+            if size > 0:
+                request.context_chunk_size = size
+                (last if size == length else unfinished).append(request)
+        return unfinished + last
 
     def _context_cost(self, request: LlmRequest) -> int:
-        num_tokens = request.context_remaining_length
+        """Tokens booked during the walk; contexts that may be cut take what is left after it."""
+        if self.chunking is not None:
+            return 0
+        num_tokens = self.num_tokens_to_compute(request)
         if self.max_num_tokens is not None and num_tokens > self.max_num_tokens:
             raise ContextTooLong(request.request_id, num_tokens, self.max_num_tokens)
         return num_tokens

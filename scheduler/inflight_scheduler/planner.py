@@ -1,22 +1,32 @@
 """Carries decisions out: slots and blocks in, a `ScheduledBatch` out, tokens back in.
 
 Order of side effects in `BatchPlanner.plan`: paused requests give back blocks and slots, then
-contexts take a slot and the blocks of their whole prompt, then generation steps take the block
-their token opens. There is no rollback, since a decision that was made by our schedulers, or has
-passed `check_decision`, always has room; if it has not, that is our bug and an `AssertionError`.
+fresh contexts take a slot and share the cached blocks (before anybody allocates, so that none of
+these can be evicted), then contexts take the other blocks of their whole prompt, then generation
+steps take the block their token opens. There is no rollback, since a decision that was made by our
+schedulers, or has passed `check_decision`, always has room; if it has not, that is our bug and an
+`AssertionError`.
 
 A slot and the blocks of a request are given back in one place, `BatchPlanner.release`, whatever
-the reason. A batch remembers its requests, so that tokens of a request which was released, paused
-or finished while the batch ran are dropped and never reach the next owner of the slot.
+the reason; full computed blocks stay cached, except after a failed step. A batch remembers its
+requests, so that tokens of a request which was released, paused or finished while the batch ran
+are dropped and never reach the next owner of the slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight_scheduler.batch import BlockAssignment, ContextChunk, ScheduledBatch, SlotSetup
+from inflight_scheduler.active import ActiveRequests
+from inflight_scheduler.batch import (
+    BlockAssignment,
+    BlockCopy,
+    ContextChunk,
+    ScheduledBatch,
+    SlotSetup,
+)
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, add_new_tokens
 
 
 class SlotPool:
@@ -53,16 +63,33 @@ class SlotPool:
 
 
 class BatchPlanner:
-    """Owner of the slots; applies decisions to requests, blocks and slots."""
+    """Owner of the slots; applies decisions to requests, blocks and slots.
 
-    __slots__ = ("_iteration", "_planned", "block_manager", "slots")
+    With ``active`` (see `ActiveRequests`) the usual plan costs what changed.
+    """
 
-    def __init__(self, block_manager: BlockManager, num_slots: int) -> None:
+    __slots__ = (
+        "_generation",
+        "_generation_slots",
+        "_iteration",
+        "_planned",
+        "active",
+        "block_manager",
+        "slots",
+    )
+
+    def __init__(
+        self, block_manager: BlockManager, num_slots: int, active: ActiveRequests | None = None
+    ) -> None:
         self.block_manager = block_manager
         self.slots = SlotPool(num_slots)
+        self.active = active
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
-        self._planned: dict[int, tuple[list[LlmRequest], list[LlmRequest]]] = {}
+        self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
+        # The last list of everybody who generates, and the slots of those.
+        self._generation: Sequence[LlmRequest] = []
+        self._generation_slots: tuple[int, ...] = ()
 
     @property
     def num_free_slots(self) -> int:
@@ -84,7 +111,14 @@ class BatchPlanner:
             request.pause()
         setups: list[SlotSetup] = []
         new_blocks: list[BlockAssignment] = []
-        chunks = [self._plan_context(request, setups, new_blocks) for request in context_requests]
+        sources: dict[int, int] = {}
+        for request in context_requests:
+            if request.seq_slot is None:
+                setups.append(self._start(request, new_blocks, sources))
+        copies: list[BlockCopy] = []
+        chunks = [
+            self._plan_context(request, new_blocks, sources, copies) for request in context_requests
+        ]
         slots = self._plan_generation(generation_requests, new_blocks)
         self._iteration += 1
         batch = ScheduledBatch(
@@ -92,10 +126,15 @@ class BatchPlanner:
             setups=tuple(setups),
             new_blocks=tuple(new_blocks),
             context_chunks=tuple(chunks),
-            generation_slots=tuple(slots),
+            generation_slots=slots,
+            block_copies=tuple(copies),
         )
         if not batch.is_empty:
-            self._planned[batch.iteration] = (list(context_requests), list(generation_requests))
+            is_everybody = self._is_everybody(generation_requests)
+            generation = generation_requests if is_everybody else list(generation_requests)
+            self._planned[batch.iteration] = (list(context_requests), generation)
+            if self.active is not None:
+                self.active.tick(is_everybody)
         return batch
 
     def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
@@ -115,6 +154,8 @@ class BatchPlanner:
             )
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
+        # Read before contexts join: the same list means that nobody has left since the plan.
+        is_complete = self._is_everybody(generation_requests)
         advanced: list[LlmRequest] = []
         for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
             token = next(token_iterator) if chunk.is_last else None
@@ -123,43 +164,76 @@ class BatchPlanner:
             request.move_to_next_context_chunk()
             if token is not None:
                 request.add_new_token(token)
+                self.block_manager.store(request)
                 advanced.append(request)
-        for request, slot, token in zip(
-            generation_requests, batch.generation_slots, token_iterator, strict=True
-        ):
+        if is_complete:
+            add_new_tokens(generation_requests, token_iterator)
+            return [*advanced, *generation_requests]
+        slots = batch.generation_slots
+        for request, slot, token in zip(generation_requests, slots, token_iterator, strict=True):
             if request.seq_slot == slot and not request.is_finished:
                 request.add_new_token(token)
                 advanced.append(request)
         return advanced
 
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
-        """Forget a batch whose step failed; return its requests, for the caller to end each."""
+        """Forget a batch whose step failed; return its requests, for the caller to end each.
+
+        Their blocks are free: nobody knows what the step has written, so nothing is kept.
+        """
         context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
-        return [*context_requests, *generation_requests]
+        requests = [*context_requests, *generation_requests]
+        for request in requests:
+            self.block_manager.free(request.request_id)
+        return requests
 
     def release(self, request: LlmRequest) -> None:
         """Give back the request's blocks and slot; harmless when it holds none."""
-        self.block_manager.free(request.request_id)
+        self.block_manager.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
             request.seq_slot = None
 
+    def _is_everybody(self, requests: Sequence[LlmRequest]) -> bool:
+        """True for the list of all that generate, as `ActiveRequests` has it now."""
+        return self.active is not None and requests is self.active.generation
+
+    def _start(
+        self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
+    ) -> SlotSetup:
+        """Give a fresh context its slot and what is cached of its prompt."""
+        slot = request.seq_slot = self.slots.assign()
+        match = self.block_manager.attach_prefix(request)
+        request.num_reused_blocks = match.num_blocks
+        if match.num_tokens > 0:
+            request.skip_context(match.num_tokens)
+        if match.copy_source is not None:
+            sources[request.request_id] = match.copy_source
+        new_blocks.extend(
+            BlockAssignment(slot, index, block_id) for index, block_id in enumerate(match.block_ids)
+        )
+        return SlotSetup(
+            slot=slot,
+            request_id=request.request_id,
+            sampling=request.sampling,
+            end_id=request.end_id,
+            min_end_position=request.orig_prompt_len + request.sampling.min_length,
+        )
+
     def _plan_context(
-        self, request: LlmRequest, setups: list[SlotSetup], new_blocks: list[BlockAssignment]
+        self,
+        request: LlmRequest,
+        new_blocks: list[BlockAssignment],
+        sources: dict[int, int],
+        copies: list[BlockCopy],
     ) -> ContextChunk:
         slot = request.seq_slot
-        if slot is None:
-            slot = request.seq_slot = self.slots.assign()
-            setups.append(
-                SlotSetup(
-                    slot=slot,
-                    request_id=request.request_id,
-                    sampling=request.sampling,
-                    end_id=request.end_id,
-                    min_end_position=request.orig_prompt_len + request.sampling.min_length,
-                )
-            )
+        assert slot is not None
+        first_own = len(new_blocks)
         self._grow(request, slot, request.prompt_len, new_blocks)
+        if request.request_id in sources:
+            destination = new_blocks[first_own].block_id
+            copies.append(BlockCopy(sources[request.request_id], destination))
         start = request.context_current_position
         return ContextChunk(
             slot=slot,
@@ -170,17 +244,28 @@ class BatchPlanner:
 
     def _plan_generation(
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
-    ) -> list[int]:
+    ) -> tuple[int, ...]:
+        """Slots of ``requests``; who opens a block gets one."""
+        if self.active is not None and self._is_everybody(requests):
+            due: Sequence[LlmRequest] = self.active.due_requests()
+            if requests is not self._generation:
+                self._generation, self._generation_slots = requests, _slots_of(requests)
+            slots = self._generation_slots
+        else:
+            num_places_left = self.block_manager.num_places_left
+            due = [request for request in requests if num_places_left(request) == 0]
+            slots = _slots_of(requests)
         tokens_per_block = self.block_manager.tokens_per_block
-        slots: list[int] = []
-        for request in requests:
-            slot = request.seq_slot
-            assert slot is not None, f"request {request.request_id} generates without a slot"
-            num_cached = request.num_cached_tokens
-            # Only a token at the start of a block needs a new one: one test for all the others.
-            if num_cached % tokens_per_block == 0:
-                self._grow(request, slot, num_cached + 1, new_blocks)
-            slots.append(slot)
+        for request in due:
+            slot, request_id = request.seq_slot, request.request_id
+            assert slot is not None
+            # A step that is still running may have opened the block already.
+            num_places = self.block_manager.num_blocks_of(request_id) * tokens_per_block
+            if request.num_cached_tokens < num_places:
+                continue
+            appended = self.block_manager.append_block(request_id)
+            assert appended is not None, _no_room(request, num_places + 1, self.block_manager)
+            new_blocks.append(BlockAssignment(slot, *appended))
         return slots
 
     def _grow(
@@ -188,11 +273,21 @@ class BatchPlanner:
     ) -> None:
         first_index = self.block_manager.num_blocks_of(request.request_id)
         block_ids = self.block_manager.allocate(request.request_id, num_tokens)
-        assert block_ids is not None, (
-            f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
-            f"{self.block_manager.num_free_blocks} blocks are free"
-        )
+        assert block_ids is not None, _no_room(request, num_tokens, self.block_manager)
         new_blocks.extend(
             BlockAssignment(slot, index, block_id)
             for index, block_id in enumerate(block_ids, start=first_index)
         )
+
+
+def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
+    return (
+        f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
+        f"{block_manager.num_free_blocks} blocks are free"
+    )
+
+
+def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
+    slots = tuple([slot for request in requests if (slot := request.seq_slot) is not None])
+    assert len(slots) == len(requests), "somebody generates without a slot"
+    return slots

@@ -14,9 +14,10 @@ The life of the token list (beam width 1)::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 
 class LlmRequestState(IntEnum):
@@ -71,15 +72,30 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1 or no_filter
 
 
+class PhaseTracker(Protocol):
+    """Who wants to hear that a request has moved on (`ActiveRequests`)."""
+
+    def phase_changed(self, request: LlmRequest) -> None:
+        """The state or the place in the context of ``request`` is another one now."""
+
+
 class LlmRequest:
     """One request inside the batch manager: its tokens, limits and progress.
 
     ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
-    `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed.
+    `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed or was
+    found cached. Requests share cached blocks only if their ``cache_salt`` is the same;
+    ``block_keys`` is the memory of `ReuseIndex` for this text.
+
+    ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
+    have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
+    is its place in `ActiveRequests`, which is also its ``tracker``.
     """
 
     __slots__ = (
         "beam_width",
+        "block_keys",
+        "cache_salt",
         "context_chunk_size",
         "context_current_position",
         "end_id",
@@ -87,17 +103,23 @@ class LlmRequest:
         "finish_reason",
         "is_streaming",
         "max_new_tokens",
+        "max_num_tokens",
         "num_pauses",
+        "num_reused_blocks",
         "num_sent_tokens",
         "orig_prompt_len",
         "pad_id",
         "priority",
         "prompt_len",
+        "queue_deadline",
+        "rank",
         "request_id",
+        "run_deadline",
         "sampling",
         "seq_slot",
         "state",
         "tokens",
+        "tracker",
     )
 
     def __init__(
@@ -113,11 +135,15 @@ class LlmRequest:
         exclude_input_in_output: bool = False,
         beam_width: int = 1,
         priority: float = 0.5,
+        cache_salt: bytes = b"",
+        queue_deadline: float | None = None,
+        run_deadline: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(input_tokens)
         self.prompt_len = self.orig_prompt_len = len(self.tokens)
         self.max_new_tokens = max_new_tokens
+        self.max_num_tokens = self.prompt_len + max_new_tokens  # a pause does not change the sum
         self.sampling = sampling or SamplingParams()
         self.end_id = end_id
         self.pad_id = pad_id
@@ -125,6 +151,8 @@ class LlmRequest:
         self.exclude_input_in_output = exclude_input_in_output
         self.beam_width = beam_width
         self.priority = priority
+        self.cache_salt = cache_salt
+        self.block_keys: list[bytes] = []
         self.state = LlmRequestState.CONTEXT_INIT
         self.finish_reason = FinishReason.NOT_FINISHED
         self.context_current_position = 0
@@ -132,6 +160,11 @@ class LlmRequest:
         self.seq_slot: int | None = None
         self.num_sent_tokens = 0
         self.num_pauses = 0
+        self.num_reused_blocks = 0
+        self.queue_deadline = queue_deadline
+        self.run_deadline = run_deadline
+        self.rank: tuple[float, int] = (0.0, 0)
+        self.tracker: PhaseTracker | None = None
 
     def __repr__(self) -> str:
         return (
@@ -152,7 +185,7 @@ class LlmRequest:
     @property
     def num_cached_tokens(self) -> int:
         """Tokens whose KV is computed; the last one drawn is not, until the next step feeds it."""
-        if self.state is _CONTEXT_INIT:
+        if self.context_current_position < self.prompt_len:  # also of one stopped in its context
             return self.context_current_position
         return len(self.tokens) - 1
 
@@ -170,6 +203,11 @@ class LlmRequest:
     def is_generation_in_progress_state(self) -> bool:
         """True while tokens are generated one step at a time."""
         return _GENERATION_IN_PROGRESS <= self.state <= _GENERATION_TO_COMPLETE
+
+    @property
+    def has_started(self) -> bool:
+        """True once a step has run for this request, or one runs now."""
+        return self.seq_slot is not None or self.num_pauses > 0
 
     @property
     def is_finished(self) -> bool:
@@ -191,25 +229,33 @@ class LlmRequest:
         """True when the chunk of this iteration reaches the end of the prompt."""
         return self.context_current_position + self.context_chunk_size >= self.prompt_len
 
+    def skip_context(self, num_tokens: int) -> None:
+        """The first ``num_tokens`` of the prompt are cached: compute what comes after them."""
+        self.context_current_position = num_tokens
+        self.context_chunk_size = min(self.context_chunk_size, self.context_remaining_length)
+        self._tell_phase()
+
     def move_to_next_context_chunk(self) -> None:
         """Book the chunk that just ran; the last one starts the generation phase."""
         self.context_current_position += self.context_chunk_size
         self.context_chunk_size = self.context_remaining_length
         if self.context_remaining_length == 0:
             self.state = LlmRequestState.GENERATION_IN_PROGRESS
+        self._tell_phase()
 
     def add_new_token(self, token: int) -> None:
         """Append a generated token and finish on ``end_id`` or at ``max_new_tokens``."""
         self.tokens.append(token)
         if token == self.end_id:
             self.finish(FinishReason.END_ID)
-        elif len(self.tokens) - self.prompt_len >= self.max_new_tokens:
+        elif len(self.tokens) >= self.max_num_tokens:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason) -> None:
         """End the request; the caller frees its blocks and slot."""
         self.state = LlmRequestState.GENERATION_COMPLETE
         self.finish_reason = reason
+        self._tell_phase()
 
     def pause(self) -> None:
         """Go back to the context phase with all tokens so far as prompt (beam width 1).
@@ -225,3 +271,23 @@ class LlmRequest:
         self.seq_slot = None
         self.num_pauses += 1
         self.state = LlmRequestState.CONTEXT_INIT
+        self._tell_phase()
+
+    def _tell_phase(self) -> None:
+        if self.tracker is not None:
+            self.tracker.phase_changed(self)
+
+
+def add_new_tokens(requests: Iterable[LlmRequest], tokens: Iterable[int]) -> None:
+    """`LlmRequest.add_new_token` for all of ``requests``.
+
+    Each generating request comes through here once per iteration: written out, the loop takes half
+    of what it takes with method calls.
+    """
+    for request, token in zip(requests, tokens, strict=True):
+        text = request.tokens
+        text.append(token)
+        if token == request.end_id:
+            request.finish(FinishReason.END_ID)
+        elif len(text) >= request.max_num_tokens:
+            request.finish(FinishReason.LENGTH)

@@ -11,13 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 
+from inflight_scheduler import incremental
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.capacity import (
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
+    StaticBatchScheduler,
 )
+from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.request import LlmRequest
 
@@ -35,13 +38,15 @@ class CapacitySchedulerPolicy(IntEnum):
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
+    STATIC_BATCH = 2
 
 
 class RequestScheduler(ABC):
     """Decides one iteration; subclass it to bring your own policy.
 
     It sees the active requests in their order (priority, then arrival) and may neither change nor
-    keep them.
+    keep them, but for the ``context_chunk_size`` of those it lets run: it may cut a context there,
+    if chunked context is enabled.
     """
 
     __slots__ = ()
@@ -58,20 +63,31 @@ class RequestScheduler(ABC):
 
 
 class SimpleScheduler(RequestScheduler):
-    """The default: what fits, by the capacity scheduler; of that, what runs, by the other one."""
+    """The default: what fits, by the capacity scheduler; of that, what runs, by the other one.
 
-    __slots__ = ("capacity_scheduler", "micro_batch_scheduler")
+    Given `ActiveRequests`, the usual decision costs what changed instead of what is active (see
+    `incremental`); it is the same decision.
+    """
+
+    __slots__ = ("_is_incremental", "capacity_scheduler", "micro_batch_scheduler")
 
     def __init__(
         self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
     ) -> None:
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
+        self._is_incremental = incremental.can_decide(capacity_scheduler, micro_batch_scheduler)
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
     ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
         """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
+        if self._is_incremental and not inflight_request_ids:
+            decision = incremental.decide(
+                self.capacity_scheduler, self.micro_batch_scheduler, active_requests
+            )
+            if decision is not None:
+                return decision
         fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
         context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
         return context, generation, paused
@@ -91,6 +107,8 @@ def make_capacity_scheduler(
         return MaxUtilizationScheduler(
             max_num_requests, block_manager, two_step_lookahead=two_step_lookahead
         )
+    if policy == CapacitySchedulerPolicy.STATIC_BATCH:
+        return StaticBatchScheduler(max_num_requests, block_manager)
     return GuaranteedNoEvictScheduler(max_num_requests, block_manager)
 
 
@@ -101,13 +119,25 @@ def make_scheduler(
     max_batch_size: int,
     max_num_tokens: int | None = None,
     max_num_requests: int | None = None,
+    chunking: ContextChunking | None = None,
     two_step_lookahead: bool = False,
 ) -> SimpleScheduler:
-    """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``."""
+    """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``.
+
+    ``chunking`` None: a context runs whole.
+    """
     capacity_scheduler = make_capacity_scheduler(
         policy,
         block_manager,
         max_batch_size if max_num_requests is None else max_num_requests,
         two_step_lookahead=two_step_lookahead,
     )
-    return SimpleScheduler(capacity_scheduler, MicroBatchScheduler(max_batch_size, max_num_tokens))
+    micro_batch_scheduler = MicroBatchScheduler(
+        max_batch_size,
+        max_num_tokens,
+        chunking=chunking,
+        count_reusable_tokens=block_manager.count_reusable_tokens
+        if block_manager is not None and block_manager.enable_reuse
+        else None,
+    )
+    return SimpleScheduler(capacity_scheduler, micro_batch_scheduler)

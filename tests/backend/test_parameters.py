@@ -66,7 +66,7 @@ def test_values_are_typed(key: str, text: str, value: object) -> None:
         ("kv_cache_free_gpu_mem_fraction", "lots", "must be a number"),
         ("exclude_input_in_output", "maybe", "must be true or false, got 'maybe'"),
         ("gpt_model_type", "V2", "Invalid gpt_model_type 'V2': choose one of V1, v1"),
-        ("batch_scheduler_policy", "static_batch", "guaranteed_no_evict, max_utilization"),
+        ("batch_scheduler_policy", "no_such_batch", "max_utilization, static_batch"),
     ],
 )
 def test_bad_values_name_key_and_bound(key: str, text: str, message: str) -> None:
@@ -87,7 +87,7 @@ def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("enable_chunked_context", "False"),
+        ("enable_trt_overlap", "False"),
         ("gpu_weights_percent", "1"),
         ("normalize_log_probs", "1"),
         ("decoding_mode", ""),
@@ -101,7 +101,7 @@ def test_unsupported_key_passes_with_its_neutral_value(key: str, text: str) -> N
 @pytest.mark.parametrize(
     ("key", "text", "fix"),
     [
-        ("enable_chunked_context", "true", "set it to 'false'"),
+        ("enable_trt_overlap", "true", "set it to 'false'"),
         ("decoding_mode", "medusa", "remove it"),
         ("max_num_sequences", "8", "remove it"),
         ("lora_cache_max_adapter_size", "many", "must be a whole number"),

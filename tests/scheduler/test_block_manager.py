@@ -40,6 +40,7 @@ def test_integrity_sees_a_table_that_was_tampered_with() -> None:
     manager = BlockManager(3, 4)
     manager.allocate(1, 4)
     manager._tables[2] = [0]
+    manager._num_held += 1
     with pytest.raises(AssertionError, match="2 holders"):
         manager.check_integrity()
 

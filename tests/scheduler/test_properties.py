@@ -15,6 +15,8 @@ from scheduler.world import VOCAB_SIZE, Decision, World, ids, make_request, toke
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
     FinishReason,
     InvalidDecision,
     LlmRequest,
@@ -22,14 +24,22 @@ from inflight_scheduler import (
     refusal_reason,
 )
 
-Spec = tuple[int, int, int, int, float]
-# prompt, output, end id, min length, priority
+Spec = tuple[int, int, int, int, float, int, bytes]
+# prompt, output, end id, min length, priority, family of prompts, salt
 SPECS = st.tuples(
     st.integers(1, 8),
     st.integers(1, 12),
     st.just(-1) | st.integers(0, VOCAB_SIZE - 1),
     st.integers(0, 4),
     st.sampled_from([0.5, 0.5, 0.5, 0.1, 0.9]),
+    st.integers(0, 3),
+    st.sampled_from([b"", b"", b"tenant"]),
+)
+CHUNKINGS = st.none() | st.builds(
+    ContextChunking,
+    policy=st.sampled_from(ContextChunkingPolicy),
+    unit_size=st.integers(1, 4),
+    max_context_length=st.none() | st.integers(4, 8),
 )
 
 
@@ -45,6 +55,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_spare_requests=st.integers(0, 3),
         max_num_tokens=st.none() | st.integers(4, 24),
         two_step_lookahead=st.booleans(),
+        chunking=CHUNKINGS,
+        enable_reuse=st.booleans(),
+        may_copy_blocks=st.booleans(),
+        priority_span=st.sampled_from([0, 2, 1000]),
     )
     def build(
         self,
@@ -54,8 +68,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_spare_requests: int,
         max_num_tokens: int | None,
         two_step_lookahead: bool,
+        chunking: ContextChunking | None,
+        enable_reuse: bool,
+        may_copy_blocks: bool,
+        priority_span: float,
     ) -> None:
-        manager = BlockManager(num_blocks, tokens_per_block)
+        manager = BlockManager(
+            num_blocks,
+            tokens_per_block,
+            enable_reuse=enable_reuse,
+            may_copy_blocks=may_copy_blocks,
+        )
         num_slots = max_batch_size + num_spare_requests
         scheduler = make_scheduler(
             self.policy,
@@ -63,22 +86,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_num_requests=num_slots,
+            chunking=chunking,
             two_step_lookahead=two_step_lookahead,
         )
-        self.world = World(scheduler, manager, num_slots)
+        self.world = World(scheduler, manager, num_slots, priority_span)
         self.max_num_tokens = max_num_tokens
+        self.may_chunk = chunking is not None
         self.alone: dict[int, list[int]] = {}
 
     @rule(specs=st.lists(SPECS, min_size=1, max_size=5))
     def arrive(self, specs: list[Spec]) -> None:
         """What is too large for this world is cut until it is admitted."""
-        for num_prompt, max_new, end_id, min_length, priority in specs:
+        for num_prompt, max_new, end_id, min_length, priority, family, salt in specs:
             make = partial(
                 make_request,
                 len(self.alone),
                 end_id=end_id,
                 min_length=min_length,
                 priority=priority,
+                family=family,
+                cache_salt=salt,
             )
             request = make(num_prompt, max_new)
             while self.refusal_reason(request) is not None:
@@ -95,6 +122,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_manager=self.world.manager,
             max_num_tokens=self.max_num_tokens,
             may_pause=self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION,
+            may_chunk=self.may_chunk,
         )
 
     @rule(num_steps=st.integers(1, 4))
@@ -140,6 +168,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 class GuaranteedNoEvictMachine(SchedulerMachine):
     policy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+
+
+class StaticBatchMachine(SchedulerMachine):
+    policy = CapacitySchedulerPolicy.STATIC_BATCH
 
 
 class MaxUtilizationMachine(SchedulerMachine):
@@ -191,6 +223,8 @@ SETTINGS = settings(
 )
 TestGuaranteedNoEvict = GuaranteedNoEvictMachine.TestCase
 TestGuaranteedNoEvict.settings = SETTINGS
+TestStaticBatch = StaticBatchMachine.TestCase
+TestStaticBatch.settings = SETTINGS
 TestMaxUtilization = MaxUtilizationMachine.TestCase
 TestMaxUtilization.settings = SETTINGS
 
@@ -220,7 +254,7 @@ def test_a_crowd_in_a_pool_of_a_quarter(policy: CapacitySchedulerPolicy) -> None
         assert {request.request_id: request.tokens for request in world.finished} == alone
         num_pauses += world.num_pauses
         most_pauses = max(most_pauses, *(request.num_pauses for request in world.finished))
-    if policy == CapacitySchedulerPolicy.GUARANTEED_NO_EVICT:
+    if policy != CapacitySchedulerPolicy.MAX_UTILIZATION:
         assert num_pauses == 0
     else:
         assert num_pauses > 100, "this crowd must be a crowd"

@@ -6,12 +6,14 @@ it was given: a block given twice, freed too early or forgotten changes the toke
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from inflight_scheduler import (
+    DEFAULT_PRIORITY_SPAN,
+    ActiveRequests,
     BatchPlanner,
+    BlockForecast,
     BlockManager,
     FinishReason,
     GuaranteedNoEvictScheduler,
@@ -22,6 +24,7 @@ from inflight_scheduler import (
     ScheduledBatch,
     SimpleScheduler,
     SlotSetup,
+    StaticBatchScheduler,
     check_decision,
 )
 
@@ -38,9 +41,12 @@ def make_request(
     min_length: int = 0,
     beam_width: int = 1,
     priority: float = 0.5,
+    family: int | None = None,
+    cache_salt: bytes = b"",
 ) -> LlmRequest:
-    """A request whose prompt depends on its id."""
-    prompt = [(7 * request_id + 3 * i) % VOCAB_SIZE for i in range(num_prompt)]
+    """A request whose prompt depends on its id; those of one ``family`` begin alike."""
+    first = request_id if family is None else family
+    prompt = [(7 * first + 3 * i) % VOCAB_SIZE for i in range(num_prompt)]
     return LlmRequest(
         request_id,
         prompt,
@@ -48,6 +54,7 @@ def make_request(
         end_id=end_id,
         beam_width=beam_width,
         priority=priority,
+        cache_salt=cache_salt,
         sampling=SamplingParams(min_length=min_length),
     )
 
@@ -98,15 +105,21 @@ class SlotState:
 
 
 class FakeEngine:
-    """Executes batches with nothing but what they say."""
+    """Executes batches with nothing but what they say.
+
+    A cell holds a token and, as KV does, what came before it: a block that is reused behind
+    another text than its own is found out.
+    """
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
         self.tokens_per_block = tokens_per_block
-        self.memory = [EMPTY] * (num_blocks * tokens_per_block)
+        self.memory: list[tuple[int, int]] = [(EMPTY, EMPTY)] * (num_blocks * tokens_per_block)
         self.slots: dict[int, SlotState] = {}
+        self.num_computed = 0
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """One token per last context chunk, then one per generation slot."""
+        self._copy(batch)
         for setup in batch.setups:
             self.slots[setup.slot] = SlotState(setup)
         for new in batch.new_blocks:
@@ -115,6 +128,8 @@ class FakeEngine:
         drawn = []
         for chunk in batch.context_chunks:
             state = self.slots[chunk.slot]
+            if state.num_cached == 0:
+                state.num_cached = chunk.start  # the rest is in blocks that are reused
             assert chunk.start == state.num_cached
             self._write(state, chunk.tokens)
             if chunk.is_last:
@@ -124,17 +139,35 @@ class FakeEngine:
             drawn.append(self._draw(self.slots[slot]))
         return drawn
 
+    def _copy(self, batch: ScheduledBatch) -> None:
+        size = self.tokens_per_block
+        contents = [
+            self.memory[c.source * size : (c.source + 1) * size] for c in batch.block_copies
+        ]
+        for copy, content in zip(batch.block_copies, contents, strict=True):
+            self.memory[copy.destination * size : (copy.destination + 1) * size] = content
+
     def _cell(self, state: SlotState, position: int) -> int:
         index, offset = divmod(position, self.tokens_per_block)
         return state.table[index] * self.tokens_per_block + offset
 
     def _write(self, state: SlotState, tokens: Sequence[int]) -> None:
+        position = state.num_cached
+        before = self.memory[self._cell(state, position - 1)][1] if position else 0
         for token in tokens:
-            self.memory[self._cell(state, state.num_cached)] = token
+            before = hash((before, token))
+            self.memory[self._cell(state, state.num_cached)] = (token, before)
             state.num_cached += 1
+        self.num_computed += len(tokens)
 
     def _draw(self, state: SlotState) -> int:
-        text = [self.memory[self._cell(state, i)] for i in range(state.num_cached)]
+        text = []
+        before = 0
+        for position in range(state.num_cached):
+            token, content = self.memory[self._cell(state, position)]
+            before = hash((before, token))
+            assert content == before, f"position {position} holds KV of another text"
+            text.append(token)
         state.last_token = draw(text, state.setup.end_id, state.setup.min_end_position)
         return state.last_token
 
@@ -145,49 +178,60 @@ Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 class World:
     """The loop of a manager without its callbacks; every step checks every invariant."""
 
-    def __init__(self, scheduler: SimpleScheduler, manager: BlockManager, num_slots: int) -> None:
+    def __init__(
+        self,
+        scheduler: SimpleScheduler,
+        manager: BlockManager,
+        num_slots: int,
+        priority_span: float = DEFAULT_PRIORITY_SPAN,
+    ) -> None:
         self.scheduler = scheduler
         self.manager = manager
-        self.planner = BatchPlanner(manager, num_slots)
+        self.active = ActiveRequests(manager, priority_span)
+        self.planner = BatchPlanner(manager, num_slots, self.active)
         self.engine = FakeEngine(manager.num_blocks, manager.tokens_per_block)
-        self.active: list[LlmRequest] = []
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
 
     def arrive(self, request: LlmRequest) -> None:
-        """Descending priority, stable."""
-        bisect.insort(self.active, request, key=lambda other: -other.priority)
+        """It gets its place."""
+        self.active.add(request)
 
     def decide(self) -> Decision:
-        """The scheduler's decision; deciding twice gives the same and changes nothing."""
+        """The decision by what changed, which is the one by the rules; deciding changes nothing."""
+        by_rules = self.scheduler.schedule_request(list(self.active), frozenset())
+        chunks_by_rules = [request.context_chunk_size for request in by_rules[0]]
         decision = self.scheduler.schedule_request(self.active, frozenset())
-        assert ids(*decision) == ids(*self.scheduler.schedule_request(self.active, frozenset()))
+        assert ids(*decision) == ids(*by_rules)
+        assert [request.context_chunk_size for request in decision[0]] == chunks_by_rules
         self._check_policy(decision)
         return decision
 
     def check(self, decision: Decision) -> Decision:
         """The guard, with the limits of this world."""
+        micro_batch = self.scheduler.micro_batch_scheduler
         return check_decision(
             decision,
             self.active,
             block_manager=self.manager,
             num_free_slots=self.planner.num_free_slots,
-            max_batch_size=self.scheduler.micro_batch_scheduler.max_batch_size,
-            max_num_tokens=self.scheduler.micro_batch_scheduler.max_num_tokens,
+            max_batch_size=micro_batch.max_batch_size,
+            max_num_tokens=micro_batch.max_num_tokens,
+            may_chunk=micro_batch.chunking is not None,
         )
 
     def plan(self, decision: Decision) -> ScheduledBatch:
-        """Carry out; no request takes more blocks than was estimated for it."""
-        context, generation, paused = self.check(decision)
-        estimates = {
-            request.request_id: self.manager.get_needed_blocks_one_step(request)
-            + self.manager.num_blocks_of(request.request_id)
-            for request in [*context, *generation]
-        }
+        """Carry out; nobody takes more blocks than was estimated."""
+        assert ids(*self.check(decision)) == ids(*decision)
+        context, generation, paused = decision
+        forecast = BlockForecast(self.manager)
+        for request in paused:
+            forecast.release(request)
+        for request in [*context, *generation]:
+            forecast.claim(request, forecast.needed_one_step(request))
         batch = self.planner.plan(context, generation, paused)
+        assert self.manager.num_free_blocks >= forecast.num_available
         self.num_pauses += len(paused)
-        for request_id, estimate in estimates.items():
-            assert self.manager.num_blocks_of(request_id) <= estimate
         limit = self.scheduler.micro_batch_scheduler.max_num_tokens
         assert limit is None or batch.num_tokens <= limit
         return batch
@@ -217,11 +261,15 @@ class World:
         self.finished.append(request)
 
     def drain(self) -> None:
-        """Every iteration must bring somebody forward, so the bound is exact."""
-        for _ in range(sum(request.num_remaining_tokens for request in self.active)):
-            if not self.active:
-                break
+        """Everybody finishes: a token comes at least once in as many steps as there are prompts."""
+        patience = sum(request.num_tokens + request.num_remaining_tokens for request in self.active)
+        num_steps_left = patience
+        while self.active and num_steps_left:
+            num_before = sum(request.num_tokens for request in self.active)
+            num_before += sum(request.num_tokens for request in self.finished)
             assert not self.step().is_empty, "active requests and nothing runs"
+            num_after = sum(request.num_tokens for request in [*self.active, *self.finished])
+            num_steps_left = patience if num_after > num_before else num_steps_left - 1
         assert not self.active
         assert self.manager.num_used_blocks == 0
         assert self.planner.num_free_slots == self.planner.slots.num_slots
@@ -229,6 +277,7 @@ class World:
     def check_invariants(self) -> None:
         """The list of the design document."""
         self.manager.check_integrity()
+        self.active.check_integrity()
         owned = [request.seq_slot for request in self.active if request.seq_slot is not None]
         self.planner.slots.check_integrity(owned)
         num_held = 0
@@ -238,9 +287,12 @@ class World:
             assert (num_blocks > 0) == (request.seq_slot is not None)
             assert num_blocks <= self.manager.get_blocks_at_completion(request)
             if num_blocks:
+                num_tokens = max(request.num_cached_tokens, request.prompt_len)
                 room = num_blocks * self.manager.tokens_per_block
-                assert room - self.manager.tokens_per_block < request.num_cached_tokens <= room
-        assert num_held == self.manager.num_used_blocks, "blocks of nobody active"
+                assert room - self.manager.tokens_per_block < num_tokens <= room
+        assert num_held == self.manager.num_held_blocks, "blocks of nobody active"
+        if not self.manager.enable_reuse:
+            assert num_held == self.manager.num_used_blocks
         for request in self.finished:
             assert request.seq_slot is None
 
@@ -249,10 +301,12 @@ class World:
         fitting, paused = capacity.schedule_request(self.active)
         assert len(fitting) <= capacity.max_num_requests
         assert {id(request) for request in decision[0] + decision[1]} <= set(map(id, fitting))
-        if isinstance(capacity, GuaranteedNoEvictScheduler):
+        if isinstance(capacity, (GuaranteedNoEvictScheduler, StaticBatchScheduler)):
             assert not paused
-            remaining = map(self.manager.get_remaining_blocks_to_completion, fitting)
-            assert sum(remaining) <= self.manager.num_free_blocks
+            forecast = BlockForecast(self.manager)
+            for request in fitting:
+                forecast.claim(request, forecast.needed_to_completion(request))
+            assert forecast.num_available >= 0
         if isinstance(capacity, MaxUtilizationScheduler):
             place = {id(request): index for index, request in enumerate(self.active)}
             last_fitting = max((place[id(request)] for request in fitting), default=-1)

@@ -17,10 +17,9 @@ from inflight_scheduler import (
     LlmRequest,
     RequestScheduler,
     check_decision,
-    make_scheduler,
 )
 from inflight_scheduler.recording.records import RecordingError, Settings
-from inflight_scheduler.recording.simulation import MakeScheduler, default_scheduler
+from inflight_scheduler.recording.simulation import MakeScheduler, default_scheduler, scheduler_of
 
 RecordingArgument = Annotated[
     Path, typer.Argument(help="Recording, as the parameter record_file writes it.")
@@ -54,13 +53,8 @@ def scheduler_maker(class_name: str | None) -> MakeScheduler:
     scheduler_class = find_scheduler_class(class_name)
 
     def make(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
-        blocks, limits = planner.block_manager, (settings.max_batch_size, settings.max_num_tokens)
-        default = make_scheduler(
-            CapacitySchedulerPolicy.MAX_UTILIZATION,
-            blocks,
-            max_batch_size=settings.max_batch_size,
-            max_num_tokens=settings.max_num_tokens,
-        )
+        blocks = planner.block_manager
+        default = scheduler_of(CapacitySchedulerPolicy.MAX_UTILIZATION, settings, planner)
 
         def check(
             decision: object, active: Sequence[LlmRequest], inflight_ids: Collection[int]
@@ -73,8 +67,10 @@ def scheduler_maker(class_name: str | None) -> MakeScheduler:
                 num_free_slots=planner.num_free_slots,
                 max_batch_size=settings.max_batch_size,
                 max_num_tokens=settings.max_num_tokens,
+                may_chunk=settings.chunking is not None,
             )
 
-        return GuardedScheduler(scheduler_class(blocks, *limits), default, check)
+        scheduler = scheduler_class(blocks, settings.max_batch_size, settings.max_num_tokens)
+        return GuardedScheduler(scheduler, default, check)
 
     return make

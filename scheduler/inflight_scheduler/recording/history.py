@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from inflight_scheduler.explain import WaitCode, WaitReason, explain
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.lines import Header
-from inflight_scheduler.recording.reasons import Reason, ReasonCode, explain
 from inflight_scheduler.recording.records import Iteration, RecordingError, Settings
 from inflight_scheduler.recording.simulation import Lists, MakeScheduler, Simulation
 from inflight_scheduler.request import LlmRequest
@@ -189,18 +189,18 @@ class _Follower:
         for request in paused:
             self._rows[request.request_id].num_pauses += 1
 
-    def _reasons(self, lists: Lists) -> dict[int, Reason]:
+    def _reasons(self, lists: Lists) -> dict[int, WaitReason]:
         scheduler = self._simulation.scheduler
         if scheduler is None or not self._with_reasons:
             return {}
-        return explain(scheduler, self._simulation.active, lists)
+        return explain(scheduler, self._simulation.active, (), lists)
 
     def _extend(
         self,
         request: LlmRequest,
         activity: Activity,
         index: int,
-        reason: Reason | str | None = None,
+        reason: WaitReason | str | None = None,
         num_tokens: int = 0,
     ) -> None:
         spans = self._rows[request.request_id].spans
@@ -228,9 +228,9 @@ class _Follower:
         row.num_generated = request.num_generated_tokens
 
 
-def _is_new(span: Span, reason: Reason | str | None) -> bool:
+def _is_new(span: Span, reason: WaitReason | str | None) -> bool:
     """A victim's reason, told in one iteration only, stays beside the waiting that follows."""
-    is_victim = isinstance(reason, Reason) and reason.code is ReasonCode.VICTIM
+    is_victim = isinstance(reason, WaitReason) and reason.code is WaitCode.PAUSED
     return is_victim and span.first_reason != str(reason)
 
 

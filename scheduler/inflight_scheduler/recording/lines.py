@@ -22,8 +22,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
+from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.recording.records import (
     END_REASONS,
     MAX_NUM_BLOCKS,
@@ -39,6 +41,8 @@ from inflight_scheduler.recording.records import (
     Settings,
 )
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
+
+_Enum = TypeVar("_Enum", bound=Enum)
 
 FORMAT_VERSION = 1
 MAX_LINE_BYTES = 16 * 2**20
@@ -66,19 +70,11 @@ class LineWriter:
 
     def header(self, header: Header) -> str:
         """The first line."""
-        settings = header.settings
         content: dict[str, Any] = {
             "inflight_recording": FORMAT_VERSION,
             "software": header.software,
             "started": header.started,
-            "settings": {
-                "policy": settings.policy.name.lower(),
-                "num_blocks": settings.num_blocks,
-                "tokens_per_block": settings.tokens_per_block,
-                "max_batch_size": settings.max_batch_size,
-                "max_num_tokens": settings.max_num_tokens,
-                "scheduler_class": settings.scheduler_class,
-            },
+            "settings": settings_fields(header.settings),
             "active": [list(state) for state in header.active],
         }
         return _dump(content)
@@ -176,6 +172,24 @@ class LineReader:
                 _list(content, "+", 2 * MAX_NUM_REQUESTS),
             )
         return Decision(context, self._generation, _ids(content, "p"))
+
+
+def settings_fields(settings: Settings) -> dict[str, Any]:
+    """The settings as JSON values."""
+    chunking = settings.chunking
+    return {
+        "policy": settings.policy.name.lower(),
+        "num_blocks": settings.num_blocks,
+        "tokens_per_block": settings.tokens_per_block,
+        "max_batch_size": settings.max_batch_size,
+        "max_num_tokens": settings.max_num_tokens,
+        "chunking": None
+        if chunking is None
+        else [chunking.policy.name.lower(), chunking.unit_size, chunking.max_context_length],
+        "enable_reuse": settings.enable_reuse,
+        "may_copy_blocks": settings.may_copy_blocks,
+        "scheduler_class": settings.scheduler_class,
+    }
 
 
 def _generation_fields(before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
@@ -278,25 +292,52 @@ def _settings(content: Any) -> Settings:
         raise RecordingError(
             f"the setting {_short(unknown[0])} is unknown here; use the software that wrote it"
         )
-    policy = content.get("policy")
-    names = {policy.name.lower(): policy for policy in CapacitySchedulerPolicy}
-    if not isinstance(policy, str) or policy not in names:
-        raise RecordingError(f"policy is {_short(policy)}: it must be one of {', '.join(names)}")
     scheduler_class = content.get("scheduler_class")
 
     def integer(name: str, maximum: int) -> int:
         return _integer(content.get(name), name, 1, maximum)
 
     return Settings(
-        policy=names[policy],
+        policy=_member(CapacitySchedulerPolicy, "policy", content.get("policy")),
         num_blocks=integer("num_blocks", MAX_NUM_BLOCKS),
         tokens_per_block=integer("tokens_per_block", 2**16),
         max_batch_size=integer("max_batch_size", MAX_NUM_REQUESTS),
         max_num_tokens=None
         if content.get("max_num_tokens") is None
         else integer("max_num_tokens", MAX_NUM_TOKENS),
+        chunking=_chunking(content.get("chunking")),
+        enable_reuse=_flag(content, "enable_reuse"),
+        may_copy_blocks=_flag(content, "may_copy_blocks"),
         scheduler_class=None if scheduler_class is None else _text(scheduler_class),
     )
+
+
+def _chunking(fields: Any) -> ContextChunking | None:
+    if fields is None:
+        return None
+    policy, unit_size, longest = _row(fields, "chunking", 3, 3)
+    try:
+        return ContextChunking(
+            _member(ContextChunkingPolicy, "chunking", policy),
+            _integer(unit_size, "chunking", 1, MAX_NUM_TOKENS),
+            None if longest is None else _integer(longest, "chunking", 1, MAX_NUM_TOKENS),
+        )
+    except ValueError as error:
+        raise RecordingError(f"chunking: {error}") from None
+
+
+def _member(enum: type[_Enum], name: str, value: Any) -> _Enum:
+    members = {member.name.lower(): member for member in enum}
+    if not isinstance(value, str) or value not in members:
+        raise RecordingError(f"{name} is {_short(value)}: it must be one of {', '.join(members)}")
+    return members[value]
+
+
+def _flag(content: dict[str, Any], name: str) -> bool:
+    value = content.get(name, False)
+    if not isinstance(value, bool):
+        raise RecordingError(f"{name}: true or false is expected, not {_short(value)}")
+    return value
 
 
 def _dump(content: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.request import FinishReason, LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
 
@@ -45,6 +46,9 @@ class Settings:
     tokens_per_block: int
     max_batch_size: int
     max_num_tokens: int | None = None
+    chunking: ContextChunking | None = None
+    enable_reuse: bool = False
+    may_copy_blocks: bool = False
     scheduler_class: str | None = None
 
 

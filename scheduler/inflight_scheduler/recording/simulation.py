@@ -23,7 +23,11 @@ from inflight_scheduler.recording.records import (
     Settings,
 )
 from inflight_scheduler.request import LlmRequest
-from inflight_scheduler.scheduler import RequestScheduler, make_scheduler
+from inflight_scheduler.scheduler import (
+    CapacitySchedulerPolicy,
+    RequestScheduler,
+    make_scheduler,
+)
 
 MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
 """A scheduler for the settings, over the blocks and slots of the planner."""
@@ -65,12 +69,23 @@ def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestSched
             f"the recording was made with the scheduler {settings.scheduler_class!r}; "
             "it is needed to decide again: give it with --scheduler-class"
         )
-    return make_scheduler(
-        settings.policy,
-        planner.block_manager,
-        max_batch_size=settings.max_batch_size,
-        max_num_tokens=settings.max_num_tokens,
-    )
+    return scheduler_of(settings.policy, settings, planner)
+
+
+def scheduler_of(
+    policy: CapacitySchedulerPolicy, settings: Settings, planner: BatchPlanner
+) -> RequestScheduler:
+    """Our scheduler for ``policy``, with the other settings."""
+    try:
+        return make_scheduler(
+            policy,
+            planner.block_manager,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            chunking=settings.chunking,
+        )
+    except ValueError as error:
+        raise RecordingError(f"these settings contradict one another: {error}") from None
 
 
 class Simulation:
@@ -87,7 +102,12 @@ class Simulation:
     ) -> None:
         """``scheduler`` None: nothing is decided here, decisions come from elsewhere."""
         self.settings = settings
-        self.block_manager = BlockManager(settings.num_blocks, settings.tokens_per_block)
+        self.block_manager = BlockManager(
+            settings.num_blocks,
+            settings.tokens_per_block,
+            enable_reuse=settings.enable_reuse,
+            may_copy_blocks=settings.may_copy_blocks,
+        )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         self.scheduler = scheduler(settings, self.planner) if scheduler else None
         self.active: list[LlmRequest] = []
@@ -130,6 +150,7 @@ class Simulation:
                 num_free_slots=self.planner.num_free_slots,
                 max_batch_size=self.settings.max_batch_size,
                 max_num_tokens=self.settings.max_num_tokens,
+                may_chunk=self.settings.chunking is not None,
             )
         except InvalidDecision as error:
             raise RecordingError(f"this decision cannot have been made: {error}") from None
@@ -213,4 +234,5 @@ def _make(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -
     )
     request.tokens = Zeros(prompt_len)
     request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
+    request.max_num_tokens = prompt_len + max_new_tokens
     return request

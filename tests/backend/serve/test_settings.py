@@ -34,7 +34,7 @@ def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (["gpt_model_path=x"], "cannot change gpt_model_path: give the checkpoint with --model"),
         (["drain_file=x"], "cannot change drain_file"),
         (["FORCE_CPU_ONLY_INPUT_TENSORS=yes"], "unknown setting"),
-        (["enable_chunked_context=true"], "not supported"),
+        (["enable_trt_overlap=true"], "not supported"),
     ],
 )
 def test_bad_items_are_refused_by_name(items: list[str], message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import io
 import random
 from collections.abc import Iterable, Sequence
@@ -10,18 +9,18 @@ from collections.abc import Iterable, Sequence
 from scheduler.world import VOCAB_SIZE, make_request
 
 from inflight_scheduler import (
+    ActiveRequests,
     BatchPlanner,
     BlockManager,
     CapacitySchedulerPolicy,
     FinishReason,
     LlmRequest,
     RequestScheduler,
-    make_scheduler,
 )
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.simulation import Lists
+from inflight_scheduler.recording.simulation import Lists, scheduler_of
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -31,23 +30,23 @@ class RecordedWorld:
     """The loop of the batch manager around a recorder; the tokens are drawn at random."""
 
     def __init__(self, settings: Settings, scheduler: RequestScheduler | None = None) -> None:
-        self.manager = BlockManager(settings.num_blocks, settings.tokens_per_block)
-        self.planner = BatchPlanner(self.manager, settings.max_batch_size)
-        self.scheduler = scheduler or make_scheduler(
-            settings.policy,
-            self.manager,
-            max_batch_size=settings.max_batch_size,
-            max_num_tokens=settings.max_num_tokens,
+        self.manager = BlockManager(
+            settings.num_blocks,
+            settings.tokens_per_block,
+            enable_reuse=settings.enable_reuse,
+            may_copy_blocks=settings.may_copy_blocks,
         )
+        self.active = ActiveRequests(self.manager, priority_span=5)
+        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
+        self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
         self.recorder = FlightRecorder(settings, software="test")
-        self.active: list[LlmRequest] = []
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
         self.rng = random.Random(0)
 
     def arrive(self, request: LlmRequest) -> None:
-        """Descending priority, stable."""
-        bisect.insort(self.active, request, key=lambda other: -other.priority)
+        """Make ``request`` active."""
+        self.active.add(request)
         self.recorder.arrived(request)
 
     def decide(self) -> Lists:
@@ -70,7 +69,7 @@ class RecordedWorld:
                 if request.is_finished:
                     self.end(request)
         for request in stops:
-            if request in self.active:
+            if self.active.get(request.request_id) is request:
                 request.finish(FinishReason.CANCELLED)
                 self.end(request)
         self.recorder.finish_iteration()
@@ -106,7 +105,7 @@ def play(
     rng = random.Random(seed)
     world = world or RecordedWorld(settings)
     longest = settings.num_blocks * settings.tokens_per_block
-    if settings.max_num_tokens is not None:
+    if settings.max_num_tokens is not None and settings.chunking is None:
         longest = min(longest, settings.max_num_tokens)
     next_id = 1
     while next_id <= num_requests or world.active:

@@ -10,6 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 
+from inflight_scheduler import ContextChunking
 from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
 from inflight_scheduler.recording.records import (
     Arrival,
@@ -39,7 +40,11 @@ def test_who_generates_comes_back_in_order(lists: list[tuple[int, ...]]) -> None
 
 def test_everything_comes_back() -> None:
     writer, reader = LineWriter(), LineReader()
-    header = Header(Settings(GUARANTEED, 5, 4, 3, None, "a:B"), "0.1", "2026-01-01T00:00:00Z")
+    header = Header(
+        Settings(GUARANTEED, 5, 4, 3, None, ContextChunking(unit_size=3), True, True, "a:B"),
+        "0.1",
+        "2026-01-01T00:00:00Z",
+    )
     assert reader.header(writer.header(header)) == header
     iterations = [
         Iteration(
@@ -107,6 +112,11 @@ def changed_header(**changes: object) -> str:
         (changed_header(max_batch_size=10**9), "line 1: max_batch_size is 1000000000"),
         (changed_header(max_num_tokens="many"), "max_num_tokens: a whole number is expected"),
         (changed_header(policy="best"), "policy is 'best': it must be one of"),
+        (changed_header(chunking=["first_come_first_served", 0, None]), "chunking is 0"),
+        (changed_header(chunking=["no", 1, None]), "chunking is 'no': it must be one of"),
+        (changed_header(chunking=["force_chunk", 3, 2]), "chunking: unit_size 3 exceeds"),
+        (changed_header(chunking=["force_chunk", 41, None]), "contradict one another"),
+        (changed_header(enable_reuse=1), "enable_reuse: true or false is expected"),
         (changed_header(colour="red"), "the setting 'colour' is unknown here"),
         (changed_header(num_blocks=1), "is larger than the whole pool"),
     ],

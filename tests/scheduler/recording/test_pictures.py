@@ -86,7 +86,7 @@ def test_svg_is_sound_and_says_the_reasons(history: History) -> None:
     titles = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 1 + sum(len(row.spans) for row in history.rows)
     assert any("paused as victim of request" in title for title in titles)
-    assert any("waiting for blocks: needs" in title for title in titles)
+    assert any("waiting for KV blocks: needs" in title for title in titles)
 
 
 def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_the_page_holds_the_history_and_loads_nothing(history: History) -> None:
     assert len(data["iterations"]) == len(data["free"]) == history.num_iterations
     spans = data["rows"][5][7]
     assert len(spans) == 6 * len(history.rows[5].spans)
-    assert any("waiting for blocks" in text for text in data["reasons"])
+    assert any("waiting for KV blocks" in text for text in data["reasons"])
 
 
 @pytest.mark.parametrize("write", [write_page, lambda history: [write_svg(history)]])

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
 from scheduler.world import make_request
 
-from inflight_scheduler import RequestScheduler
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
+    RequestScheduler,
+)
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.records import RecordingError, Settings
 from inflight_scheduler.recording.replay import replay
@@ -19,27 +24,34 @@ from inflight_scheduler.recording.replay import replay
 SMALL = Settings(MAX_UTILIZATION, num_blocks=12, tokens_per_block=4, max_batch_size=6)
 
 
-@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+chunkings = st.none() | st.builds(
+    ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)
+)
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(
     num_blocks=st.integers(2, 16),
     tokens_per_block=st.sampled_from([1, 2, 4]),
     max_batch_size=st.integers(1, 8),
     max_num_tokens=st.none() | st.integers(4, 40),
+    chunking=chunkings,
     seed=st.integers(0, 2**16),
     is_equal=st.booleans(),
 )
 def test_replay_of_our_own_recording_is_identical(
-    policy: int,
+    policy: CapacitySchedulerPolicy,
     num_blocks: int,
     tokens_per_block: int,
     max_batch_size: int,
     max_num_tokens: int | None,
+    chunking: ContextChunking | None,
     seed: int,
     is_equal: bool,
 ) -> None:
     settings = Settings(
-        type(GUARANTEED)(policy), num_blocks, tokens_per_block, max_batch_size, max_num_tokens
+        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking
     )
     priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)
     world = play(settings, num_requests=15, seed=seed, priorities=priorities)
@@ -50,10 +62,12 @@ def test_replay_of_our_own_recording_is_identical(
 
 
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_the_ring_replays_from_its_middle(policy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ring_replays_from_its_middle(
+    policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The oldest segments are gone; the state at the start of the next one stands in for them."""
     monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 7)
-    settings = Settings(type(GUARANTEED)(policy), 12, 4, 6, 40)
+    settings = Settings(policy, 12, 4, 6, 40, ContextChunking(unit_size=2))
     world = play(settings, num_requests=150, seed=3)
     first = next(iter(read(world.text)))
     assert first.number > 1, "nothing was dropped: the test shows nothing"

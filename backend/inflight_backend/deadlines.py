@@ -1,0 +1,53 @@
+"""Which requests have run out of time: two deadlines each, watched in O(log n) per request."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from dataclasses import dataclass, field
+
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_scheduler import LlmRequest
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Expired:
+    """A request whose deadline (on the clock of `time.monotonic`) has passed."""
+
+    deadline: float
+    request: LlmRequest = field(compare=False)
+    is_queue_deadline: bool = field(compare=False)
+
+
+class DeadlineWatch:
+    """Owner of the deadlines of the active requests; those that end earlier are passed over."""
+
+    def __init__(self, params: TrtGptModelOptionalParams) -> None:
+        self._max_queue_seconds = params.max_queue_seconds
+        self._max_run_seconds = params.max_run_seconds
+        self._heap: list[Expired] = []
+
+    def add(self, request: LlmRequest) -> None:
+        """Watch ``request``; the server's limits count where it brings no deadline itself."""
+        now = time.monotonic()
+        if request.queue_deadline is None and self._max_queue_seconds is not None:
+            request.queue_deadline = now + self._max_queue_seconds
+        if request.run_deadline is None and self._max_run_seconds is not None:
+            request.run_deadline = now + self._max_run_seconds
+        if request.queue_deadline is not None:
+            heapq.heappush(self._heap, Expired(request.queue_deadline, request, True))
+        if request.run_deadline is not None:
+            heapq.heappush(self._heap, Expired(request.run_deadline, request, False))
+
+    def take_expired(self) -> list[Expired]:
+        """Deadlines that have passed, each once, of requests that missed them."""
+        if not self._heap:
+            return []
+        now = time.monotonic()
+        expired = []
+        while self._heap and self._heap[0].deadline <= now:
+            entry = heapq.heappop(self._heap)
+            is_met = entry.is_queue_deadline and entry.request.has_started
+            if not is_met and not entry.request.is_finished:
+                expired.append(entry)
+        return expired

@@ -1,0 +1,161 @@
+"""What an iteration of the scheduler costs: decide, plan, update, in microseconds.
+
+``incremental`` is what `GptManager` runs: `ActiveRequests`, whose cost grows with what changes.
+``naive`` is the same decision by the rules alone, everything recomputed from every request in each
+iteration, as in the published Python scheduler of TensorRT-LLM. No engine: tokens are constant.
+Times are processor time of the thread, since the machine may be shared.
+
+The load is steady: ``--active`` requests in the generation phase, each with 256 new tokens, at
+evenly spread ages, so one in 256 finishes in every iteration and as many arrive. Prompts have 97
+to 128 tokens, so one request in 32 opens a block; the first 64 tokens are the same for all, which
+block reuse finds. STATIC_BATCH admits nobody while its batch runs, so there the batch only shrinks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from report import describe_run, write_result
+from rich.console import Console
+from rich.table import Table
+
+from inflight_scheduler import (
+    ActiveRequests,
+    BatchPlanner,
+    BlockManager,
+    CapacitySchedulerPolicy,
+    LlmRequest,
+    make_scheduler,
+)
+
+TOKENS_PER_BLOCK = 32
+PROMPT_LEN, SHARED_LEN, MAX_NEW = 128, 64, 256
+TARGET_US = {1024: 1000.0, 4096: 4000.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table."""
+
+    policy: CapacitySchedulerPolicy
+    num_active: int
+    has_reuse: bool
+    is_incremental: bool
+
+
+class Load:
+    """A scheduler with everything around it, kept busy with ``case.num_active`` requests."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.dice = random.Random(0)
+        self.shared = [self.dice.randrange(32000) for _ in range(SHARED_LEN)]
+        num_blocks = case.num_active * ((PROMPT_LEN + MAX_NEW) // TOKENS_PER_BLOCK)
+        self.manager = BlockManager(num_blocks, TOKENS_PER_BLOCK, enable_reuse=case.has_reuse)
+        self.tracked = ActiveRequests(self.manager) if case.is_incremental else None
+        self.plain: list[LlmRequest] = []
+        self.planner = BatchPlanner(self.manager, case.num_active, self.tracked)
+        self.scheduler = make_scheduler(case.policy, self.manager, max_batch_size=case.num_active)
+        self.num_arrivals = 0
+        for _ in range(case.num_active):
+            self._arrive(1 + self.num_arrivals * MAX_NEW // case.num_active)
+        self.iterate()  # all contexts at once
+
+    def iterate(self) -> tuple[float, float, float]:
+        """One iteration; seconds of decide, plan and update (releasing included)."""
+        active = self.plain if self.tracked is None else self.tracked
+        start = time.thread_time()
+        context, generation, paused = self.scheduler.schedule_request(active, ())
+        decided = time.thread_time()
+        batch = self.planner.plan(context, generation, paused)
+        planned = time.thread_time()
+        advanced = self.planner.update(batch, [7] * (len(context) + len(generation)))
+        finished = [request for request in advanced if request.is_finished]
+        for request in finished:
+            self.planner.release(request)
+            if self.tracked is None:
+                self.plain.remove(request)
+            else:
+                self.tracked.remove(request)
+        end = time.thread_time()
+        for _ in finished:
+            self._arrive(MAX_NEW)
+        return decided - start, planned - decided, end - planned
+
+    def _arrive(self, max_new: int) -> None:
+        num_own = PROMPT_LEN - SHARED_LEN - self.dice.randrange(TOKENS_PER_BLOCK)
+        rest = [self.dice.randrange(32000) for _ in range(num_own)]
+        request = LlmRequest(self.num_arrivals, self.shared + rest, max_new)
+        self.num_arrivals += 1
+        if self.tracked is None:
+            bisect.insort(self.plain, request, key=lambda other: -other.priority)
+        else:
+            self.tracked.add(request)
+
+
+def measure(case: Case, num_iterations: int) -> dict[str, Any]:
+    """Median microseconds of the parts, median and 99th percentile of the whole."""
+    load = Load(case)
+    for _ in range(20):
+        load.iterate()
+    samples = [load.iterate() for _ in range(num_iterations)]
+    totals = sorted(sum(sample) * 1e6 for sample in samples)
+    parts = [statistics.median(part) * 1e6 for part in zip(*samples, strict=True)]
+    return {
+        "policy": case.policy.name,
+        "active": case.num_active,
+        "reuse": case.has_reuse,
+        "design": "incremental" if case.is_incremental else "naive",
+        "iterations": num_iterations,
+        "decide_us": round(parts[0], 1),
+        "plan_us": round(parts[1], 1),
+        "update_us": round(parts[2], 1),
+        "total_us_p50": round(statistics.median(totals), 1),
+        "total_us_p99": round(totals[int(len(totals) * 0.99)], 1),
+        "target_us": TARGET_US.get(case.num_active),
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="Microseconds per iteration")
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    return table
+
+
+def main() -> None:
+    """Measure all cases, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--active", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for policy in CapacitySchedulerPolicy:
+        for num_active in args.active:
+            for has_reuse in (False, True):
+                for is_incremental in (True, False):
+                    case = Case(policy, num_active, has_reuse, is_incremental)
+                    rows.append(measure(case, args.iterations))
+    result = describe_run() | {
+        "tokens_per_block": TOKENS_PER_BLOCK,
+        "prompt_tokens": [PROMPT_LEN - TOKENS_PER_BLOCK + 1, PROMPT_LEN],
+        "shared_prompt_tokens": SHARED_LEN,
+        "new_tokens": MAX_NEW,
+        "rows": rows,
+    }
+    Console(width=140).print(_table(rows))
+    print("written to", write_result("scheduler", result, args.output).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The active requests in their order, with the sums a scheduler would otherwise build each time.
+
+Most requests do in an iteration what they did in the one before: one more token, no new block. So
+the work of deciding should grow with what changed. `ActiveRequests` hears of every change of phase
+(fresh context, started context, generation) from the request itself and keeps
+
+- each phase as a list of its own, in order,
+- the blocks that all started requests take until their last token,
+- a calendar of block borders: which requests open a block in the coming step. One in
+  ``tokens_per_block`` does, and nobody else needs to be looked at.
+
+The calendar may be early, never late: a running request gains at most one token per plan, so an
+entry is a lower bound, looked at again when its time has come.
+
+**Order and waiting.** The rank of a request is its number of arrival minus ``priority_span`` times
+its priority; the lowest rank comes first. So among requests that arrive close together priority
+decides, and with equal priorities arrival does; but nobody waits for ever: a request of priority
+``p`` is passed by fewer than ``priority_span * (1 - p)`` later ones, whatever arrives. Ranks never
+change, so ageing costs nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from operator import attrgetter
+from typing import overload
+
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.request import LlmRequest, LlmRequestState
+
+DEFAULT_PRIORITY_SPAN = 1000
+"""How many later arrivals of priority 1 may pass a request of priority 0."""
+
+_rank = attrgetter("rank")
+
+
+class Phase(IntEnum):
+    """What schedulers tell apart; OTHER is everything they do not (finished, encoder, ...)."""
+
+    FRESH = 0
+    STARTED = 1
+    GENERATION = 2
+    OTHER = 3
+
+
+class ActiveRequests(Sequence[LlmRequest]):
+    """Owner of the order of the requests in flight.
+
+    Requests tell it about their phase while they are in it. For the calendar the tokens of its
+    requests must come through one `BatchPlanner` that knows it.
+    """
+
+    __slots__ = (
+        "_border_at",
+        "_borders",
+        "_by_id",
+        "_clock",
+        "_num_arrivals",
+        "_order",
+        "_phase_of",
+        "_phases",
+        "block_manager",
+        "num_blocks_at_completion",
+        "num_with_beams",
+        "priority_span",
+    )
+
+    def __init__(
+        self, block_manager: BlockManager, priority_span: float = DEFAULT_PRIORITY_SPAN
+    ) -> None:
+        if not priority_span >= 0:
+            raise ValueError(f"priority_span must be at least 0, not {priority_span}")
+        self.block_manager = block_manager
+        self.priority_span = priority_span
+        self.num_blocks_at_completion = 0  # of all started contexts and generations
+        self.num_with_beams = 0
+        self._num_arrivals = 0
+        self._by_id: dict[int, LlmRequest] = {}
+        self._order = _Line()
+        self._phases = tuple(_Line() for _ in Phase)
+        self._phase_of: dict[int, Phase] = {}
+        self._clock = 0  # plans made so far
+        self._borders: dict[int, dict[int, LlmRequest]] = {}  # clock -> who may open a block then
+        self._border_at: dict[int, int] = {}  # id -> the one entry of the calendar that counts
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[LlmRequest]:
+        return iter(self._order.view())
+
+    @overload
+    def __getitem__(self, index: int) -> LlmRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LlmRequest]: ...
+    def __getitem__(self, index: int | slice) -> LlmRequest | list[LlmRequest]:
+        return self._order.view()[index]
+
+    def get(self, request_id: int) -> LlmRequest | None:
+        """The active request with this id."""
+        return self._by_id.get(request_id)
+
+    def add(self, request: LlmRequest) -> None:
+        """Give ``request`` its place. `ValueError` if its id is taken or its priority not 0..1."""
+        if request.request_id in self._by_id:
+            raise ValueError(f"request {request.request_id} is active already")
+        if not 0.0 <= request.priority <= 1.0:
+            raise ValueError(
+                f"request {request.request_id}: priority is {request.priority}, outside 0..1"
+            )
+        self._num_arrivals += 1
+        request.rank = (
+            self._num_arrivals - request.priority * self.priority_span,
+            self._num_arrivals,
+        )
+        request.tracker = self
+        self._by_id[request.request_id] = request
+        self._order.insert(request)
+        self.num_with_beams += request.beam_width != 1
+        self._enter(request, _phase(request))
+
+    def remove(self, request: LlmRequest) -> bool:
+        """Forget ``request``; False if it was not here."""
+        if self._by_id.get(request.request_id) is not request:
+            return False
+        del self._by_id[request.request_id]
+        request.tracker = None
+        self._order.remove(request)
+        self.num_with_beams -= request.beam_width != 1
+        self._leave(request)
+        return True
+
+    def phase_changed(self, request: LlmRequest) -> None:
+        """What a request calls when its state or its place in the context has changed."""
+        phase = _phase(request)
+        if phase is not self._phase_of[request.request_id]:
+            self._leave(request)
+            self._enter(request, phase)
+
+    @property
+    def fresh(self) -> Sequence[LlmRequest]:
+        """Contexts of which nothing has run, in order. As all views: valid until a change."""
+        return self._phases[Phase.FRESH].requests
+
+    @property
+    def started(self) -> Sequence[LlmRequest]:
+        """Contexts past their first chunk, in order."""
+        return self._phases[Phase.STARTED].requests
+
+    @property
+    def generation(self) -> list[LlmRequest]:
+        """Who generates, in order; the same list object until that changes, and never altered."""
+        return self._phases[Phase.GENERATION].view()
+
+    @property
+    def num_others(self) -> int:
+        """Requests in none of those phases."""
+        return len(self._phases[Phase.OTHER].requests)
+
+    def due_requests(self) -> list[LlmRequest]:
+        """Generating requests whose next token opens a block, in no special order."""
+        due: dict[int, LlmRequest] = {}
+        tokens_per_block = self.block_manager.tokens_per_block
+        for request_id, request in self._borders.pop(self._clock, {}).items():
+            if self._border_at.get(request_id) != self._clock:
+                continue  # it has left generation meanwhile
+            num_places_left = -request.num_cached_tokens % tokens_per_block
+            if num_places_left == 0:
+                due[request_id] = request
+            else:
+                self._set_border(request, num_places_left)
+        if due:
+            self._borders[self._clock] = due
+        return list(due.values())
+
+    def tick(self, have_all_run: bool) -> None:
+        """A plan was made, for everybody who generates or not: the next one is another step."""
+        due = self._borders.pop(self._clock, {})
+        last = self._clock
+        self._clock += 1
+        # Whoever got a block and fills its first place has no need of the next one for a while.
+        num_steps = self.block_manager.tokens_per_block - 1 if have_all_run else 0
+        for request_id, request in due.items():
+            if self._border_at.get(request_id) == last:
+                self._set_border(request, num_steps)
+
+    def check_integrity(self) -> None:
+        """Compare everything with what the requests say; O(requests).
+
+        Raises `AssertionError` with the reason.
+        """
+        requests = self._order.requests
+        assert requests == sorted(self._by_id.values(), key=_rank), "the order has drifted"
+        for phase, line in zip(Phase, self._phases, strict=True):
+            expected = [request for request in requests if _phase(request) is phase]
+            assert line.requests == expected, f"phase {phase.name} has drifted"
+        manager = self.block_manager
+        running = [*self.started, *self.generation]
+        num_blocks = sum(map(manager.get_blocks_at_completion, running))
+        assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
+        assert self.num_with_beams == sum(request.beam_width != 1 for request in requests)
+        due = {request.request_id for request in self.due_requests()}
+        at_border = [r.request_id for r in self.generation if manager.num_places_left(r) == 0]
+        assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
+
+    def _enter(self, request: LlmRequest, phase: Phase) -> None:
+        self._phase_of[request.request_id] = phase
+        self._phases[phase].insert(request)
+        if phase is Phase.STARTED or phase is Phase.GENERATION:
+            num_blocks = self.block_manager.get_blocks_at_completion(request)
+            self.num_blocks_at_completion += num_blocks
+        if phase is Phase.GENERATION:
+            self._set_border(request, 0)
+
+    def _leave(self, request: LlmRequest) -> None:
+        phase = self._phase_of.pop(request.request_id)
+        self._phases[phase].remove(request)
+        if phase is Phase.STARTED or phase is Phase.GENERATION:
+            num_blocks = self.block_manager.get_blocks_at_completion(request)
+            self.num_blocks_at_completion -= num_blocks
+        self._border_at.pop(request.request_id, None)
+
+    def _set_border(self, request: LlmRequest, num_steps: int) -> None:
+        at = self._clock + num_steps
+        self._border_at[request.request_id] = at
+        self._borders.setdefault(at, {})[request.request_id] = request
+
+
+class _Line:
+    """Requests by rank. `view` is a copy that is made only when something has changed."""
+
+    __slots__ = ("_view", "requests")
+
+    def __init__(self) -> None:
+        self.requests: list[LlmRequest] = []
+        self._view: list[LlmRequest] | None = None
+
+    def insert(self, request: LlmRequest) -> None:
+        insort(self.requests, request, key=_rank)
+        self._view = None
+
+    def remove(self, request: LlmRequest) -> None:
+        index = bisect_left(self.requests, request.rank, key=_rank)
+        assert self.requests[index] is request, f"request {request.request_id} is not in its place"
+        del self.requests[index]
+        self._view = None
+
+    def view(self) -> list[LlmRequest]:
+        if self._view is None:
+            self._view = list(self.requests)
+        return self._view
+
+
+def _phase(request: LlmRequest) -> Phase:
+    if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
+        return Phase.GENERATION
+    if request.state is LlmRequestState.CONTEXT_INIT:
+        return Phase.FRESH if request.context_current_position == 0 else Phase.STARTED
+    return Phase.OTHER

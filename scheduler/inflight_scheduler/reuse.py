@@ -1,0 +1,185 @@
+"""Which kept block holds which text: the index behind KV block reuse.
+
+The key of a full block is a keyed cryptographic hash over the key of the block before it and its
+own tokens, so equal keys mean equal text from the very beginning::
+
+    root(salt) -> H(root, t0..t3) -> H(., t4..t7) -> ...
+
+The hash key is random for each process, so nobody can make blocks of two texts collide; requests
+with different salts start from different roots, so tenants do not share (nor measure) a cache.
+Only full blocks whose KV is computed enter, so an entry is never written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inflight_scheduler.request import LlmRequest
+
+_KEY_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The part of a prompt that is cached.
+
+    ``block_ids`` are full blocks to share. ``copy_source`` is a block that starts like the rest
+    of the prompt: a copy of it serves as the next block. ``num_tokens`` counts all those tokens.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    copy_source: int | None = None
+    num_tokens: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks whose content is used, shared or copied."""
+        return len(self.block_ids) + (self.copy_source is not None)
+
+
+NO_MATCH = PrefixMatch()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is known of a kept block."""
+
+    key: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+class ReuseIndex:
+    """Finds kept blocks by the text they hold. It owns no block."""
+
+    __slots__ = (
+        "_beginnings",
+        "_entries",
+        "_hash_key",
+        "_key_to_block",
+        "_memo",
+        "_version",
+        "tokens_per_block",
+    )
+
+    def __init__(self, tokens_per_block: int, hash_key: bytes | None = None) -> None:
+        self.tokens_per_block = tokens_per_block
+        self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
+        self._key_to_block: dict[bytes, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        # (parent, first token) -> the last block stored with it: a candidate for a partial match.
+        self._beginnings: dict[tuple[bytes, int], int] = {}
+        self._version = 0
+        # The last answer of `match`: a decision asks several times about one request.
+        # (An id would not do: the next request with it may have another prompt.)
+        self._memo: tuple[LlmRequest, tuple[int, int, bool], PrefixMatch] | None = None
+
+    def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
+        """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
+        key = self._key(request, index)
+        if key in self._key_to_block:
+            return False
+        start = index * self.tokens_per_block
+        tokens = tuple(request.tokens[start : start + self.tokens_per_block])
+        entry = _Entry(key, self._parent(request, index), tokens)
+        self._version += 1
+        self._key_to_block[key] = block_id
+        self._entries[block_id] = entry
+        self._beginnings[entry.parent, tokens[0]] = block_id
+        return True
+
+    def forget(self, block_id: int) -> None:
+        """The content of ``block_id`` is given up."""
+        self._version += 1
+        entry = self._entries.pop(block_id)
+        del self._key_to_block[entry.key]
+        beginning = entry.parent, entry.tokens[0]
+        if self._beginnings.get(beginning) == block_id:
+            del self._beginnings[beginning]
+
+    def match(self, request: LlmRequest, may_copy: bool) -> PrefixMatch:
+        """The longest cached beginning of the prompt, without its last token.
+
+        That token is always computed, since the first new token is drawn from its result.
+        """
+        question = (self._version, request.prompt_len, may_copy)
+        if self._memo is None or self._memo[0] is not request or self._memo[1] != question:
+            self._memo = (request, question, self._match(request, may_copy))
+        return self._memo[2]
+
+    def first_missing(self, request: LlmRequest, may_copy: bool) -> bytes | None:
+        """Key of the first full prompt block that is not cached; None if there is none."""
+        index = len(self.match(request, may_copy).block_ids)
+        return self._key(request, index) if index < self._num_prompt_blocks(request) else None
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless all three tables say the same."""
+        by_key = {entry.key: block_id for block_id, entry in self._entries.items()}
+        assert by_key == self._key_to_block, "the keys and the entries disagree"
+        for (parent, token), block_id in self._beginnings.items():
+            entry = self._entries[block_id]
+            assert (entry.parent, entry.tokens[0]) == (parent, token), f"block {block_id}"
+
+    @property
+    def block_ids(self) -> frozenset[int]:
+        """All blocks in the index."""
+        return frozenset(self._entries)
+
+    def _match(self, request: LlmRequest, may_copy: bool) -> PrefixMatch:
+        block_ids: list[int] = []
+        for index in range(self._num_prompt_blocks(request)):
+            block_id = self._key_to_block.get(self._key(request, index))
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        num_tokens = len(block_ids) * self.tokens_per_block
+        source, num_common = self._partial(request, len(block_ids)) if may_copy else (None, 0)
+        if source is None and not block_ids:
+            return NO_MATCH
+        return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
+
+    def _num_prompt_blocks(self, request: LlmRequest) -> int:
+        return (request.prompt_len - 1) // self.tokens_per_block
+
+    def _partial(self, request: LlmRequest, index: int) -> tuple[int | None, int]:
+        """A block that starts like block ``index`` of the prompt, and how many tokens agree."""
+        start = index * self.tokens_per_block
+        rest = request.tokens[start : min(start + self.tokens_per_block, request.prompt_len - 1)]
+        if not rest:
+            return None, 0
+        source = self._beginnings.get((self._parent(request, index), rest[0]))
+        if source is None:
+            return None, 0
+        return source, _num_common(rest, self._entries[source].tokens)
+
+    def _parent(self, request: LlmRequest, index: int) -> bytes:
+        if index > 0:
+            return self._key(request, index - 1)
+        return self._hash(request.cache_salt, b"salt")
+
+    def _key(self, request: LlmRequest, index: int) -> bytes:
+        """Key of block ``index``; kept with the request, whose text only ever grows."""
+        keys = request.block_keys
+        size = self.tokens_per_block
+        while len(keys) <= index:
+            start = len(keys) * size
+            parent = keys[-1] if keys else self._parent(request, 0)
+            tokens = array("q", request.tokens[start : start + size])
+            keys.append(self._hash(parent + tokens.tobytes(), b"block"))
+        return keys[index]
+
+    def _hash(self, content: bytes, person: bytes) -> bytes:
+        return hashlib.blake2b(
+            content, digest_size=_KEY_SIZE, key=self._hash_key, person=person
+        ).digest()
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return min(len(one), len(other))

@@ -1,0 +1,189 @@
+"""Chunked context, static batches, block reuse, priorities and deadlines through `GptManager`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint
+from fakes import CountingEngine
+from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
+    LlmRequest,
+    ScheduledBatch,
+)
+
+STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+REUSE = KvCacheConfig(enable_block_reuse=True)
+
+
+def params(**values: Any) -> TrtGptModelOptionalParams:
+    return TrtGptModelOptionalParams(**{"max_batch_size": 8, **values})
+
+
+class GatedEngine(CountingEngine):
+    """Waits before its first step until the test lets it go."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(before_step=self._wait, **options)
+        self.has_begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def _wait(self, batch: ScheduledBatch) -> None:
+        self.has_begun.set()
+        assert self.go_on.wait(WAIT)
+
+
+@pytest.mark.parametrize("chunking", list(ContextChunkingPolicy), ids=lambda each: each.name)
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION, STATIC_BATCH])
+def test_a_prompt_over_the_token_budget_runs_in_chunks(
+    policy: CapacitySchedulerPolicy, chunking: ContextChunkingPolicy
+) -> None:
+    prompts = [[10 * i + k for k in range(30)] for i in (1, 2, 3)]
+    recorder = Recorder([request(i, prompt, 5) for i, prompt in enumerate(prompts)])
+    engine = CountingEngine(num_blocks=40, max_num_tokens=16)
+    options = params(enable_chunked_context=True, context_chunking_policy=chunking)
+    with running(recorder, engine, policy, params=options):
+        recorder.wait_for_finals(0, 1, 2)
+    for i, prompt in enumerate(prompts):
+        assert recorder.tokens(i) == list(range(prompt[-1] + 1, prompt[-1] + 6))
+    assert max(batch.num_tokens for batch in engine.batches) <= 16
+
+
+def test_without_chunks_such_a_prompt_is_refused_with_the_fix() -> None:
+    recorder = Recorder([request(1, list(range(30)), 5)])
+    with running(recorder, CountingEngine(max_num_tokens=16), params=params()):
+        recorder.wait_for_finals(1)
+    assert "set enable_chunked_context" in recorder.responses[1][0][2]
+
+
+def test_a_static_batch_admits_nobody_until_it_has_ended() -> None:
+    engine = GatedEngine()
+    recorder = Recorder([request(1, [1], 5), request(2, [50], 9)])
+    with running(recorder, engine, STATIC_BATCH):
+        assert engine.has_begun.wait(WAIT)
+        recorder.pending.append(request(3, [80], 2))
+        engine.go_on.set()
+        recorder.wait_for_finals(1, 2, 3)
+    assert [len(b.setups) for b in engine.batches] == [2, *[0] * 8, 1, 0]
+    assert recorder.tokens(3) == [81, 82]
+
+
+def test_reuse_computes_a_shared_prompt_once() -> None:
+    prompt = list(range(20))
+    engine = CountingEngine(tokens_per_block=4)
+    recorder = Recorder([request(1, prompt, 3)])
+    with running(recorder, engine, params=params(kv_cache_config=REUSE)):
+        recorder.wait_for_finals(1)
+        recorder.pending.append(request(2, prompt, 3))
+        recorder.wait_for_finals(2)
+    chunks = [chunk for batch in engine.batches for chunk in batch.context_chunks]
+    assert [(chunk.start, len(chunk.tokens)) for chunk in chunks] == [(0, 20), (16, 4)]
+    assert recorder.tokens(1) == recorder.tokens(2) == [20, 21, 22]
+    assert not any(batch.block_copies for batch in engine.batches), "this engine cannot copy"
+
+
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+def test_the_engine_answers_alike_with_reuse_chunks_and_pauses(
+    policy: CapacitySchedulerPolicy, tmp_path: Path
+) -> None:
+    """The real engine on shared prompts: everything on against everything off."""
+    folder = write_checkpoint(tmp_path / "model")
+    system = [(7 * i) % 50 for i in range(21)]
+    prompts = [[*system[: 5 * i], i, *system[:i]] for i in range(1, 5)] * 3
+    config = EngineConfig(
+        device="cpu", max_batch_size=8, tokens_per_block=4, max_tokens_in_paged_kv_cache=128
+    )
+
+    def answers(**options: Any) -> tuple[list[list[int]], Recorder]:
+        recorder = Recorder([request(i, prompt, 12) for i, prompt in enumerate(prompts)])
+        engine: Any = Engine.load(folder, config)
+        with running(recorder, engine, policy, params=params(**options)):
+            recorder.wait_for_finals(*range(len(prompts)))
+        return [recorder.tokens(i) for i in range(len(prompts))], recorder
+
+    plain, _ = answers()
+    assert all(len(tokens) == 12 for tokens in plain)
+    reused, recorder = answers(
+        kv_cache_config=REUSE, enable_chunked_context=True, context_chunk_unit=3
+    )
+    assert reused == plain
+    num_computed = sum(stats["Total Context Tokens"] for stats in recorder.stats)
+    if policy == GUARANTEED:
+        assert num_computed < sum(map(len, prompts))
+    else:
+        assert sum(stats["Paused Requests"] for stats in recorder.stats) > 0
+
+
+def test_a_request_that_never_starts_in_time_hears_why() -> None:
+    engine = GatedEngine(num_blocks=8, tokens_per_block=4)
+    recorder = Recorder([request(1, [1], 30), request(2, [9], 30)])
+    with running(recorder, engine, params=params(max_queue_seconds=0.02)):
+        assert engine.has_begun.wait(WAIT)
+        time.sleep(0.03)
+        engine.go_on.set()
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(1) == list(range(2, 32)), "who has started has met its deadline"
+    assert recorder.responses[2] == [
+        (
+            [],
+            True,
+            "not started before its deadline: waiting for KV blocks: needs 8, free 0",
+        )
+    ]
+
+
+def test_a_request_past_its_run_deadline_ends_with_what_it_has() -> None:
+    engine = GatedEngine()
+    recorder = Recorder([request(1, [1], 200)])
+    with running(recorder, engine, params=params(max_run_seconds=0.02)):
+        assert engine.has_begun.wait(WAIT)
+        time.sleep(0.03)
+        engine.go_on.set()
+        recorder.wait_for_finals(1)
+    assert recorder.responses[1] == [([2], False, ""), ([], True, "")]
+
+
+def test_a_deadline_of_its_own_counts_instead() -> None:
+    own = request(1, [1], 40)
+    own.llm_request = LlmRequest(
+        1, [1], 40, is_streaming=True, run_deadline=time.monotonic() + 10 * WAIT
+    )
+    recorder = Recorder([own])
+    with running(recorder, params=params(max_run_seconds=1e-6)):
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == list(range(2, 42))
+
+
+def test_priority_decides_who_starts_first() -> None:
+    engine = GatedEngine(num_blocks=3, tokens_per_block=4)
+    recorder = Recorder([request(1, [1], 9)])
+    with running(recorder, engine):
+        assert engine.has_begun.wait(WAIT)
+        for request_id, priority in ((2, 0.1), (3, 0.9), (4, 0.5)):
+            waiting = request(request_id, [1], 9)
+            waiting.llm_request = LlmRequest(
+                request_id, [1], 9, is_streaming=True, priority=priority
+            )
+            recorder.pending.append(waiting)
+        engine.go_on.set()
+        recorder.wait_for_finals(1, 2, 3, 4)
+    started = [setup.request_id for batch in engine.batches for setup in batch.setups]
+    assert started == [1, 3, 4, 2]
+
+
+@pytest.mark.parametrize("name", ["context_chunk_unit", "max_queue_seconds", "max_run_seconds"])
+def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be above 0, not 0"):
+        params(**{name: 0})
+    with pytest.raises(ConfigurationError, match="priority_span must be at least 0"):
+        params(priority_span=-1)

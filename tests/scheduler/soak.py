@@ -1,0 +1,155 @@
+"""Random worlds that run for long: everything that may happen, in any order, from one seed."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+from scheduler.world import World, make_request, tokens_alone
+
+from inflight_scheduler import (
+    BlockManager,
+    CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
+    FinishReason,
+    LlmRequest,
+    make_scheduler,
+    refusal_reason,
+)
+
+
+class Soak:
+    """One world with settings, arrivals, stops and failures drawn from ``seed``."""
+
+    def __init__(self, seed: int, policy: CapacitySchedulerPolicy) -> None:
+        self.dice = dice = random.Random(seed)
+        self.policy = policy
+        max_batch_size = dice.randint(1, 6)
+        num_slots = max_batch_size + dice.randint(0, 2)
+        self.max_num_tokens = dice.choice([None, dice.randint(4, 30)])
+        self.chunking = dice.choice([None, self._chunking()])
+        manager = BlockManager(
+            dice.randint(3, 14),
+            dice.randint(1, 4),
+            enable_reuse=dice.random() < 0.6,
+            may_copy_blocks=dice.random() < 0.5,
+        )
+        scheduler = make_scheduler(
+            policy,
+            manager,
+            max_batch_size=max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            max_num_requests=num_slots,
+            chunking=self.chunking,
+            two_step_lookahead=dice.random() < 0.2,
+        )
+        self.world = World(scheduler, manager, num_slots, dice.choice([0, 3, 1000]))
+        self.alone: dict[int, list[int]] = {}
+        self.num_arrivals = 0
+        self.num_iterations = 0
+
+    def run(self, num_iterations: int) -> None:
+        """That many iterations, then everybody finishes and everything is free."""
+        for _ in range(num_iterations):
+            self.run_one(self.dice.random() < 0.4)
+        self.world.drain()
+        self._check_finished()
+        assert not self.alone
+
+    def run_one(self, may_arrive: bool) -> None:
+        """One iteration, before it perhaps an arrival."""
+        self.num_iterations += 1
+        if may_arrive and len(self.world.active) < 12:
+            self._arrive()
+        self._step()
+        self._check_finished()
+
+    def _step(self) -> None:
+        world, luck = self.world, self.dice.random()
+        if luck > 0.06 or not world.active:
+            world.step()
+            return
+        batch = world.plan(world.decide())
+        if luck < 0.02:
+            for request in world.planner.discard(batch):
+                request.finish(FinishReason.CANCELLED)
+                world.end(request)
+            world.check_invariants()
+            return
+        world.stop(self.dice.choice(world.active))
+        world.complete(batch)
+
+    def _arrive(self) -> None:
+        dice = self.dice
+        num_prompt, max_new = dice.randint(1, 14), dice.randint(1, 12)
+        end_id = dice.choice([-1, dice.randint(0, 10)])
+        min_length = dice.randint(0, 3)
+        family, salt = dice.randint(0, 3), dice.choice([b"", b"", b"tenant"])
+        priority = dice.choice([0.0, 0.5, 0.5, 0.5, 1.0])
+        while True:
+            request = make_request(
+                self.num_arrivals,
+                num_prompt,
+                max_new,
+                end_id=end_id,
+                min_length=min_length,
+                priority=priority,
+                family=family,
+                cache_salt=salt,
+            )
+            if self._refusal_reason(request) is None:
+                break
+            num_prompt, max_new = max(1, num_prompt - 1), max(1, max_new - 1)
+        self.num_arrivals += 1
+        self.alone[request.request_id] = tokens_alone(request.tokens, max_new, end_id, min_length)
+        self.world.arrive(request)
+
+    def _refusal_reason(self, request: LlmRequest) -> str | None:
+        return refusal_reason(
+            request,
+            block_manager=self.world.manager,
+            max_num_tokens=self.max_num_tokens,
+            may_pause=self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION,
+            may_chunk=self.chunking is not None,
+        )
+
+    def _check_finished(self) -> None:
+        """Everybody got the tokens it would have got alone, or the beginning of them."""
+        for request in self.world.finished:
+            alone = self.alone.pop(request.request_id)
+            if request.finish_reason == FinishReason.CANCELLED:
+                alone = alone[: request.num_tokens]
+            assert request.tokens == alone
+        self.world.finished.clear()
+
+    def _chunking(self) -> ContextChunking:
+        unit_size = self.dice.randint(1, 4)
+        return ContextChunking(
+            self.dice.choice(list(ContextChunkingPolicy)),
+            unit_size,
+            self.dice.choice([None, unit_size + self.dice.randint(0, 4)]),
+        )
+
+
+def main() -> None:
+    """As many iterations as asked for, spread over policies and seeds."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--iterations", type=int, default=100_000)
+    parser.add_argument("--first-seed", type=int, default=0)
+    args = parser.parse_args()
+    start, num_left, seed = time.monotonic(), args.iterations, args.first_seed
+    while num_left > 0:
+        for policy in CapacitySchedulerPolicy:
+            soak = Soak(seed, policy)
+            soak.run(300)
+            num_left -= soak.num_iterations
+        seed += 1
+    seconds = time.monotonic() - start
+    sys.stdout.write(f"{args.iterations - num_left} iterations in {seconds:.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()

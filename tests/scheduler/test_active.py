@@ -1,0 +1,124 @@
+"""The order of the active requests, and how long anybody waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler.world import World, ids, make_request
+
+from inflight_scheduler import (
+    DEFAULT_PRIORITY_SPAN,
+    ActiveRequests,
+    BlockManager,
+    CapacitySchedulerPolicy,
+    FinishReason,
+    LlmRequest,
+    make_scheduler,
+)
+
+
+def active_with(*priorities: float, span: float = DEFAULT_PRIORITY_SPAN) -> ActiveRequests:
+    active = ActiveRequests(BlockManager(8, 4), span)
+    for request_id, priority in enumerate(priorities):
+        active.add(make_request(request_id, priority=priority))
+    return active
+
+
+def test_priority_descends_and_arrival_decides_among_equals() -> None:
+    assert ids(active_with(0.5, 0.1, 0.9, 0.5, 0.9)) == ([2, 4, 0, 3, 1],)
+
+
+def test_the_span_bounds_who_is_passed() -> None:
+    # With a span of 4, a request of priority 0.5 is passed by fewer than 4 * (1 - 0.5) = 2.
+    assert ids(active_with(0.5, 1.0, 1.0, 1.0, span=4)) == ([1, 0, 2, 3],)
+    assert ids(active_with(0.0, 1.0, 0.0, span=0)) == ([0, 1, 2],), "0: in order of arrival"
+
+
+@given(
+    priorities=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]), max_size=40),
+    span=st.sampled_from([0.0, 1.0, 3.0, 10.0, 1000.0]),
+)
+def test_nobody_is_passed_by_more_than_the_documented_number(
+    priorities: list[float], span: float
+) -> None:
+    order = ids(active_with(*priorities, span=span))[0]
+    for place, request_id in enumerate(order):
+        num_passed_by = sum(other > request_id for other in order[:place])
+        bound = span * (1 - priorities[request_id])
+        assert num_passed_by < bound or num_passed_by == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**20), policy=st.sampled_from(CapacitySchedulerPolicy))
+def test_a_request_of_low_priority_starts_in_a_stream_of_high_ones(
+    seed: int, policy: CapacitySchedulerPolicy
+) -> None:
+    """The stream never ends, and fewer than ``span * (1 - p)`` later ones start before it."""
+    dice = random.Random(seed)
+    span = 6
+    manager = BlockManager(dice.randint(4, 8), 2)
+    scheduler = make_scheduler(policy, manager, max_batch_size=dice.randint(1, 3))
+    world = World(scheduler, manager, num_slots=3, priority_span=span)
+    low = make_request(0, dice.randint(1, 4), 3, priority=0.0)
+    world.arrive(make_request(1, 2, 4))
+    world.arrive(low)
+    num_arrivals, started_first = 2, set[int]()
+    while not low.has_started:
+        world.arrive(make_request(num_arrivals, dice.randint(1, 4), 3, priority=1.0))
+        num_arrivals += 1
+        batch = world.step()
+        started_first |= {setup.request_id for setup in batch.setups}
+        assert num_arrivals < 200, "it starves"
+    assert len(started_first - {0, 1}) <= span + scheduler.micro_batch_scheduler.max_batch_size - 1
+
+
+def test_phases_follow_the_requests() -> None:
+    active = active_with(0.5, 0.5, 0.5)
+    one, two, three = active
+    one.skip_context(0)
+    one.move_to_next_context_chunk()
+    two.tokens += [1] * 5
+    two.prompt_len = 6
+    two.context_chunk_size = 4
+    two.move_to_next_context_chunk()
+    assert ids(active.generation, active.started, active.fresh) == ([0], [1], [2])
+    view = active.generation
+    assert active.generation is view
+    two.move_to_next_context_chunk()
+    assert ids(view, active.generation) == ([0], [0, 1]), "a view is never altered"
+    one.finish(FinishReason.CANCELLED)
+    two.pause()
+    assert ids(active.generation, active.fresh) == ([], [1, 2])
+    assert active.num_others == 1
+    assert active.remove(one)
+    assert not active.remove(one)
+    assert (len(active), active.get(0), active.get(2)) == (2, None, three)
+
+
+def test_bad_additions_are_refused() -> None:
+    active = active_with(0.5)
+    with pytest.raises(ValueError, match="request 0 is active already"):
+        active.add(make_request(0))
+    for priority in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match=r"outside 0\.\.1"):
+            active.add(make_request(1, priority=priority))
+    with pytest.raises(ValueError, match="priority_span must be at least 0"):
+        active_with(span=-1)
+
+
+def test_the_usual_step_looks_only_at_who_opens_a_block() -> None:
+    manager = BlockManager(64, 8)
+    scheduler = make_scheduler(CapacitySchedulerPolicy.MAX_UTILIZATION, manager, max_batch_size=16)
+    world = World(scheduler, manager, num_slots=16)
+    requests: list[LlmRequest] = [make_request(i, 1 + i % 8, 20) for i in range(16)]
+    for request in requests:
+        world.arrive(request)
+    world.step()
+    for _ in range(10):
+        due = {request.request_id for request in world.active.due_requests()}
+        assert due == {r.request_id for r in requests if r.num_cached_tokens % 8 == 0}
+        assert len(due) == 2
+        world.step()

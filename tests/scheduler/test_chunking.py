@@ -1,0 +1,148 @@
+"""The chunking policies of contract 4.6, and what the micro-batch makes of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler.world import generating, ids, make_request
+
+from inflight_scheduler import (
+    BlockManager,
+    ContextChunking,
+    ContextChunkingPolicy,
+    LlmRequest,
+    MicroBatchScheduler,
+)
+
+FIRST_COME = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+EQUAL = ContextChunkingPolicy.EQUAL_PROGRESS
+FORCE = ContextChunkingPolicy.FORCE_CHUNK
+
+
+@pytest.mark.parametrize("policy", [FIRST_COME, EQUAL])
+def test_contexts_that_all_fit_run_whole(policy: ContextChunkingPolicy) -> None:
+    chunking = ContextChunking(policy, unit_size=4, max_context_length=9)
+    assert chunking.chunk_sizes([9, 3, 5], 17) == [9, 3, 5]
+    assert chunking.chunk_sizes([9, 3, 5], None) == [9, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "longest", "expected"),
+    [
+        ([10, 10], 12, None, [10, 0]),  # the second is cut to 2, and 2 is no whole unit
+        ([10, 10], 14, None, [10, 4]),
+        ([10, 3], 9, None, [8, 0]),  # 1 token is left over: no whole unit of the second
+        ([10, 1], 9, None, [8, 1]),  # the rest of a context need not be a whole unit
+        ([30, 30], 100, 10, [8, 8]),  # max_context_length cuts as well
+        ([30], None, 10, [8]),
+        ([5, 5], 3, None, [0, 0]),
+    ],
+)
+def test_first_come_first_served(
+    lengths: list[int], capacity: int | None, longest: int | None, expected: list[int]
+) -> None:
+    assert ContextChunking(FIRST_COME, 4, longest).chunk_sizes(lengths, capacity) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "longest", "expected"),
+    [
+        ([20, 20, 20], 24, None, [8, 8, 8]),
+        ([20, 20, 20], 20, None, [8, 8, 4]),  # the last round ends with the room
+        ([20, 2, 20], 18, None, [8, 2, 8]),  # whoever is done leaves the rest to the others
+        ([20, 3, 2], 6, None, [4, 0, 2]),  # a step over the room is passed over, not a stop
+        ([20, 20], 100, 10, [8, 8]),
+        ([20, 20], None, 10, [8, 8]),
+    ],
+)
+def test_equal_progress(
+    lengths: list[int], capacity: int | None, longest: int | None, expected: list[int]
+) -> None:
+    assert ContextChunking(EQUAL, 4, longest).chunk_sizes(lengths, capacity) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "expected"),
+    [
+        ([20, 3], None, [4, 3]),  # even if all would fit
+        ([20, 20, 20], 9, [4, 4, 0]),
+        ([20, 20, 1], 9, [4, 4, 1]),
+    ],
+)
+def test_force_chunk(lengths: list[int], capacity: int | None, expected: list[int]) -> None:
+    assert ContextChunking(FORCE, 4).chunk_sizes(lengths, capacity) == expected
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=12),
+    capacity=st.integers(0, 100),
+    unit_size=st.integers(1, 9),
+    extra=st.none() | st.integers(0, 20),
+    policy=st.sampled_from(ContextChunkingPolicy),
+)
+def test_every_policy_keeps_the_bounds(
+    lengths: list[int],
+    capacity: int,
+    unit_size: int,
+    extra: int | None,
+    policy: ContextChunkingPolicy,
+) -> None:
+    longest = None if extra is None else unit_size + extra
+    sizes = ContextChunking(policy, unit_size, longest).chunk_sizes(lengths, capacity)
+    assert len(sizes) == len(lengths)
+    assert sum(sizes) <= capacity
+    for size, length in zip(sizes, lengths, strict=True):
+        assert 0 <= size <= length
+        assert longest is None or size <= longest
+        assert size == length or size % unit_size == 0
+    if lengths and capacity >= unit_size:
+        assert sizes[0] > 0, "with room for a unit, the first one makes progress"
+
+
+class TestMicroBatch:
+    def schedule(
+        self, requests: list[LlmRequest], policy: ContextChunkingPolicy = FIRST_COME
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        chunking = ContextChunking(policy, unit_size=4)
+        return MicroBatchScheduler(8, 12, chunking=chunking).schedule(requests)
+
+    def test_contexts_share_what_generation_leaves(self) -> None:
+        running = [generating(make_request(i), BlockManager(4, 4)) for i in (7, 8)]
+        long, other = make_request(1, 40), make_request(2, 40)
+        assert ids(*self.schedule([long, other, *running])) == ([1], [7, 8])
+        assert long.context_chunk_size == 8  # 12 - 2, in whole units
+        assert other.context_chunk_size == 40, "who does not run is not changed"
+
+    def test_unfinished_contexts_come_before_last_chunks(self) -> None:
+        short, long = make_request(1, 3), make_request(2, 40)
+        context, _ = self.schedule([short, long], EQUAL)
+        assert ids(context) == ([2, 1],)
+        assert [request.context_chunk_size for request in context] == [8, 3]
+
+    def test_the_last_chunk_is_known_by_its_end(self) -> None:
+        request = make_request(1, 40)
+        for expected in (12, 12, 12, 4):
+            assert self.schedule([request])[0] == [request]
+            assert request.context_chunk_size == expected
+            assert request.is_last_context_chunk == (expected == 4)
+            request.move_to_next_context_chunk()
+
+    def test_cached_tokens_are_free(self) -> None:
+        fresh = make_request(1, 40)
+        scheduler = MicroBatchScheduler(
+            8, 12, chunking=ContextChunking(unit_size=4), count_reusable_tokens=lambda _: 32
+        )
+        assert scheduler.schedule([fresh]) == ([fresh], [])
+        assert fresh.context_chunk_size == 8
+
+    def test_a_unit_over_the_budget_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="unit_size 13 exceeds max_num_tokens=12"):
+            MicroBatchScheduler(8, 12, chunking=ContextChunking(unit_size=13))
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="unit_size must be at least 1, not 0"):
+        ContextChunking(unit_size=0)
+    with pytest.raises(ValueError, match="unit_size 9 exceeds max_context_length=8"):
+        ContextChunking(unit_size=9, max_context_length=8)

@@ -1,0 +1,170 @@
+"""Small worlds, completely: every order of arrivals, stops and steps, every invariant, no dead end.
+
+A state is all that later decisions depend on, so states that are equal are explored once. From
+every state steps alone must lead to the end: there is no circle among them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Iterator
+
+import pytest
+from scheduler.world import World, make_request, tokens_alone
+
+from inflight_scheduler import (
+    BlockManager,
+    CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
+    FinishReason,
+    LlmRequest,
+    make_scheduler,
+)
+
+Spec = tuple[int, int]  # prompt, output
+STEP = "step"
+
+
+class Explorer:
+    """All states that are reachable with ``specs`` as the requests, each arriving once."""
+
+    def __init__(self, world: World, specs: list[Spec]) -> None:
+        self.specs = specs
+        self.alone = [tokens_alone(self._make(i).tokens, specs[i][1], -1, 0) for i in self._ids()]
+        # State -> the state one step later, None where nobody is active.
+        self.next_state: dict[Hashable, Hashable | None] = {}
+        self.worlds: dict[Hashable, tuple[bytes, tuple[int, ...]]]
+        self.worlds = {self._key(world, ()): (pickle.dumps(world), ())}
+
+    def explore(self) -> int:
+        """Visit everything; returns the number of states."""
+        while self.worlds:
+            key, (stored, arrived) = self.worlds.popitem()
+            self.next_state[key] = None
+            for action in self._actions(pickle.loads(stored), arrived):
+                world = pickle.loads(stored)
+                now_arrived = self._do(world, action, arrived)
+                new_key = self._key(world, now_arrived)
+                if new_key not in self.next_state and new_key not in self.worlds:
+                    self.worlds[new_key] = (pickle.dumps(world), now_arrived)
+                if action == STEP:
+                    self.next_state[key] = new_key
+        self._check_every_end()
+        return len(self.next_state)
+
+    def _ids(self) -> range:
+        return range(len(self.specs))
+
+    def _make(self, index: int) -> LlmRequest:
+        priority = 1.0 if index == 3 else 0.5
+        return make_request(index, *self.specs[index], family=index % 2, priority=priority)
+
+    def _actions(self, world: World, arrived: tuple[int, ...]) -> Iterator[str | tuple[str, int]]:
+        if world.active:
+            yield STEP
+        for index in self._ids():
+            if index not in arrived:
+                yield "arrive", index
+        for request in world.active:
+            yield "stop", request.request_id
+
+    def _do(
+        self, world: World, action: str | tuple[str, int], arrived: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        if action == STEP:
+            assert not world.step().is_empty, "active requests and nothing runs"
+        elif action[0] == "arrive":
+            world.arrive(self._make(int(action[1])))
+            arrived = (*arrived, int(action[1]))
+        else:
+            request = world.active.get(int(action[1]))
+            assert request is not None
+            world.stop(request)
+            world.check_invariants()
+        for request in world.finished:
+            alone = self.alone[request.request_id]
+            is_stopped = request.finish_reason == FinishReason.CANCELLED
+            assert request.tokens == (alone[: request.num_tokens] if is_stopped else alone)
+        world.finished.clear()
+        return arrived
+
+    def _key(self, world: World, arrived: tuple[int, ...]) -> Hashable:
+        manager = world.manager
+        requests = tuple(
+            (
+                request.request_id,
+                request.state,
+                request.num_tokens,
+                request.prompt_len,
+                request.context_current_position,
+                manager.block_table(request.request_id) if manager.enable_reuse else None,
+                manager.num_blocks_of(request.request_id),
+            )
+            for request in world.active
+        )
+        cache = pickle.dumps((manager._pool, manager._index)) if manager.enable_reuse else None
+        return frozenset(arrived), requests, cache
+
+    def _check_every_end(self) -> None:
+        """Following steps alone, each state ends: the chains form no circle."""
+        ends: set[Hashable | None] = {None}
+        for start in self.next_state:
+            chain: dict[Hashable, None] = {}
+            state: Hashable | None = start
+            while state not in ends:
+                assert state not in chain, "steps that lead nowhere"
+                chain[state] = None
+                state = self.next_state[state]
+            ends.update(chain)
+
+
+def make_world(
+    policy: CapacitySchedulerPolicy,
+    num_blocks: int,
+    specs: list[Spec],
+    chunking: ContextChunking | None = None,
+    enable_reuse: bool = False,
+    max_num_tokens: int | None = None,
+) -> World:
+    manager = BlockManager(
+        num_blocks, 2, enable_reuse=enable_reuse, may_copy_blocks=enable_reuse, hash_key=b"key"
+    )
+    for index, spec in enumerate(specs):
+        assert manager.can_ever_fit(make_request(index, *spec))
+    scheduler = make_scheduler(
+        policy, manager, max_batch_size=3, max_num_tokens=max_num_tokens, chunking=chunking
+    )
+    return World(scheduler, manager, num_slots=3)
+
+
+SPECS: list[Spec] = [(3, 3), (2, 4), (5, 2), (4, 3)]
+POLICIES = pytest.mark.parametrize(
+    "policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name
+)
+
+
+def explore(world: World, specs: list[Spec], min_states: int) -> None:
+    num_states = Explorer(world, specs).explore()
+    assert num_states >= min_states, "requests that get nowhere are soon explored"
+
+
+@POLICIES
+@pytest.mark.parametrize("num_blocks", [4, 6])
+def test_four_requests(policy: CapacitySchedulerPolicy, num_blocks: int) -> None:
+    explore(make_world(policy, num_blocks, SPECS), SPECS, 370)
+
+
+@POLICIES
+@pytest.mark.parametrize("chunking", list(ContextChunkingPolicy), ids=lambda each: each.name)
+def test_chunked_contexts(policy: CapacitySchedulerPolicy, chunking: ContextChunkingPolicy) -> None:
+    explore(
+        make_world(policy, 6, SPECS, ContextChunking(chunking, 2), max_num_tokens=4), SPECS, 430
+    )
+
+
+@POLICIES
+def test_reused_blocks(policy: CapacitySchedulerPolicy) -> None:
+    """Three of them: with block ids and cache in the state, four take two minutes."""
+    specs = SPECS[:3]
+    explore(make_world(policy, 4, specs, enable_reuse=True), specs, 300)
