@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_scheduler import LlmRequest
 
+_MIN_CLEAN = 1024  # entries before a look for those of requests that have ended
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Expired:
@@ -20,20 +22,28 @@ class Expired:
 
 
 class DeadlineWatch:
-    """Owner of the deadlines of the active requests; those that end earlier are passed over."""
+    """Owner of the deadlines of the active requests; those that end earlier are forgotten.
+
+    A request counts as ended once it has left `ActiveRequests`, its ``tracker``.
+    """
 
     def __init__(self, params: TrtGptModelOptionalParams) -> None:
         self._max_queue_seconds = params.max_queue_seconds
         self._max_run_seconds = params.max_run_seconds
         self._heap: list[Expired] = []
+        self._clean_at = _MIN_CLEAN
 
     def add(self, request: LlmRequest) -> None:
-        """Watch ``request``; the server's limits count where it brings no deadline itself."""
+        """Watch an active request; the server's limits count where it brings no deadline itself."""
         now = time.monotonic()
         if request.queue_deadline is None and self._max_queue_seconds is not None:
             request.queue_deadline = now + self._max_queue_seconds
         if request.run_deadline is None and self._max_run_seconds is not None:
             request.run_deadline = now + self._max_run_seconds
+        if len(self._heap) >= self._clean_at:
+            self._heap = [entry for entry in self._heap if entry.request.tracker is not None]
+            heapq.heapify(self._heap)
+            self._clean_at = max(_MIN_CLEAN, 2 * len(self._heap))
         if request.queue_deadline is not None:
             heapq.heappush(self._heap, Expired(request.queue_deadline, request, True))
         if request.run_deadline is not None:
@@ -48,6 +58,6 @@ class DeadlineWatch:
         while self._heap and self._heap[0].deadline <= now:
             entry = heapq.heappop(self._heap)
             is_met = entry.is_queue_deadline and entry.request.has_started
-            if not is_met and not entry.request.is_finished:
+            if not is_met and entry.request.tracker is not None:
                 expired.append(entry)
         return expired

@@ -219,6 +219,8 @@ class GptManager:
         """End requests past a deadline: never started is an error, else what there is counts."""
         for expired in self._deadlines.take_expired():
             request = expired.request
+            if self._active.get(request.request_id) is not request:
+                continue  # both its deadlines have passed, and the first one ended it
             error = ""
             if expired.is_queue_deadline:
                 error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
@@ -318,6 +320,7 @@ class GptManager:
             num_free_blocks=blocks.num_free_blocks,
             tokens_per_block=blocks.tokens_per_block,
             memory=self._batcher.engine.memory_usage(),
+            reuse=blocks.reuse_stats if blocks.enable_reuse else None,
         )
 
     def _call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:

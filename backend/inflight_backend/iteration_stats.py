@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from datetime import datetime
 
+from inflight_scheduler import ReuseStats
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUsage:
@@ -25,7 +27,7 @@ class IterationStats:
     """Counts at the end of one iteration.
 
     Active requests are those still in flight then; waiting ones were active when it was scheduled
-    and did not run.
+    and did not run. ``reuse`` is None without block reuse, and then its keys are absent.
     """
 
     iteration: int
@@ -41,10 +43,17 @@ class IterationStats:
     num_free_blocks: int
     tokens_per_block: int
     memory: MemoryUsage
+    reuse: ReuseStats | None = None
 
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
         num_used = self.max_num_blocks - self.num_free_blocks
+        reused: dict[str, float] = {}
+        if self.reuse is not None:
+            reused = {
+                "KV cache hit rate": self.reuse.hit_rate,
+                "Reused KV cache blocks": self.reuse.num_reused_blocks,
+            }
         return json.dumps(
             {
                 "Active Request Count": self.num_active_requests,
@@ -66,5 +75,7 @@ class IterationStats:
                 "Total Context Tokens": self.num_context_tokens,
                 "Used KV cache blocks": num_used,
                 "Waiting Requests": self.num_waiting_requests,
-            }
+                **reused,
+            },
+            sort_keys=True,
         )

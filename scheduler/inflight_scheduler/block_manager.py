@@ -52,7 +52,6 @@ class BlockManager:
         "_num_reused",
         "_pool",
         "_tables",
-        "may_copy_blocks",
         "tokens_per_block",
     )
 
@@ -68,8 +67,9 @@ class BlockManager:
         if tokens_per_block < 1:
             raise ValueError(f"tokens_per_block must be at least 1, not {tokens_per_block}")
         self.tokens_per_block = tokens_per_block
-        self.may_copy_blocks = may_copy_blocks
-        self._index = ReuseIndex(tokens_per_block, hash_key) if enable_reuse else None
+        self._index: ReuseIndex | None = None
+        if enable_reuse:
+            self._index = ReuseIndex(tokens_per_block, may_copy_blocks, hash_key)
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
@@ -176,7 +176,7 @@ class BlockManager:
             return NO_MATCH
         if request.context_current_position > 0 or request.request_id in self._tables:
             return NO_MATCH
-        return self._index.match(request, self.may_copy_blocks)
+        return self._index.match(request)
 
     def count_reusable_tokens(self, request: LlmRequest) -> int:
         """Prompt tokens of a fresh context that need not be computed."""
@@ -184,9 +184,7 @@ class BlockManager:
 
     def first_missing_key(self, request: LlmRequest) -> bytes | None:
         """What the context of ``request`` will add to the cache first, None for nothing."""
-        if self._index is None:
-            return None
-        return self._index.first_missing(request, self.may_copy_blocks)
+        return None if self._index is None else self._index.first_missing(request)
 
     def attach_prefix(self, request: LlmRequest) -> PrefixMatch:
         """Share the cached full blocks of a fresh context and count what was found.

@@ -44,92 +44,96 @@ class PrefixMatch:
 NO_MATCH = PrefixMatch()
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What is known of a kept block."""
-
-    key: bytes
-    parent: bytes
-    tokens: tuple[int, ...]
-
-
 class ReuseIndex:
-    """Finds kept blocks by the text they hold. It owns no block."""
+    """Finds kept blocks by the text they hold. It owns no block.
+
+    With ``may_copy`` it also finds blocks that only begin like the text asked for.
+    """
 
     __slots__ = (
         "_beginnings",
-        "_entries",
+        "_block_to_key",
         "_hash_key",
         "_key_to_block",
         "_memo",
+        "_starts",
         "_version",
+        "may_copy",
         "tokens_per_block",
     )
 
-    def __init__(self, tokens_per_block: int, hash_key: bytes | None = None) -> None:
+    def __init__(
+        self, tokens_per_block: int, may_copy: bool = False, hash_key: bytes | None = None
+    ) -> None:
         self.tokens_per_block = tokens_per_block
+        self.may_copy = may_copy
         self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
         self._key_to_block: dict[bytes, int] = {}
-        self._entries: dict[int, _Entry] = {}
-        # (parent, first token) -> the last block stored with it: a candidate for a partial match.
+        self._block_to_key: dict[int, bytes] = {}
+        # For partial matches: block -> (parent key, tokens), and (parent key, first token) -> the
+        # last block stored with these.
+        self._starts: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self._beginnings: dict[tuple[bytes, int], int] = {}
         self._version = 0
         # The last answer of `match`: a decision asks several times about one request.
         # (An id would not do: the next request with it may have another prompt.)
-        self._memo: tuple[LlmRequest, tuple[int, int, bool], PrefixMatch] | None = None
+        self._memo: tuple[LlmRequest, tuple[int, int], PrefixMatch] | None = None
 
     def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
         """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
         key = self._key(request, index)
         if key in self._key_to_block:
             return False
-        start = index * self.tokens_per_block
-        tokens = tuple(request.tokens[start : start + self.tokens_per_block])
-        entry = _Entry(key, self._parent(request, index), tokens)
         self._version += 1
         self._key_to_block[key] = block_id
-        self._entries[block_id] = entry
-        self._beginnings[entry.parent, tokens[0]] = block_id
+        self._block_to_key[block_id] = key
+        if self.may_copy:
+            start = index * self.tokens_per_block
+            tokens = tuple(request.tokens[start : start + self.tokens_per_block])
+            parent = self._parent(request, index)
+            self._starts[block_id] = (parent, tokens)
+            self._beginnings[parent, tokens[0]] = block_id
         return True
 
     def forget(self, block_id: int) -> None:
         """The content of ``block_id`` is given up."""
         self._version += 1
-        entry = self._entries.pop(block_id)
-        del self._key_to_block[entry.key]
-        beginning = entry.parent, entry.tokens[0]
-        if self._beginnings.get(beginning) == block_id:
-            del self._beginnings[beginning]
+        del self._key_to_block[self._block_to_key.pop(block_id)]
+        if self.may_copy:
+            parent, tokens = self._starts.pop(block_id)
+            if self._beginnings.get((parent, tokens[0])) == block_id:
+                del self._beginnings[parent, tokens[0]]
 
-    def match(self, request: LlmRequest, may_copy: bool) -> PrefixMatch:
+    def match(self, request: LlmRequest) -> PrefixMatch:
         """The longest cached beginning of the prompt, without its last token.
 
         That token is always computed, since the first new token is drawn from its result.
         """
-        question = (self._version, request.prompt_len, may_copy)
+        question = (self._version, request.prompt_len)
         if self._memo is None or self._memo[0] is not request or self._memo[1] != question:
-            self._memo = (request, question, self._match(request, may_copy))
+            self._memo = (request, question, self._match(request))
         return self._memo[2]
 
-    def first_missing(self, request: LlmRequest, may_copy: bool) -> bytes | None:
+    def first_missing(self, request: LlmRequest) -> bytes | None:
         """Key of the first full prompt block that is not cached; None if there is none."""
-        index = len(self.match(request, may_copy).block_ids)
+        index = len(self.match(request).block_ids)
         return self._key(request, index) if index < self._num_prompt_blocks(request) else None
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` unless all three tables say the same."""
-        by_key = {entry.key: block_id for block_id, entry in self._entries.items()}
-        assert by_key == self._key_to_block, "the keys and the entries disagree"
+        """Raise `AssertionError` unless all tables say the same."""
+        by_key = {key: block_id for block_id, key in self._block_to_key.items()}
+        assert by_key == self._key_to_block, "the keys and the blocks disagree"
+        assert self._starts.keys() == (self._block_to_key.keys() if self.may_copy else set())
         for (parent, token), block_id in self._beginnings.items():
-            entry = self._entries[block_id]
-            assert (entry.parent, entry.tokens[0]) == (parent, token), f"block {block_id}"
+            assert self._starts[block_id][0] == parent, f"block {block_id}"
+            assert self._starts[block_id][1][0] == token, f"block {block_id}"
 
     @property
     def block_ids(self) -> frozenset[int]:
         """All blocks in the index."""
-        return frozenset(self._entries)
+        return frozenset(self._block_to_key)
 
-    def _match(self, request: LlmRequest, may_copy: bool) -> PrefixMatch:
+    def _match(self, request: LlmRequest) -> PrefixMatch:
         block_ids: list[int] = []
         for index in range(self._num_prompt_blocks(request)):
             block_id = self._key_to_block.get(self._key(request, index))
@@ -137,7 +141,7 @@ class ReuseIndex:
                 break
             block_ids.append(block_id)
         num_tokens = len(block_ids) * self.tokens_per_block
-        source, num_common = self._partial(request, len(block_ids)) if may_copy else (None, 0)
+        source, num_common = self._partial(request, len(block_ids)) if self.may_copy else (None, 0)
         if source is None and not block_ids:
             return NO_MATCH
         return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
@@ -154,7 +158,7 @@ class ReuseIndex:
         source = self._beginnings.get((self._parent(request, index), rest[0]))
         if source is None:
             return None, 0
-        return source, _num_common(rest, self._entries[source].tokens)
+        return source, _num_common(rest, self._starts[source][1])
 
     def _parent(self, request: LlmRequest, index: int) -> bytes:
         if index > 0:
@@ -168,8 +172,8 @@ class ReuseIndex:
         while len(keys) <= index:
             start = len(keys) * size
             parent = keys[-1] if keys else self._parent(request, 0)
-            tokens = array("q", request.tokens[start : start + size])
-            keys.append(self._hash(parent + tokens.tobytes(), b"block"))
+            tokens = array("q", request.tokens[start : start + size]).tobytes()
+            keys.append(self._hash(parent + tokens, b"block"))
         return keys[index]
 
     def _hash(self, content: bytes, person: bytes) -> bytes:

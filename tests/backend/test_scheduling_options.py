@@ -12,10 +12,13 @@ from checkpoints import write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 
+from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_scheduler import (
+    ActiveRequests,
+    BlockManager,
     CapacitySchedulerPolicy,
     ContextChunkingPolicy,
     LlmRequest,
@@ -89,6 +92,8 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     chunks = [chunk for batch in engine.batches for chunk in batch.context_chunks]
     assert [(chunk.start, len(chunk.tokens)) for chunk in chunks] == [(0, 20), (16, 4)]
     assert recorder.tokens(1) == recorder.tokens(2) == [20, 21, 22]
+    assert recorder.stats[-1]["Reused KV cache blocks"] == 4
+    assert recorder.stats[-1]["KV cache hit rate"] == 4 / 10
     assert not any(batch.block_copies for batch in engine.batches), "this engine cannot copy"
 
 
@@ -162,6 +167,45 @@ def test_a_deadline_of_its_own_counts_instead() -> None:
     with running(recorder, params=params(max_run_seconds=1e-6)):
         recorder.wait_for_finals(1)
     assert recorder.tokens(1) == list(range(2, 42))
+
+
+def test_requests_that_have_ended_are_not_watched_for_ever() -> None:
+    active = ActiveRequests(BlockManager(4, 4))
+    watch = DeadlineWatch(params(max_queue_seconds=1000, max_run_seconds=1000))
+    for request_id in range(5000):
+        ended = LlmRequest(request_id, [1], 1)
+        active.add(ended)
+        watch.add(ended)
+        active.remove(ended)
+    assert len(watch._heap) <= 1026
+    late = LlmRequest(1, [1], 1, queue_deadline=0.0, run_deadline=0.0)
+    active.add(late)
+    watch.add(late)
+    assert [entry.request for entry in watch.take_expired()] == [late, late]
+    active.remove(late)
+    watch.add(late)
+    assert watch.take_expired() == []
+
+
+def test_a_failed_request_and_its_deadlines_do_not_touch_the_next_with_its_id() -> None:
+    def fail_once(batch: ScheduledBatch) -> None:
+        if batch.iteration == 2:
+            raise RuntimeError("once")
+
+    recorder = Recorder([request(1, [1], 10)])
+    options = params(max_queue_seconds=0.05, max_run_seconds=0.05)
+    with running(recorder, CountingEngine(before_step=fail_once), params=options):
+        recorder.wait_for_finals(1)
+        recorder.responses.clear()
+        again = request(1, [50], 100)
+        again.llm_request = LlmRequest(
+            1, [50], 100, is_streaming=True, run_deadline=time.monotonic() + 10 * WAIT
+        )
+        # 100 tokens, 1 ms each: the deadlines of the first one pass meanwhile.
+        recorder.on_response = lambda request_id, is_final: time.sleep(0.001)
+        recorder.pending.append(again)
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == list(range(51, 151))
 
 
 def test_priority_decides_who_starts_first() -> None:

@@ -103,7 +103,14 @@ class Explorer:
             )
             for request in world.active
         )
-        cache = pickle.dumps((manager._pool, manager._index)) if manager.enable_reuse else None
+        cache: Hashable = None
+        if manager._index is not None:
+            pool, index = manager._pool, manager._index
+            cache = (
+                (tuple(pool._free), tuple(pool._idle.ids())),
+                frozenset(index._block_to_key.items()),
+                frozenset(index._beginnings.items()),
+            )
         return frozenset(arrived), requests, cache
 
     def _check_every_end(self) -> None:
