@@ -107,12 +107,13 @@ class InflightBatcher:
         self.engine = engine
         self.policy = policy
         self.num_paused = 0
+        # Engines without it are asked for nothing but full blocks.
+        self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse,
-            # Engines without it are asked for nothing but full blocks.
-            may_copy_blocks=getattr(engine, "supports_block_copies", False),
+            may_copy_blocks=self._may_copy_blocks,
         )
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
@@ -165,7 +166,7 @@ class InflightBatcher:
             max_num_tokens=self.engine.max_num_tokens,
             chunking=self._chunking,
             enable_reuse=self.block_manager.enable_reuse,
-            may_copy_blocks=self.block_manager.may_copy_blocks,
+            may_copy_blocks=self._may_copy_blocks,
             scheduler_class=params.scheduler_class,
         )
         try:
