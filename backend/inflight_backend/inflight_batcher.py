@@ -22,6 +22,7 @@ from inflight_scheduler import (
     LlmRequest,
     RequestScheduler,
     ScheduledBatch,
+    WaitReason,
     check_decision,
     explain,
     make_scheduler,
@@ -135,9 +136,13 @@ class InflightBatcher:
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         return batch
 
+    def explain(self) -> dict[int, WaitReason]:
+        """Why the active requests that would not run now do not, by id."""
+        return explain(self._scheduler, self.active)
+
     def why_waiting(self, request: LlmRequest) -> str:
         """What stands in the way of an active request, with its numbers."""
-        reason = explain(self._scheduler, self.active).get(request.request_id)
+        reason = self.explain().get(request.request_id)
         return "its turn has just come" if reason is None else str(reason)
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:

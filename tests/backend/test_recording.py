@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.text import TextCodec
 from inflight_scheduler import InvalidDecision, LlmRequest, RequestScheduler, ScheduledBatch
-from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.files import RecordingReader, open_recording
 from inflight_scheduler.recording.replay import ReplayResult, replay
 from inflight_scheduler.recording.simulation import Lists
 
@@ -120,3 +121,23 @@ def test_a_failing_scheduler_is_recorded_as_no_decision(tmp_path: Path) -> None:
     assert result.divergence is None, str(result)
     assert result.num_requests == 4
     assert '"x":1' in path.read_text()
+
+
+def test_questions_are_answered_during_and_after_the_run() -> None:
+    recorder = Recorder([request(1, [1], 5)])
+    with running(recorder) as manager:
+        recorder.wait_for_finals(1)
+        assert manager.why(1).result(5)["state"] == "not in flight"
+    assert manager.why(1).result(5)["state"] == "not in flight"
+    lines = "".join(manager.recording().result(5))
+    reader = RecordingReader(io.BytesIO(lines.encode()), "ring")
+    assert str(replay(reader)) == "identical, 5 iterations (1 request, 0 pauses)"
+
+
+def test_a_question_that_fails_fails_alone() -> None:
+    recorder = Recorder([request(1, [1], 200)])
+    with running(recorder) as manager:
+        answer = manager._ask(lambda: 1 // 0)
+        assert isinstance(answer.exception(5), ZeroDivisionError)
+        recorder.wait_for_finals(1)
+    assert recorder.tokens(1) == list(range(2, 202))

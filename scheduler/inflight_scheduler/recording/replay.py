@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.palette import count
 from inflight_scheduler.recording.records import Chunk, Decision, Iteration, RecordingError
 from inflight_scheduler.recording.simulation import (
     Lists,
@@ -46,8 +47,8 @@ class ReplayResult:
         if self.divergence is not None:
             return str(self.divergence)
         return (
-            f"identical, {self.num_iterations} iterations "
-            f"({self.num_requests} requests, {self.num_pauses} pauses)"
+            f"identical, {count(self.num_iterations, 'iteration')} "
+            f"({count(self.num_requests, 'request')}, {count(self.num_pauses, 'pause')})"
         )
 
 
