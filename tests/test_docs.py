@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 
 
-def test_protocol_page_is_what_the_table_says() -> None:
-    command = [sys.executable, "tools/write_protocol_docs.py", "--check"]
+@pytest.mark.parametrize("tool", ["write_protocol_docs.py", "write_performance_docs.py"])
+def test_written_pages_are_up_to_date(tool: str) -> None:
+    command = [sys.executable, f"tools/{tool}", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 

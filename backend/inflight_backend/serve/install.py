@@ -124,8 +124,12 @@ def prepare_backends(install: TritonInstall, target: Path) -> Path:
 
 
 def environment(install: TritonInstall) -> dict[str, str]:
-    """Our environment, with this interpreter and the libraries of the server first."""
-    env = dict(os.environ)
+    """Our environment, with this interpreter and the libraries of the server first.
+
+    Threads that wait for work sleep unless the operator says otherwise: spinning ones, OpenMP's
+    default, take the cores that tritonserver and the sending thread need.
+    """
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     executables = str(Path(sys.executable).parent)
     env["PATH"] = _joined(executables, env.get("PATH", ""))
     env["LD_LIBRARY_PATH"] = _joined(

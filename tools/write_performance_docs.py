@@ -1,0 +1,128 @@
+"""Write docs/performance.md from the JSON under benchmarks/results; ``--check`` only compares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+Result = dict[str, Any]
+
+HEAD = """\
+# Measured
+
+Written by `python tools/write_performance_docs.py` from `benchmarks/results/*.json`; do not edit.
+Every figure comes from a script that you can run; rows that we lose are here too.
+
+**No figure of a GPU is here yet**: the kernels are checked in Triton's interpreter and compiled for
+sm_80 and sm_90 in every test run, but they have not run on a GPU. All this was measured on a
+shared 2-core machine, so trust ratios within one table more than absolute numbers.
+"""
+
+
+def serving(result: Result) -> str:
+    """The demo model through the real server, beside the engine alone."""
+    rows = [
+        (
+            str(row["streams"]),
+            f"{row['engine']['tokens_per_second']:,.0f}",
+            f"{row['served']['tokens_per_second']:,.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['served']['first_token_ms_p50']:.0f}",
+            f"{row['served']['gap_ms_p50']:.0f} / {row['served']['gap_ms_p99']:.0f}",
+            f"{row['served']['tokens_per_response']:.1f}",
+        )
+        for row in result["rows"]
+    ]
+    head = (
+        "streams",
+        "engine alone, tokens/s",
+        "served, tokens/s",
+        "served / alone",
+        "first token p50, ms",
+        "gap p50 / p99, ms",
+        "tokens per response",
+    )
+    return (
+        "## What the front costs\n\n"
+        "The demo model, once through tritonserver over HTTP and once with the callbacks of "
+        "`GptManager` alone.\nServer, model process and client share the cores, so the ratio at "
+        "many streams is mostly the price of\nrunning all three on two cores.\n\n"
+    ) + _table(head, rows)
+
+
+def cpu_engine(result: Result) -> str:
+    """Our engine beside transformers."""
+    medians = result["median_tokens_per_second"]
+    ours = medians["inflight"]
+    others = [name for name in medians if name != "inflight"]
+    rows = [
+        (
+            num,
+            f"{ours[num]:.0f}",
+            *(
+                f"{medians[name][num]:.0f} ({ours[num] / medians[name][num]:.2f}x)"
+                for name in others
+            ),
+        )
+        for num in ours
+    ]
+    parameters = result["model"]["parameters"] / 1e6
+    return (
+        "## The engine on a CPU\n\n"
+        f"A random Llama of {parameters:.0f} million parameters in float32, "
+        f"{result['input_tokens']} tokens in and {result['output_tokens']} out; tokens per second, "
+        "medians of\ninterleaved rounds. In brackets: how much faster ours is.\n\n"
+    ) + _table(("requests at once", "inflight", *others), rows)
+
+
+SECTIONS: dict[str, Callable[[Result], str]] = {"serving": serving, "cpu_engine": cpu_engine}
+
+
+def render() -> str:
+    """The whole page, a section for each result there is."""
+    parts = [HEAD]
+    for name, section in SECTIONS.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            parts.append(section(result) + "\n" + _origin(name, result))
+    return "\n".join(parts)
+
+
+def _origin(name: str, result: Result) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return (
+        f"`{result['command']}`, {result['date']}, commit {result['commit']}, "
+        f"{result['processor']}, {result['cores']} cores; {versions}. "
+        f"Raw: [{name}.json](../benchmarks/results/{name}.json).\n"
+    )
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page, or with ``--check`` fail if it is not what the results say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    if not parser.parse_args().check:
+        PAGE.write_text(render(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != render():
+        print("docs/performance.md is out of date: run python tools/write_performance_docs.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
