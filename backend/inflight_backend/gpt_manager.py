@@ -264,6 +264,7 @@ class GptManager:
             advanced = self._batcher.planner.update(self._batch, tokens)
         except Exception:
             _logger.exception("iteration %d failed", self._iteration)
+            self._batcher.recorder.failed()
             for request in self._batcher.planner.discard(self._batch):
                 self._end(request, "the engine failed while it ran this request")
             return
@@ -307,7 +308,7 @@ class GptManager:
             return
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
-        self._batcher.recorder.arrived(llm_request)
+        self._batcher.recorder.arrived(llm_request, request.created_ns)
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""

@@ -144,9 +144,9 @@ class _Follower:
         if iteration.decision is not None:
             lists = simulation.follow(iteration.decision)
             self._note(index, lists)
-            simulation.carry_out(lists)
+            simulation.carry_out(lists, iteration)
         reasons = dict(iteration.ends)
-        simulation.end(list(reasons))
+        simulation.end(iteration)
         if len(simulation.active) < len(before):
             left = before.keys() - {request.request_id for request in simulation.active}
             for request_id in left:

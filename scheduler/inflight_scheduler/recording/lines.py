@@ -11,7 +11,7 @@
 ``i`` number, ``t`` start and ``d`` duration of the step in microseconds, ``a`` arrivals, ``c``
 context chunks (id, tokens, id, tokens ...), ``p`` paused ids, ``f`` free blocks, ``e`` ends. Who
 generates is told when it changes: ``g`` the whole list, or ``-`` who left it and ``+`` who joined
-(place, id, place, id ...). ``x`` 1: deciding failed.
+(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -49,7 +49,7 @@ MAX_LINE_BYTES = 16 * 2**20
 
 _MAX_ID = 2**64 - 1
 _MAX_TIME = 2**53  # microseconds; what a JSON number holds exactly everywhere
-_ITERATION_KEYS = frozenset("itdacg-+pfex")
+_ITERATION_KEYS = frozenset("itdacg-+pfexy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,8 @@ class LineWriter:
         content["f"] = iteration.num_free_blocks
         if iteration.ends:
             content["e"] = iteration.ends
+        if iteration.has_failed:
+            content["y"] = 1
         return _dump(content)
 
 
@@ -151,6 +153,7 @@ class LineReader:
             decision=None if "x" in content else self._decision(content),
             num_free_blocks=_integer(content.get("f"), "f", 0, _MAX_ID),
             ends=tuple(_end(fields) for fields in _list(content, "e", 2 * MAX_NUM_REQUESTS)),
+            has_failed="y" in content,
         )
         self._number, self._start_us = number, start_us
         return iteration
@@ -240,15 +243,16 @@ def _arrival_fields(arrival: Arrival) -> list[Any]:
 
 
 def _arrival(fields: Any) -> Arrival:
-    values = _row(fields, "a", 3, 6)
-    rest = values[3:] + [0.5, 1, None][len(values) - 3 :]
-    place = None if rest[2] is None else _integer(rest[2], "a", 0, MAX_NUM_REQUESTS)
+    values = _row(fields, "a", 3, 7)
+    rest = values[3:] + [0, 0.5, 1, None][len(values) - 3 :]
+    place = None if rest[3] is None else _integer(rest[3], "a", 0, MAX_NUM_REQUESTS)
     return Arrival(
         _id(values[0], "a"),
         _integer(values[1], "a", 1, MAX_NUM_TOKENS),
         _integer(values[2], "a", 1, MAX_NUM_TOKENS),
-        _priority(rest[0]),
-        _integer(rest[1], "a", 1, 1024),
+        _integer(rest[0], "a", 0, _MAX_TIME),
+        _priority(rest[1]),
+        _integer(rest[2], "a", 1, 1024),
         place,
     )
 
@@ -310,6 +314,11 @@ def _settings(content: Any) -> Settings:
         may_copy_blocks=_flag(content, "may_copy_blocks"),
         scheduler_class=None if scheduler_class is None else _text(scheduler_class),
     )
+
+
+def check_settings(settings: Settings) -> Settings:
+    """``settings`` itself; `RecordingError` for numbers that no recording may have."""
+    return _settings(settings_fields(settings))
 
 
 def _chunking(fields: Any) -> ContextChunking | None:

@@ -6,6 +6,7 @@ nothing is formatted or written here. The calls of one iteration, in order::
     arrived(request) ...                     requests that were accepted
     decided(active, context, ...)            between deciding and carrying out
     carried_out(num_free_blocks)             after carrying out
+    failed()                                 if the step brought no tokens
     ended(request, error) ...                requests that ended, for whatever reason
     finish_iteration()                       the record is complete
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Protocol
@@ -26,6 +27,7 @@ from typing import Protocol
 from inflight_scheduler.recording.lines import Header, LineWriter
 from inflight_scheduler.recording.records import (
     ERROR,
+    NOT_FINITE,
     Arrival,
     Chunk,
     Decision,
@@ -69,16 +71,24 @@ class FlightRecorder:
     """Records the decisions of one scheduler; see the module for the order of calls."""
 
     def __init__(
-        self, settings: Settings, *, software: str = "", sink: RecordingSink | None = None
+        self,
+        settings: Settings,
+        *,
+        software: str = "",
+        sink: RecordingSink | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``clock`` counts nanoseconds."""
         self.settings = settings
         self._software = software
         self._sink = sink
-        self._start_ns = time.monotonic_ns()
+        self._clock = clock
+        self._start_ns = clock()
         self._started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         self._segments: deque[_Segment] = deque(maxlen=NUM_SEGMENTS)
         self._number = 0
         self._arrivals: list[LlmRequest] = []
+        self._came_ns: dict[int, int] = {}
         self._ends: list[End] = []
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
@@ -86,12 +96,15 @@ class FlightRecorder:
         self._generation_ids = _NO_GENERATION
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
+        self._has_failed = False
         if sink is not None:
             sink.begin(self._header(()))
 
-    def arrived(self, request: LlmRequest) -> None:
-        """``request`` is active from now on."""
+    def arrived(self, request: LlmRequest, came_ns: int | None = None) -> None:
+        """``request`` is active from now on; it came at ``came_ns`` on the recorder's clock."""
         self._arrivals.append(request)
+        if came_ns is not None:
+            self._came_ns[request.request_id] = came_ns
 
     def decided(
         self,
@@ -101,7 +114,7 @@ class FlightRecorder:
         paused_requests: Sequence[LlmRequest],
     ) -> None:
         """A decision, before it is carried out."""
-        self._decided_ns = time.monotonic_ns()
+        self._decided_ns = self._clock()
         if self._ends:
             self._note_early_ends()
         if self._needs_segment():
@@ -126,10 +139,15 @@ class FlightRecorder:
         """What the decision has left of the free blocks."""
         self._num_free_blocks = num_free_blocks
 
+    def failed(self) -> None:
+        """The step that was decided brought no tokens."""
+        self._has_failed = True
+
     def ended(self, request: LlmRequest, error: str = "") -> None:
         """``request`` is not active any more; the text of an error is not recorded."""
         if error:
-            self._ends.append(End(request.request_id, ERROR))
+            is_number = request.tokens[-1] >= 0
+            self._ends.append(End(request.request_id, ERROR if is_number else NOT_FINITE))
         elif request.finish_reason is not FinishReason.LENGTH:
             self._ends.append(End(request.request_id, request.finish_reason.name.lower()))
 
@@ -137,7 +155,7 @@ class FlightRecorder:
         """Close the record; nothing happens if nothing happened."""
         if self._decision is None and not self._arrivals and not self._ends:
             return
-        decided_ns = self._decided_ns if self._decision is not None else time.monotonic_ns()
+        decided_ns = self._decided_ns if self._decision is not None else self._clock()
         self._append(decided_ns)
         self._decision = None
 
@@ -169,18 +187,32 @@ class FlightRecorder:
         iteration = Iteration(
             self._number,
             (decided_ns - self._start_ns) // 1000,
-            (time.monotonic_ns() - decided_ns) // 1000,
-            tuple([_arrival(request, self._places) for request in self._arrivals]),
+            (self._clock() - decided_ns) // 1000,
+            tuple([self._arrival(request, decided_ns) for request in self._arrivals]),
             self._decision,
             self._num_free_blocks,
             tuple(self._ends),
+            self._has_failed,
         )
         self._arrivals, self._ends, self._places = [], [], {}
+        self._has_failed = False
         segment = self._segments[-1]
         segment.iterations.append(iteration)
         segment.num_numbers += _num_numbers(iteration)
         if self._sink is not None:
             self._sink.add(iteration)
+
+    def _arrival(self, request: LlmRequest, decided_ns: int) -> Arrival:
+        came_ns = self._came_ns.pop(request.request_id, decided_ns)
+        return Arrival(
+            request.request_id,
+            request.orig_prompt_len,
+            request.max_new_tokens,
+            max(decided_ns - came_ns, 0) // 1000,
+            request.priority,
+            request.beam_width,
+            self._places.get(request.request_id),
+        )
 
     def _format(
         self, segments: Sequence[tuple[tuple[RequestState, ...], list[Iteration]]]
@@ -221,17 +253,6 @@ def _places(
         for place, request in enumerate(active_requests)
         if request.request_id in new_ids
     }
-
-
-def _arrival(request: LlmRequest, places: dict[int, int]) -> Arrival:
-    return Arrival(
-        request.request_id,
-        request.orig_prompt_len,
-        request.max_new_tokens,
-        request.priority,
-        request.beam_width,
-        places.get(request.request_id),
-    )
 
 
 def _num_numbers(iteration: Iteration) -> int:

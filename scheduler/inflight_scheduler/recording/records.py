@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight_scheduler.chunking import ContextChunking
-from inflight_scheduler.request import FinishReason, LlmRequest
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
 
 MAX_NUM_BLOCKS = 2**22
@@ -25,9 +25,14 @@ MAX_NUM_TOKENS = 2**24
 ERROR = "error"
 """How a request ended that was answered with an error; the others are names of `FinishReason`."""
 
-END_REASONS = frozenset(
-    {ERROR, *(reason.name.lower() for reason in FinishReason)} - {"length", "not_finished"}
-)
+NOT_FINITE = "not_finite"
+"""The model's logits were no numbers; nothing of such a request is kept for reuse."""
+
+TOKEN_ENDS = frozenset({NOT_FINITE, "end_id", "stop_words"})
+"""Ends that a token brings, in the order of the tokens; the others come after all tokens."""
+
+
+END_REASONS = TOKEN_ENDS | {ERROR, "timed_out", "cancelled"}
 
 
 class RecordingError(Exception):
@@ -53,11 +58,16 @@ class Settings:
 
 
 class Arrival(NamedTuple):
-    """A request that was accepted. ``place`` is its index among the active ones, None for last."""
+    """A request that was accepted.
+
+    ``waited_us``: how long before the decision it had come. ``place`` is its index among the
+    active ones, None for last.
+    """
 
     request_id: int
     prompt_len: int
     max_new_tokens: int
+    waited_us: int = 0
     priority: float = 0.5
     beam_width: int = 1
     place: int | None = None
@@ -131,8 +141,9 @@ class End(NamedTuple):
 class Iteration(NamedTuple):
     """One pass of the loop: arrivals, then the decision, the step, then the ends.
 
-    ``decision`` is None when deciding failed. Times are microseconds, ``start_us`` since the
-    recording was started; ``num_free_blocks`` is after the decision was carried out.
+    ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
+    ``has_failed`` tells of a step that brought no tokens. Times are microseconds, ``start_us``
+    since the recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
 
     number: int
@@ -142,3 +153,4 @@ class Iteration(NamedTuple):
     decision: Decision | None
     num_free_blocks: int
     ends: tuple[End, ...]
+    has_failed: bool = False

@@ -87,7 +87,7 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
         divergence = _compare(iteration.number, iteration.decision, as_decision(lists))
         if divergence is not None:
             return divergence
-        num_free_blocks = simulation.carry_out(lists)
+        num_free_blocks = simulation.carry_out(lists, iteration).num_free_blocks
         if num_free_blocks != iteration.num_free_blocks:
             return Divergence(
                 iteration.number,
@@ -95,7 +95,7 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
                 str(iteration.num_free_blocks),
                 str(num_free_blocks),
             )
-    simulation.end([end.request_id for end in iteration.ends])
+    simulation.end(iteration)
     return None
 
 

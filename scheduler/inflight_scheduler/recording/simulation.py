@@ -6,8 +6,8 @@ recorded ones: `arrive`, `decide`, then `carry_out` (which also runs the step), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import SupportsIndex, overload
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, SupportsIndex, overload
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
@@ -15,9 +15,11 @@ from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.records import (
     MAX_NUM_REQUESTS,
+    TOKEN_ENDS,
     Arrival,
     Chunk,
     Decision,
+    Iteration,
     RecordingError,
     RequestState,
     Settings,
@@ -34,6 +36,14 @@ MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
 
 Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 """Context, generation and paused requests: a decision."""
+
+
+class Step(NamedTuple):
+    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended."""
+
+    num_free_blocks: int
+    advanced: list[LlmRequest]
+    ended: list[LlmRequest]
 
 
 class Zeros(list[int]):
@@ -155,24 +165,33 @@ class Simulation:
         except InvalidDecision as error:
             raise RecordingError(f"this decision cannot have been made: {error}") from None
 
-    def carry_out(self, lists: Lists) -> int:
-        """Plan a decision and run it; returns the free blocks in between. Ends whose length says
-        so, end; they are not active any more."""
+    def carry_out(self, lists: Lists, iteration: Iteration | None = None) -> Step:
+        """Plan a decision and run it.
+
+        Whoever has all its tokens ends, and of ``iteration`` those that a token ended; requests end
+        in the order in which they got their tokens. A step that failed gives no tokens.
+        """
         batch = self.planner.plan(*lists)
         num_free_blocks = self.block_manager.num_free_blocks
+        if iteration is not None and iteration.has_failed:
+            self.planner.discard(batch)
+            return Step(num_free_blocks, [], [])
         num_tokens = len(batch.generation_slots)
         num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
-        finished = [r for r in self.planner.update(batch, [0] * num_tokens) if r.is_finished]
-        self._forget(finished)
-        return num_free_blocks
+        advanced = self.planner.update(batch, [0] * num_tokens)
+        ends = {} if iteration is None else dict(iteration.ends)
+        ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
+        self.forget(ended)
+        return Step(num_free_blocks, advanced, ended)
 
-    def end(self, request_ids: Collection[int]) -> list[LlmRequest]:
-        """These are not active any more; returns those that were (the others have just ended)."""
-        ended = [self._by_id[i] for i in request_ids if i in self._by_id]
-        self._forget(ended)
+    def end(self, iteration: Iteration) -> list[LlmRequest]:
+        """The other ends of ``iteration``; returns the requests."""
+        ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
+        self.forget(ended)
         return ended
 
-    def _forget(self, requests: Sequence[LlmRequest]) -> None:
+    def forget(self, requests: Sequence[LlmRequest]) -> None:
+        """These are not active any more and hold nothing."""
         if not requests:
             return
         for request in requests:

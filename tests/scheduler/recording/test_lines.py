@@ -51,7 +51,7 @@ def test_everything_comes_back() -> None:
             7,
             12,
             3,
-            (Arrival(1, 2, 3), Arrival(2, 2, 3, 0.75), Arrival(3, 2, 3, 0.5, 1, 0)),
+            (Arrival(1, 2, 3), Arrival(2, 2, 3, 9, 0.75), Arrival(3, 2, 3, 0, 0.5, 1, 0)),
             Decision((Chunk(1, 2), Chunk(3, 1)), (9, 8), (2,)),
             4,
             (End(1, "cancelled"), End(3, "error")),
