@@ -55,6 +55,7 @@ class _Clients:
                     number, tokens, request.num_new_tokens, is_streaming=True
                 )
             )
+            taken[-1].created_ns = int((self._start + request.seconds) * 1e9)
         return taken
 
     def send(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,7 +15,13 @@ from manager_harness import MAX_UTILIZATION, Recorder, request, running
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.text import TextCodec
-from inflight_scheduler import InvalidDecision, LlmRequest, RequestScheduler, ScheduledBatch
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    InvalidDecision,
+    LlmRequest,
+    RequestScheduler,
+    ScheduledBatch,
+)
 from inflight_scheduler.recording.files import RecordingReader, open_recording
 from inflight_scheduler.recording.replay import ReplayResult, replay
 from inflight_scheduler.recording.simulation import Lists
@@ -51,6 +58,36 @@ def test_stops_errors_and_failed_steps_replay_identically(tmp_path: Path) -> Non
     content = path.read_text()
     assert '"error"' in content
     assert '"cancelled"' in content
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+def test_chunks_and_reuse_replay_identically(
+    tmp_path: Path, policy: CapacitySchedulerPolicy
+) -> None:
+    """Prompts and answers that begin alike; a fifth is stopped."""
+    path = tmp_path / "recording.jsonl"
+    rng = random.Random(4)
+    recorder = Recorder(
+        [request(i, range(1, rng.randint(20, 60)), rng.randint(1, 40)) for i in range(1, 61)]
+    )
+    recorder.on_response = lambda i, is_final: (
+        recorder.stops.add(i) if i % 5 == 0 and len(recorder.responses[i]) > 5 else None
+    )
+    params = TrtGptModelOptionalParams(
+        max_batch_size=8,
+        record_file=str(path),
+        enable_chunked_context=True,
+        context_chunk_unit=8,
+        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
+    )
+    engine = CountingEngine(num_blocks=50, max_num_tokens=48)
+    with running(recorder, engine, policy, params=params) as manager:
+        recorder.wait_for_finals(*range(1, 61))
+        stats = json.loads(manager.stats_json)
+    result = replay_file(path)
+    assert result.divergence is None, str(result)
+    assert result.num_requests == 60
+    assert stats["Reused KV cache blocks"] > 100
 
 
 def test_the_real_engine_oversubscribed_four_times_replays_identically(tmp_path: Path) -> None:

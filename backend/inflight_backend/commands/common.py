@@ -18,7 +18,8 @@ from inflight_scheduler import (
     RequestScheduler,
     check_decision,
 )
-from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.simulation import MakeScheduler, default_scheduler, scheduler_of
 
 RecordingArgument = Annotated[

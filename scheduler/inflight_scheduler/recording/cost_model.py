@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from inflight_scheduler.recording.records import RecordingError
+from inflight_scheduler.recording.errors import RecordingError
 
 MIN_SAMPLES = 20
 _NUM_TERMS = 5

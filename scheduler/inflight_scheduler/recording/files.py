@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.lines import MAX_LINE_BYTES, Header, LineReader, LineWriter
-from inflight_scheduler.recording.records import Iteration, RecordingError
+from inflight_scheduler.recording.records import Iteration
 
 _logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from inflight_scheduler.explain import WaitCode, WaitReason, explain
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.lines import Header
-from inflight_scheduler.recording.records import Iteration, RecordingError, Settings
+from inflight_scheduler.recording.records import Iteration, Settings
 from inflight_scheduler.recording.simulation import Lists, MakeScheduler, Simulation
 from inflight_scheduler.request import LlmRequest
 

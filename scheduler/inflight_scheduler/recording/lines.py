@@ -11,7 +11,8 @@
 ``i`` number, ``t`` start and ``d`` duration of the step in microseconds, ``a`` arrivals, ``c``
 context chunks (id, tokens, id, tokens ...), ``p`` paused ids, ``f`` free blocks, ``e`` ends. Who
 generates is told when it changes: ``g`` the whole list, or ``-`` who left it and ``+`` who joined
-(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed.
+(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed. ``l``: with
+block reuse, who goes on like which text (id, text, tokens).
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -26,6 +27,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.records import (
     END_REASONS,
     MAX_NUM_BLOCKS,
@@ -35,8 +38,8 @@ from inflight_scheduler.recording.records import (
     Chunk,
     Decision,
     End,
+    Growth,
     Iteration,
-    RecordingError,
     RequestState,
     Settings,
 )
@@ -48,8 +51,11 @@ FORMAT_VERSION = 1
 MAX_LINE_BYTES = 16 * 2**20
 
 _MAX_ID = 2**64 - 1
+# Behind id, prompt and output length: waited, priority, beams, place, likeness (two numbers). The
+# first value, which nothing equals, ends the search for defaults.
+_ARRIVAL_DEFAULTS = (object(), 0, 0.5, 1, None, 0, 0)
 _MAX_TIME = 2**53  # microseconds; what a JSON number holds exactly everywhere
-_ITERATION_KEYS = frozenset("itdacg-+pfexy")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,8 @@ class LineWriter:
             content["e"] = iteration.ends
         if iteration.has_failed:
             content["y"] = 1
+        if iteration.growths:
+            content["l"] = [[growth.request_id, *growth.likeness] for growth in iteration.growths]
         return _dump(content)
 
 
@@ -154,6 +162,7 @@ class LineReader:
             num_free_blocks=_integer(content.get("f"), "f", 0, _MAX_ID),
             ends=tuple(_end(fields) for fields in _list(content, "e", 2 * MAX_NUM_REQUESTS)),
             has_failed="y" in content,
+            growths=tuple(_growth(fields) for fields in _list(content, "l", 2 * MAX_NUM_REQUESTS)),
         )
         self._number, self._start_us = number, start_us
         return iteration
@@ -234,17 +243,15 @@ def _changed(before: Sequence[int], left: frozenset[int], joined: list[Any]) -> 
 
 
 def _arrival_fields(arrival: Arrival) -> list[Any]:
-    fields = list(arrival)
-    for default in reversed(Arrival.__new__.__defaults__ or ()):  # shorter without defaults
-        if fields[-1] != default:
-            break
+    fields = [*arrival[:-1], *arrival.likeness]
+    while fields[-1] == _ARRIVAL_DEFAULTS[len(fields) - 4]:  # shorter without defaults
         fields.pop()
     return fields
 
 
 def _arrival(fields: Any) -> Arrival:
-    values = _row(fields, "a", 3, 7)
-    rest = values[3:] + [0, 0.5, 1, None][len(values) - 3 :]
+    values = _row(fields, "a", 3, 9)
+    rest = [*values[3:], *_ARRIVAL_DEFAULTS[len(values) - 2 :]]
     place = None if rest[3] is None else _integer(rest[3], "a", 0, MAX_NUM_REQUESTS)
     return Arrival(
         _id(values[0], "a"),
@@ -254,6 +261,7 @@ def _arrival(fields: Any) -> Arrival:
         _priority(rest[1]),
         _integer(rest[2], "a", 1, 1024),
         place,
+        _likeness(rest[4], rest[5], "a"),
     )
 
 
@@ -279,6 +287,15 @@ def _state(fields: Any) -> RequestState:
         _priority(values[7]),
         _integer(values[8], "active", 1, 1024),
     )
+
+
+def _growth(fields: Any) -> Growth:
+    values = _row(fields, "l", 3, 3)
+    return Growth(_id(values[0], "l"), _likeness(values[1], values[2], "l"))
+
+
+def _likeness(number: Any, length: Any, name: str) -> Likeness:
+    return Likeness(_integer(number, name), _integer(length, name, 0, MAX_NUM_TOKENS))
 
 
 def _end(fields: Any) -> End:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Protocol
 
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextIndex
 from inflight_scheduler.recording.lines import Header, LineWriter
 from inflight_scheduler.recording.records import (
     ERROR,
@@ -32,6 +33,7 @@ from inflight_scheduler.recording.records import (
     Chunk,
     Decision,
     End,
+    Growth,
     Iteration,
     RequestState,
     Settings,
@@ -90,6 +92,7 @@ class FlightRecorder:
         self._arrivals: list[LlmRequest] = []
         self._came_ns: dict[int, int] = {}
         self._ends: list[End] = []
+        self._texts = _Texts(settings) if settings.enable_reuse else None
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
@@ -123,6 +126,10 @@ class FlightRecorder:
             self._places = _places(active_requests, self._arrivals)
             if self._places:  # each is inserted behind those before it
                 self._arrivals.sort(key=lambda request: self._places[request.request_id])
+            self._register_texts()
+        if self._texts is not None:
+            for request in paused_requests:
+                self._texts.grow(request)
         # Comparing two lists of the same objects is some nanoseconds per entry; ids are not.
         if self._generation is not generation_requests and (
             list(self._generation) != list(generation_requests)
@@ -145,6 +152,8 @@ class FlightRecorder:
 
     def ended(self, request: LlmRequest, error: str = "") -> None:
         """``request`` is not active any more; the text of an error is not recorded."""
+        if self._texts is not None:
+            self._texts.grow(request, is_last=True)
         if error:
             is_number = request.tokens[-1] >= 0
             self._ends.append(End(request.request_id, ERROR if is_number else NOT_FINITE))
@@ -155,7 +164,10 @@ class FlightRecorder:
         """Close the record; nothing happens if nothing happened."""
         if self._decision is None and not self._arrivals and not self._ends:
             return
-        decided_ns = self._decided_ns if self._decision is not None else self._clock()
+        decided_ns = self._decided_ns
+        if self._decision is None:
+            decided_ns = self._clock()
+            self._register_texts()
         self._append(decided_ns)
         self._decision = None
 
@@ -177,6 +189,9 @@ class FlightRecorder:
         ended_ids = {end.request_id for end in self._ends}
         arrivals = self._arrivals
         self._arrivals = [r for r in arrivals if r.request_id in ended_ids]
+        self._register_texts()
+        if self._texts is not None:
+            self._texts.forget(ended_ids)
         self._append(self._decided_ns)
         self._arrivals = [r for r in arrivals if r.request_id not in ended_ids]
 
@@ -193,6 +208,7 @@ class FlightRecorder:
             self._num_free_blocks,
             tuple(self._ends),
             self._has_failed,
+            () if self._texts is None else self._texts.take_growths(),
         )
         self._arrivals, self._ends, self._places = [], [], {}
         self._has_failed = False
@@ -212,7 +228,14 @@ class FlightRecorder:
             request.priority,
             request.beam_width,
             self._places.get(request.request_id),
+            NO_LIKENESS if self._texts is None else self._texts.likeness(request),
         )
+
+    def _register_texts(self) -> None:
+        """Number the texts of the arrivals, in the order in which they are recorded."""
+        if self._texts is not None:
+            for request in self._arrivals:
+                self._texts.add(request)
 
     def _format(
         self, segments: Sequence[tuple[tuple[RequestState, ...], list[Iteration]]]
@@ -238,6 +261,51 @@ class FlightRecorder:
         new_ids = {request.request_id for request in self._arrivals}
         states = [RequestState.of(r) for r in active_requests if r.request_id not in new_ids]
         self._segments.append(_Segment(tuple(states), num_numbers=9 * len(states)))
+
+
+class _Texts:
+    """Whom the texts in flight are like; the request ids are those of active requests."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._index = TextIndex(settings.num_blocks * settings.tokens_per_block)
+        self._num_texts = 0
+        self._numbers: dict[int, int] = {}
+        self._likenesses: dict[int, Likeness] = {}
+        self._growths: list[Growth] = []
+
+    def add(self, request: LlmRequest) -> None:
+        """A prompt, as it came."""
+        number, self._num_texts = self._num_texts, self._num_texts + 1
+        self._numbers[request.request_id] = number
+        found = self._index.add(request.cache_salt, request.tokens, number)
+        self._likenesses[request.request_id] = found
+
+    def likeness(self, request: LlmRequest) -> Likeness:
+        """What was found when the prompt came; to be asked once."""
+        return self._likenesses.pop(request.request_id, NO_LIKENESS)
+
+    def grow(self, request: LlmRequest, *, is_last: bool = False) -> None:
+        """``request`` gives its blocks back; everything it has generated belongs to its text."""
+        number = self._numbers.get(request.request_id)
+        if number is None:
+            return  # it ended before it was registered
+        if is_last:
+            del self._numbers[request.request_id]
+        if request.tokens[-1] < 0 or request.num_tokens == request.prompt_len:
+            return
+        found = self._index.add(request.cache_salt, request.tokens, number)
+        if found.length > request.prompt_len:
+            self._growths.append(Growth(request.request_id, found))
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """These have ended before anything was decided about them."""
+        for request_id in request_ids:
+            self._numbers.pop(request_id, None)
+
+    def take_growths(self) -> tuple[Growth, ...]:
+        """Those since the last call."""
+        growths, self._growths = tuple(self._growths), []
+        return growths
 
 
 def _places(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight_scheduler.chunking import ContextChunking
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
 
@@ -35,10 +36,6 @@ TOKEN_ENDS = frozenset({NOT_FINITE, "end_id", "stop_words"})
 END_REASONS = TOKEN_ENDS | {ERROR, "timed_out", "cancelled"}
 
 
-class RecordingError(Exception):
-    """A recording that cannot be read or cannot have happened; the message names the place."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Everything besides the requests that a decision depends on.
@@ -61,7 +58,7 @@ class Arrival(NamedTuple):
     """A request that was accepted.
 
     ``waited_us``: how long before the decision it had come. ``place`` is its index among the
-    active ones, None for last.
+    active ones, None for last. ``likeness``: with block reuse, which text its prompt begins like.
     """
 
     request_id: int
@@ -71,6 +68,7 @@ class Arrival(NamedTuple):
     priority: float = 0.5
     beam_width: int = 1
     place: int | None = None
+    likeness: Likeness = NO_LIKENESS
 
 
 class RequestState(NamedTuple):
@@ -138,11 +136,19 @@ class End(NamedTuple):
     reason: str
 
 
+class Growth(NamedTuple):
+    """With block reuse: what a request generated goes on like another text."""
+
+    request_id: int
+    likeness: Likeness
+
+
 class Iteration(NamedTuple):
     """One pass of the loop: arrivals, then the decision, the step, then the ends.
 
     ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
-    ``has_failed`` tells of a step that brought no tokens. Times are microseconds, ``start_us``
+    ``has_failed`` tells of a step that brought no tokens. ``growths`` are known when requests give
+    their blocks back in this iteration. Times are microseconds, ``start_us``
     since the recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
 
@@ -154,3 +160,4 @@ class Iteration(NamedTuple):
     num_free_blocks: int
     ends: tuple[End, ...]
     has_failed: bool = False
+    growths: tuple[Growth, ...] = ()

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.palette import count
-from inflight_scheduler.recording.records import Chunk, Decision, Iteration, RecordingError
+from inflight_scheduler.recording.records import (
+    Chunk,
+    Decision,
+    Iteration,
+)
 from inflight_scheduler.recording.simulation import (
     Lists,
     MakeScheduler,

@@ -13,14 +13,16 @@ from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.records import (
     MAX_NUM_REQUESTS,
+    NOT_FINITE,
     TOKEN_ENDS,
     Arrival,
     Chunk,
     Decision,
     Iteration,
-    RecordingError,
     RequestState,
     Settings,
 )
@@ -46,14 +48,21 @@ class Step(NamedTuple):
     ended: list[LlmRequest]
 
 
-class Zeros(list[int]):
-    """A list of tokens of which only the length counts: constant memory, whatever the length."""
+class MadeUpText(list[int]):
+    """The tokens of a request without tokens: constant memory, whatever the length.
 
-    __slots__ = ("length",)
+    Without a book all are 0. With one, texts agree where the book says so (block reuse).
+    ``is_broken``: the last token is the one that says that the model's numbers failed.
+    """
 
-    def __init__(self, length: int) -> None:
+    __slots__ = ("_book", "is_broken", "length", "number")
+
+    def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
         super().__init__()
         self.length = length
+        self.number = number
+        self.is_broken = False
+        self._book = book
 
     def __len__(self) -> int:
         return self.length
@@ -67,9 +76,12 @@ class Zeros(list[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [0] * len(range(*index.indices(self.length)))
-        return 0
+        if not isinstance(index, slice):
+            return -1 if self.is_broken else 0
+        start, end, _ = index.indices(self.length)
+        if self._book is None:
+            return [0] * max(end - start, 0)
+        return self._book.tokens(self.number, start, end)
 
 
 def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
@@ -120,6 +132,12 @@ class Simulation:
         )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        self._book = TextBook() if settings.enable_reuse else None
+        if active and settings.enable_reuse:
+            raise RecordingError(
+                "the recording begins in the middle: with block reuse nobody knows what was "
+                "cached then; record to a file from the start (record_file)"
+            )
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
         for state in active:
@@ -132,6 +150,9 @@ class Simulation:
     def arrive(self, arrival: Arrival) -> LlmRequest:
         """Make a request active, at its place."""
         request = _make(arrival, arrival.prompt_len, arrival.max_new_tokens)
+        if self._book is not None:
+            number = self._book.add(arrival.likeness)
+            request.tokens = MadeUpText(arrival.prompt_len, self._book, number)
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
         self._add(request, arrival.place)
@@ -171,6 +192,8 @@ class Simulation:
         Whoever has all its tokens ends, and of ``iteration`` those that a token ended; requests end
         in the order in which they got their tokens. A step that failed gives no tokens.
         """
+        if iteration is not None:
+            self._grow(iteration)
         batch = self.planner.plan(*lists)
         num_free_blocks = self.block_manager.num_free_blocks
         if iteration is not None and iteration.has_failed:
@@ -181,11 +204,17 @@ class Simulation:
         advanced = self.planner.update(batch, [0] * num_tokens)
         ends = {} if iteration is None else dict(iteration.ends)
         ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
+        for request in ended:
+            is_broken = ends.get(request.request_id) == NOT_FINITE
+            if is_broken and isinstance(request.tokens, MadeUpText):
+                request.tokens.is_broken = True
         self.forget(ended)
         return Step(num_free_blocks, advanced, ended)
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:
         """The other ends of ``iteration``; returns the requests."""
+        if iteration.decision is None:
+            self._grow(iteration)
         ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
         self.forget(ended)
         return ended
@@ -198,6 +227,15 @@ class Simulation:
             self.planner.release(request)
             self._by_id.pop(request.request_id, None)
         self.active = [r for r in self.active if r.request_id in self._by_id]
+
+    def _grow(self, iteration: Iteration) -> None:
+        """Texts that go on like others, told before their blocks are kept."""
+        if self._book is None:
+            return
+        for request_id, likeness in iteration.growths:
+            request = self._known(request_id)
+            if isinstance(request.tokens, MadeUpText):
+                self._book.extend(request.tokens.number, likeness, request.prompt_len)
 
     def _known(self, request_id: int) -> LlmRequest:
         request = self._by_id.get(request_id)
@@ -225,7 +263,7 @@ class Simulation:
             return
         request.context_chunk_size = state.num_computed
         request.move_to_next_context_chunk()
-        request.tokens = Zeros(state.num_tokens)
+        request.tokens = MadeUpText(state.num_tokens)
         num_cached = max(state.prompt_len, request.num_cached_tokens)
         blocks = self.block_manager.allocate(state.request_id, num_cached)
         if blocks is None or self.planner.num_free_slots == 0:
@@ -246,12 +284,12 @@ def as_decision(lists: Lists) -> Decision:
 def _make(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
     request = LlmRequest(
         facts.request_id,
-        Zeros(0),
+        MadeUpText(0),
         max_new_tokens,
         beam_width=facts.beam_width,
         priority=facts.priority,
     )
-    request.tokens = Zeros(prompt_len)
+    request.tokens = MadeUpText(prompt_len)
     request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
     request.max_num_tokens = prompt_len + max_new_tokens
     return request

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.recording.cost_model import CostModel
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.latency import Latencies, Summary
 from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Arrival, RecordingError, Settings
+from inflight_scheduler.recording.records import Arrival, Settings
 from inflight_scheduler.recording.simulation import MakeScheduler, Simulation, default_scheduler
 from inflight_scheduler.recording.workload import Job, check_jobs, load_of
 from inflight_scheduler.request import FinishReason, LlmRequest

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from inflight_scheduler.recording.cost_model import Load, Sample
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.latency import Latencies
-from inflight_scheduler.recording.records import Arrival, Iteration, RecordingError
+from inflight_scheduler.recording.records import Arrival, Iteration
 from inflight_scheduler.recording.simulation import Lists, Simulation
 from inflight_scheduler.request import LlmRequest
 

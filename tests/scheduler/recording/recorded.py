@@ -6,7 +6,7 @@ import io
 import random
 from collections.abc import Iterable, Sequence
 
-from scheduler.world import VOCAB_SIZE, make_request
+from scheduler.world import draw, make_request
 
 from inflight_scheduler import (
     ActiveRequests,
@@ -27,7 +27,7 @@ MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 
 
 class RecordedWorld:
-    """The loop of the batch manager around a recorder; the tokens are drawn at random."""
+    """The loop of the batch manager around a recorder; the model is that of `World`."""
 
     def __init__(self, settings: Settings, scheduler: RequestScheduler | None = None) -> None:
         self.manager = BlockManager(
@@ -42,7 +42,6 @@ class RecordedWorld:
         self.recorder = FlightRecorder(settings, software="test")
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
-        self.rng = random.Random(0)
 
     def arrive(self, request: LlmRequest) -> None:
         """Make ``request`` active."""
@@ -62,9 +61,10 @@ class RecordedWorld:
         self.num_pauses += len(decision[2])
         self.recorder.carried_out(self.manager.num_free_blocks)
         if not batch.is_empty:
-            num_tokens = len(batch.generation_slots)
-            num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
-            tokens = [self.rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+            last = zip(decision[0], batch.context_chunks, strict=True)
+            takers = [request for request, chunk in last if chunk.is_last]
+            # The same text goes on in the same way, as with a greedy model.
+            tokens = [draw(r.tokens, -1, 0) for r in (*takers, *decision[1])]
             for request in self.planner.update(batch, tokens):
                 if request.is_finished:
                     self.end(request)
@@ -119,6 +119,7 @@ def play(
                     max_new,
                     end_id=rng.choice([-1, 3]),
                     priority=rng.choice(priorities),
+                    family=rng.randint(1, 3) if settings.enable_reuse else None,
                 )
             )
             next_id += 1

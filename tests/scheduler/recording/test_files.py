@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, play
 
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingFile, open_recording
 from inflight_scheduler.recording.lines import MAX_LINE_BYTES
 from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 
 from inflight_scheduler import ContextChunking
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
 from inflight_scheduler.recording.records import (
     Arrival,
@@ -18,13 +19,14 @@ from inflight_scheduler.recording.records import (
     Decision,
     End,
     Iteration,
-    RecordingError,
     Settings,
 )
 from inflight_scheduler.recording.replay import replay
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 TEXT = play(SETTINGS, num_requests=20, seed=9).text
+REUSING = Settings(MAX_UTILIZATION, 12, 4, 6, 40, ContextChunking(unit_size=3), True, True)
+TEXTS = [TEXT, play(REUSING, num_requests=20, seed=9).text]
 
 ids = st.lists(st.integers(0, 2**64 - 1), max_size=8, unique=True).map(tuple)
 
@@ -77,12 +79,13 @@ def test_a_steady_iteration_costs_few_bytes() -> None:
 def test_no_text_of_the_user_is_in_a_recording() -> None:
     """Numbers, fixed keys and fixed words only."""
     words = set()
-    for line in TEXT.splitlines()[1:]:
+    for line in [line for text in TEXTS for line in text.splitlines()[1:]]:
         content = json.loads(line)
         words |= set(content) | {end[1] for end in content.get("e", [])}
-        assert all(type(x) in (int, float) for row in content.get("a", []) for x in row)
+        values = [x for key in "al" for row in content.get(key, []) for x in row]
+        assert all(x is None or type(x) in (int, float) for x in values)
         assert all(type(x) is int for key in "cp+-g" for x in content.get(key, []))
-    assert words <= set("itdacg-+pfex") | {"cancelled", "end_id"}
+    assert words <= set("itdacg-+pfexyl") | {"cancelled", "end_id"}
 
 
 def changed_header(**changes: object) -> str:
@@ -141,7 +144,7 @@ def outcome(text: str) -> str:
 @given(st.data())
 def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     """Bytes changed, lines lost, doubled or moved: a clear error, or an answer; never a crash."""
-    content = bytearray(TEXT.encode())
+    content = bytearray(data.draw(st.sampled_from(TEXTS)).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(content) - 1))
         match data.draw(st.sampled_from(["flip", "digit", "cut", "line"])):
@@ -166,15 +169,16 @@ def test_damaged_recordings_end_well(data: st.DataObject) -> None:
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(list("itdacg-+pfex")),
+        st.sampled_from(list("itdacg-+pfexyl")),
         st.recursive(
             st.none() | st.booleans() | st.integers(-1, 2**65) | st.floats() | st.text(max_size=3),
             lambda inner: st.lists(inner, max_size=4),
             max_leaves=4,
         ),
-    )
+    ),
+    st.booleans(),
 )
-def test_any_json_is_an_iteration_or_an_error(content: dict[str, object]) -> None:
-    header = TEXT.partition("\n")[0] + "\n"
+def test_any_json_is_an_iteration_or_an_error(content: dict[str, object], is_reusing: bool) -> None:
+    header = TEXTS[is_reusing].partition("\n")[0] + "\n"
     line = json.dumps({"i": 1, "t": 0, "d": 0, "f": 12, **content}) + "\n"
     assert outcome(header + line).startswith(("test.jsonl, line 2", "identical", "iteration 1"))

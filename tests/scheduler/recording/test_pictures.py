@@ -14,9 +14,10 @@ from scheduler.world import make_request
 
 from inflight_scheduler import FinishReason
 from inflight_scheduler.recording import svg
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
 from inflight_scheduler.recording.page import write_page
-from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.simulation import default_scheduler
 from inflight_scheduler.recording.svg import write_svg
 from inflight_scheduler.recording.trace import write_trace

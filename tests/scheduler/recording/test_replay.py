@@ -18,7 +18,8 @@ from inflight_scheduler import (
     RequestScheduler,
 )
 from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
 
 SMALL = Settings(MAX_UTILIZATION, num_blocks=12, tokens_per_block=4, max_batch_size=6)
@@ -30,13 +31,14 @@ chunkings = st.none() | st.builds(
 
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
-@hypothesis_settings(max_examples=40, deadline=None)
+@hypothesis_settings(max_examples=80, deadline=None)
 @given(
     num_blocks=st.integers(2, 16),
     tokens_per_block=st.sampled_from([1, 2, 4]),
     max_batch_size=st.integers(1, 8),
     max_num_tokens=st.none() | st.integers(4, 40),
     chunking=chunkings,
+    reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
     seed=st.integers(0, 2**16),
     is_equal=st.booleans(),
 )
@@ -47,11 +49,12 @@ def test_replay_of_our_own_recording_is_identical(
     max_batch_size: int,
     max_num_tokens: int | None,
     chunking: ContextChunking | None,
+    reuse: tuple[bool, bool],
     seed: int,
     is_equal: bool,
 ) -> None:
     settings = Settings(
-        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking
+        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking, *reuse
     )
     priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)
     world = play(settings, num_requests=15, seed=seed, priorities=priorities)
@@ -81,6 +84,14 @@ def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = 2 * recorder_module.NUM_SEGMENTS * 100
     numbers = [json.loads(line) for line in world.text.splitlines()[1:]]
     assert len(numbers) * 8 <= longest
+
+
+def test_with_reuse_the_middle_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cached at the start of the ring is not in it; a file from the start is exact."""
+    monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 7)
+    world = play(Settings(MAX_UTILIZATION, 12, 4, 6, 40, None, True), num_requests=150, seed=3)
+    with pytest.raises(RecordingError, match="begins in the middle: with block reuse"):
+        replay(read(world.text))
 
 
 def test_one_changed_number_is_found() -> None:

@@ -20,10 +20,11 @@ from inflight_scheduler.recording.cost_model import (
     Sample,
     fit_cost_model,
 )
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.latency import Latencies
 from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import RecordingError, Settings
+from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
 from inflight_scheduler.recording.whatif import Clock, predict
 from inflight_scheduler.recording.workload import Job, make_workload, read_workload
