@@ -6,12 +6,14 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from fakes import CountingEngine
 
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.inflight_batcher import StepEngine
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
@@ -72,7 +74,7 @@ class Recorder:
 @contextmanager
 def running(
     recorder: Recorder,
-    engine: CountingEngine | None = None,
+    engine: StepEngine | Path | None = None,
     policy: CapacitySchedulerPolicy = GUARANTEED,
     **options: Any,
 ) -> Iterator[GptManager]:

@@ -19,13 +19,15 @@ stops the loop.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +46,7 @@ from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_
 from inflight_backend.iteration_stats import IterationStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import validate
+from inflight_backend.why import describe_wait
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     FinishReason,
@@ -126,6 +129,7 @@ class GptManager:
         self._num_waiting = 0
         self._failed_callbacks: set[str] = set()
         self._stats = self._measure()
+        self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closing = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
@@ -165,6 +169,14 @@ class GptManager:
         """Ask for requests and stop signals now instead of at the next poll; from any thread."""
         self._wake.set()
 
+    def why(self, request_id: int) -> Future[dict[str, Any]]:
+        """What an active request does, and why it does not run; from any thread."""
+        return self._ask(lambda: describe_wait(self._batcher, request_id))
+
+    def recording(self) -> Future[Iterator[str]]:
+        """The lines of what was decided lately (see `FlightRecorder`); from any thread."""
+        return self._ask(self._batcher.recorder.lines)
+
     def shutdown(self) -> None:
         """End the loop once no request is active, and wait for that."""
         self._is_closing = True
@@ -174,6 +186,15 @@ class GptManager:
     def wait_until_terminate(self) -> None:
         """Wait until the loop has ended, by `shutdown` or by the request that says so."""
         self._thread.join()
+
+    def _ask(self, question: Callable[[], _Result]) -> Future[_Result]:
+        """Have the worker thread answer a question between two iterations."""
+        future: Future[_Result] = Future()
+        self._questions.put(lambda: _answer(future, question))
+        self._wake.set()
+        if not self._thread.is_alive():
+            self._answer_questions()  # nobody else changes anything now
+        return future
 
     # The loop. Everything below runs on the worker thread only.
 
@@ -187,6 +208,8 @@ class GptManager:
             if self._batch.is_empty:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
+        self._batcher.recorder.close()
+        self._answer_questions()
 
     def _iterate(self) -> None:
         if not self._is_closing:
@@ -196,6 +219,8 @@ class GptManager:
         self.step()
         self.return_completed_requests()
         self.poll_stop_signals()
+        self._batcher.recorder.finish_iteration()
+        self._answer_questions()
         if was_active:
             self.return_batch_manager_stats()
         else:
@@ -238,6 +263,7 @@ class GptManager:
             advanced = self._batcher.planner.update(self._batch, tokens)
         except Exception:
             _logger.exception("iteration %d failed", self._iteration)
+            self._batcher.recorder.failed()
             for request in self._batcher.planner.discard(self._batch):
                 self._end(request, "the engine failed while it ran this request")
             return
@@ -284,6 +310,7 @@ class GptManager:
             return
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
+        self._batcher.recorder.arrived(llm_request, request.created_ns)
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
@@ -298,7 +325,16 @@ class GptManager:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
         if self._active.remove(request):
+            self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
+
+    def _answer_questions(self) -> None:
+        while True:
+            try:
+                answer = self._questions.get_nowait()
+            except queue.Empty:
+                return
+            answer()
 
     def _measure(self) -> IterationStats:
         blocks = self._batcher.block_manager
@@ -330,6 +366,7 @@ class GptManager:
                 _logger.exception("request %d could not release all it held", request.request_id)
                 self._active.remove(request)
                 self._responses.append(_Response(request, is_final=True, error=error))
+        self._batcher.recorder.finish_iteration()
         self.return_completed_requests()
 
     def _call_for_list(
@@ -347,6 +384,13 @@ class GptManager:
                 self._failed_callbacks.add(name)
                 _logger.exception("the %s callback failed (said once)", name)
             return None
+
+
+def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
+    try:
+        future.set_result(question())
+    except Exception as error:  # a question may fail, the loop goes on
+        future.set_exception(error)
 
 
 def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:

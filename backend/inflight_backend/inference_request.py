@@ -7,6 +7,7 @@ the table behind them is `inflight_client.protocol`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,7 +39,14 @@ class InferenceRequest:
     refuses a tensor that was not set.
     """
 
-    __slots__ = ("_sent_names", "_tensors", "is_streaming", "llm_request", "request_id")
+    __slots__ = (
+        "_sent_names",
+        "_tensors",
+        "created_ns",
+        "is_streaming",
+        "llm_request",
+        "request_id",
+    )
 
     def __init__(
         self,
@@ -51,6 +59,7 @@ class InferenceRequest:
             raise InvalidRequest(f"request id {request_id} is not an unsigned 64-bit number")
         self.request_id = request_id
         self.is_streaming = is_streaming
+        self.created_ns = time.monotonic_ns()
         self.llm_request: LlmRequest | None = None  # set by validation, so that it runs once
         self._tensors: dict[str, Array] = {}
         self._sent_names: dict[str, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,12 +22,15 @@ from inflight_scheduler import (
     LlmRequest,
     RequestScheduler,
     ScheduledBatch,
-    SimpleScheduler,
+    WaitReason,
     check_decision,
     explain,
     make_scheduler,
     refusal_reason,
 )
+from inflight_scheduler.recording.files import RecordingFile
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import Settings
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
@@ -104,12 +108,13 @@ class InflightBatcher:
         self.engine = engine
         self.policy = policy
         self.num_paused = 0
+        # Engines without it are asked for nothing but full blocks.
+        self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse,
-            # Engines without it are asked for nothing but full blocks.
-            may_copy_blocks=getattr(engine, "supports_block_copies", False),
+            may_copy_blocks=self._may_copy_blocks,
         )
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
@@ -117,6 +122,7 @@ class InflightBatcher:
         self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
         self.limits = self._make_limits(params)
+        self.recorder = self._make_recorder(params)
 
     def schedule(self) -> ScheduledBatch:
         """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
@@ -125,13 +131,18 @@ class InflightBatcher:
             return self.planner.plan((), ())
         context, generation, paused = self._scheduler.schedule_request(self.active, ())
         self.num_paused = len(paused)
-        return self.planner.plan(context, generation, paused)
+        self.recorder.decided(self.active, context, generation, paused)
+        batch = self.planner.plan(context, generation, paused)
+        self.recorder.carried_out(self.block_manager.num_free_blocks)
+        return batch
+
+    def explain(self) -> dict[int, WaitReason]:
+        """Why the active requests that would not run now do not, by id."""
+        return explain(self._scheduler, self.active)
 
     def why_waiting(self, request: LlmRequest) -> str:
         """What stands in the way of an active request, with its numbers."""
-        if not isinstance(self._scheduler, SimpleScheduler):
-            return "the scheduler does not say why"
-        reason = explain(self._scheduler, self.active).get(request.request_id)
+        reason = self.explain().get(request.request_id)
         return "its turn has just come" if reason is None else str(reason)
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
@@ -150,6 +161,26 @@ class InflightBatcher:
         # over from it must be able to pause.
         default = self._make_default(CapacitySchedulerPolicy.MAX_UTILIZATION)
         return GuardedScheduler(scheduler, default, self._check)
+
+    def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
+        settings = Settings(
+            policy=self.policy,
+            num_blocks=self.engine.num_blocks,
+            tokens_per_block=self.engine.tokens_per_block,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+            chunking=self._chunking,
+            enable_reuse=self.block_manager.enable_reuse,
+            may_copy_blocks=self._may_copy_blocks,
+            scheduler_class=params.scheduler_class,
+        )
+        try:
+            sink = RecordingFile(Path(params.record_file)) if params.record_file else None
+        except OSError as error:
+            raise ConfigurationError(
+                f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
+            ) from None
+        return FlightRecorder(settings, software=version("inflight"), sink=sink)
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
         if not params.enable_chunked_context:

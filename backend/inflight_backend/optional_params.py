@@ -26,6 +26,7 @@ class KvCacheConfig:
 class TrtGptModelOptionalParams:
     """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
 
+    ``record_file``: every decision of the scheduler is written there (`inflight replay`).
     ``context_chunk_unit`` None means ``tokens_per_block``. ``priority_span``: see
     `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end requests that have not
     started, or not finished, so long after they were accepted; None means never, and a deadline
@@ -46,6 +47,7 @@ class TrtGptModelOptionalParams:
     max_run_seconds: float | None = None
     device: str = "auto"
     dtype: str = "auto"
+    record_file: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("context_chunk_unit", "max_queue_seconds", "max_run_seconds"):
@@ -73,4 +75,5 @@ class TrtGptModelOptionalParams:
             enable_chunked_context=parameters.enable_chunked_context,
             device=parameters.device,
             dtype=parameters.dtype,
+            record_file=parameters.record_file,
         )

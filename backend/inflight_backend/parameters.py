@@ -54,6 +54,7 @@ class ServerParameters:
     dtype: str
     status_file: str | None
     drain_file: str | None
+    record_file: str | None
     enable_chunked_context: bool
     enable_kv_cache_reuse: bool
 

@@ -115,9 +115,7 @@ class TritonPythonModel:
         )
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
-        self._frontend.start(
-            self._manager.limits, self._manager.wake, lambda: self._manager.stats_json
-        )
+        self._frontend.start(self._manager)
         metrics = TritonMetrics(pb_utils, args["model_name"], args["model_version"])
         self._housekeeper = Housekeeper(
             [

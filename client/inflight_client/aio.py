@@ -20,10 +20,14 @@ from inflight_client.encoding import (
     AnswerCollector,
     GenerateOptions,
     generate_call,
+    last_answer,
     read_chunk,
     read_stats,
+    read_why,
+    recording_call,
     stats_call,
     stop_call,
+    why_call,
 )
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
@@ -93,6 +97,20 @@ class AsyncInflightClient:
             async for response in received:
                 for stats in read_stats(response):
                     yield stats
+
+    async def why(
+        self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT
+    ) -> dict[str, Any]:
+        """See `InflightClient.why`."""
+        responses = self._transport.infer(why_call(self._model, request_id), timeout)
+        answers = [read_why(response) async for response in responses.receive()]
+        return last_answer(answers)
+
+    async def recording(self, *, timeout: float | None = None) -> str:
+        """See `InflightClient.recording`."""
+        responses = self._transport.infer(recording_call(self._model), timeout)
+        pieces = [response.tensors.get("recording", ()) async for response in responses.receive()]
+        return "".join(text for piece in pieces for text in piece)
 
     async def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
         """See `InflightClient.health`."""

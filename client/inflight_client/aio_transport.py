@@ -170,7 +170,7 @@ class _HttpResponses:
     def __init__(
         self, client: httpx.AsyncClient, call: InferCall, address: Address, timeout: float | None
     ) -> None:
-        if "stats" not in call.values and not call.request_id:
+        if call.is_generation and not call.request_id:
             call = replace(call, request_id=uuid.uuid4().hex)
         self._client = client
         self._call = call
@@ -229,7 +229,7 @@ class _HttpResponses:
             raise
 
     async def _stop(self) -> None:
-        if not self._call.request_id or "stop" in self._call.values:
+        if not self._call.is_generation:
             return
         call = stop_call(self._call.model, self._call.request_id)
         with suppress(InflightError):  # best effort: the caller has other news already

@@ -1,4 +1,4 @@
-"""The command ``inflight``: generate, stop, stats, health, demo, and what other packages add.
+"""The command ``inflight``: generate, stop, stats, why, record, health, demo, and plug-ins.
 
 A package adds a command with an entry point of the group ``inflight.commands`` that names a
 function with typer annotations. Heavy imports happen inside the commands, so that ``--help`` is
@@ -94,6 +94,43 @@ def stats(
                 _write(json.dumps(values) + "\n")
         else:
             _show_table(client, follow, url or "the server")
+
+
+@app.command()
+def why(
+    request_id: Annotated[str, typer.Argument(help="The id the request was started with.")],
+    json_line: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    url: UrlOption = None,
+    http: HttpOption = False,
+) -> None:
+    """Tell why a request does not run now, and its place among those who wait."""
+    with _reported_errors(), _connect(url, http) as client:
+        answer = client.why(request_id)
+    if json_line:
+        _write(json.dumps(answer) + "\n")
+        return
+    place = f" (place {answer['place']} of {answer['num_waiting']})" if "place" in answer else ""
+    _write(f"{answer.get('state')}{place}: {answer.get('reason')}\n")
+
+
+@app.command()
+def record(
+    output: Annotated[str, typer.Option("--output", "-o", help="File to write; - is stdout.")],
+    url: UrlOption = None,
+    http: HttpOption = False,
+) -> None:
+    """Fetch what the scheduler decided lately, for `inflight replay` and `inflight timeline`."""
+    with _reported_errors(), _connect(url, http) as client:
+        text = client.recording()
+    if output == "-":
+        _write(text)
+        return
+    try:
+        with open(output, "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError as error:
+        typer.echo(f"error: {output} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command()

@@ -13,10 +13,14 @@ from inflight_client.encoding import (
     AnswerCollector,
     GenerateOptions,
     generate_call,
+    last_answer,
     read_chunk,
     read_stats,
+    read_why,
+    recording_call,
     stats_call,
     stop_call,
+    why_call,
 )
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
@@ -98,6 +102,18 @@ class InflightClient:
         with closing(responses.receive()) as received:
             for response in received:
                 yield from read_stats(response)
+
+    def why(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
+        """Why ``request_id`` does not run now: ``state``, ``reason``, and the numbers behind it."""
+        responses = self._transport.infer(why_call(self._model, request_id), timeout)
+        answers = [read_why(response) for response in responses.receive()]
+        return last_answer(answers)
+
+    def recording(self, *, timeout: float | None = None) -> str:
+        """What the scheduler decided lately, as JSON lines for ``inflight replay``."""
+        responses = self._transport.infer(recording_call(self._model), timeout)
+        pieces = [response.tensors.get("recording", ()) for response in responses.receive()]
+        return "".join(text for piece in pieces for text in piece)
 
     def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
         """Whether the model is loaded and takes requests; `ServerUnreachable` if nobody answers."""

@@ -29,6 +29,9 @@ WHOLE_TEXT_OUTPUTS = ("text_output", "sequence_length")
 """The count tells why an answer ended; a stream of text does without, each tensor costs time."""
 
 
+_QUESTIONS = frozenset({"stop", "stats", "why", "recording"})
+
+
 class GenerateOptions(TypedDict, total=False):
     """Optional settings of a request; what is left out is decided by the server."""
 
@@ -63,6 +66,11 @@ class InferCall:
     outputs: tuple[str, ...] = ()
     request_id: str = ""
     model: str = LLM_MODEL_NAME
+
+    @property
+    def is_generation(self) -> bool:
+        """True unless it asks about the server or another request: then its id is not its own."""
+        return _QUESTIONS.isdisjoint(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +131,18 @@ def stats_call(model: str, *, is_feed: bool) -> InferCall:
     return InferCall({"stats": True, "stream": is_feed}, ("stats",), "", model)
 
 
+def why_call(model: str, request_id: str) -> InferCall:
+    """The question why ``request_id`` does not run; `InvalidArgument` if empty."""
+    if not request_id:
+        raise InvalidArgument("request_id is empty: give the id the request was started with.")
+    return InferCall({"why": True}, ("why",), checked_request_id(request_id), model)
+
+
+def recording_call(model: str) -> InferCall:
+    """The request for what the scheduler decided lately."""
+    return InferCall({"recording": True}, ("recording",), "", model)
+
+
 def checked_request_id(request_id: str) -> str:
     """``request_id`` itself; `InvalidArgument` unless it is a string both wires can carry."""
     if not isinstance(request_id, str):
@@ -147,6 +167,24 @@ def read_stats(response: Response) -> list[dict[str, Any]]:
         return [json.loads(text) for text in response.tensors.get("stats", ())]
     except json.JSONDecodeError as error:
         raise ServerError(f"the server sent statistics that are not JSON: {error}.") from None
+
+
+def read_why(response: Response) -> dict[str, Any]:
+    """What the server says of a request; `ServerError` if it is no JSON object."""
+    try:
+        content = json.loads(response.tensors.get("why", ("",))[0])
+    except json.JSONDecodeError as error:
+        raise ServerError(f"the server sent a reason that is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ServerError("the server sent a reason that is no JSON object.")
+    return content
+
+
+def last_answer(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The answer to a question; `ServerError` if the server gave none."""
+    if not answers:
+        raise ServerError("the server gave no reason: it may be too old for this question.")
+    return answers[-1]
 
 
 class AnswerCollector:

@@ -188,6 +188,8 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
+    TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
+    TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
 )
 
 OUTPUTS: tuple[TensorSpec, ...] = (
@@ -214,6 +216,8 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("num_output_tokens", "INT32", (1,), "tokens generated"),
     TensorSpec("text_output", "STRING", (-1,), "text of each beam", is_honoured=True),
     TensorSpec("stats", "STRING", (-1,), "statistics, one JSON per iteration", is_honoured=True),
+    TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON", is_honoured=True),
+    TensorSpec("recording", "STRING", (-1,), "decisions as JSON lines", is_honoured=True),
 )
 
 INPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in INPUTS}
@@ -227,7 +231,9 @@ RENAMED_INPUTS: dict[str, str] = {
 }
 """Another name of an input -> the name used inside. Sending both is an error."""
 
-CONTROL_INPUTS: frozenset[str] = frozenset({"stop", "stream", "streaming", "stats", "text_input"})
+CONTROL_INPUTS: frozenset[str] = frozenset(
+    {"stop", "stream", "streaming", "stats", "why", "recording", "text_input"}
+)
 """Consumed by the Triton model; not tensors of an `InferenceRequest`."""
 
 
@@ -271,6 +277,8 @@ _NOT_IN_ENSEMBLE = frozenset(
         "num_input_tokens",
         "num_output_tokens",
         "stats",
+        "why",
+        "recording",
     ]
 )
 
@@ -378,17 +386,12 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec("status_file", "str", "", "file in which the model reports loading and state"),
     ParameterSpec("drain_file", "str", "", "file whose appearance makes the model drain"),
+    ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
     ParameterSpec(
-        "enable_chunked_context",
-        "bool",
-        "false",
-        "a prompt may be computed in several iterations, so it may exceed max_num_tokens",
+        "enable_chunked_context", "bool", "false", "a prompt may be computed in several iterations"
     ),
     ParameterSpec(
-        "enable_kv_cache_reuse",
-        "bool",
-        "false",
-        "keep computed KV blocks and share them with later requests that begin alike",
+        "enable_kv_cache_reuse", "bool", "false", "share KV blocks with requests that begin alike"
     ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),

@@ -1,13 +1,14 @@
 """Why a request does not run: the decision once more, with the numbers it was made of.
 
 Deciding is a pure function of what is active and of the blocks, so the reasons need not be
-collected on the way: `explain` makes the same decision again and says for everybody who does not
-run what stands in the way. Nothing is changed but what deciding changes.
+collected on the way: `explain` walks through a decision again, before it is carried out, and says
+for everybody who does not run what stands in the way. A bound is met by one request; those behind
+it wait because nobody is overtaken. Nothing is changed but what deciding changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,8 +20,12 @@ from inflight_scheduler.capacity import (
     is_started_context,
 )
 from inflight_scheduler.forecast import BlockForecast
+from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.request import LlmRequest
-from inflight_scheduler.scheduler import SimpleScheduler
+from inflight_scheduler.scheduler import RequestScheduler, SimpleScheduler
+
+Lists = tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
+"""Context, generation and paused requests: a decision."""
 
 
 class WaitCode(Enum):
@@ -34,125 +39,262 @@ class WaitCode(Enum):
     PAUSED = "paused"
     IN_FLIGHT = "in_flight"
     BATCH = "batch"
+    TOKENS = "tokens"
+    BEAMS = "beams"
     STATE = "state"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReason:
-    """Why one request does not run now; the numbers that its code speaks of, else 0."""
+    """Why one request does not run now; the numbers that its code speaks of, else 0.
+
+    BLOCKS and TOKENS: needed, and what is left. PAUSED: the same of the request ``behind_id``, for
+    which this one was paused (0 needed: it took the place). MAX_REQUESTS and BATCH: the limit is
+    ``num_available``. BEHIND: ``behind_id`` waits first, and ``num_ahead`` wait before this one.
+    """
 
     code: WaitCode
     num_needed: int = 0
     num_available: int = 0
     behind_id: int | None = None
+    num_ahead: int = 0
 
     def __str__(self) -> str:
-        return _TEXTS[self.code].format(self)
+        return _TEXTS[self.code].format(
+            self,
+            others="1 other" if self.num_ahead == 1 else f"{self.num_ahead} others",
+            cause=f"needs {self.num_needed} KV blocks, free {self.num_available}"
+            if self.num_needed
+            else "takes its place",
+        )
 
 
 _TEXTS = {
     WaitCode.BLOCKS: "waiting for KV blocks: needs {0.num_needed}, free {0.num_available}",
-    WaitCode.BEHIND: "behind request {0.behind_id}",
+    WaitCode.BEHIND: "behind {others}, first of them request {0.behind_id}",
     WaitCode.MAX_REQUESTS: "all {0.num_available} places are taken",
     WaitCode.STATIC_BATCH: "waiting until the running batch has ended",
     WaitCode.SHARED_CONTEXT: "waiting for a request that computes the same text",
-    WaitCode.PAUSED: "paused with {0.num_available} tokens: an earlier request needs its KV blocks",
+    WaitCode.PAUSED: "paused as victim of request {0.behind_id}, which {cause}",
     WaitCode.IN_FLIGHT: "still running in another step",
-    WaitCode.BATCH: "no room in this iteration: batch size or tokens are used up",
+    WaitCode.BATCH: "batch limit: {0.num_available} requests run in this iteration",
+    WaitCode.TOKENS: "token budget: needs {0.num_needed} tokens, {0.num_available} left",
+    WaitCode.BEAMS: "its beam width differs from that of request {0.behind_id}, which runs",
     WaitCode.STATE: "not in a state that can run",
+    WaitCode.UNKNOWN: "the scheduler does not say why",
 }
 
 
 def explain(
-    scheduler: SimpleScheduler,
+    scheduler: RequestScheduler,
     active_requests: Sequence[LlmRequest],
     inflight_request_ids: Collection[int] = (),
+    decision: Lists | None = None,
 ) -> dict[int, WaitReason]:
-    """The reason of every active request that ``scheduler`` would not run now, by id."""
+    """The reason of every active request that ``scheduler`` would not run now, by id.
+
+    ``decision`` is what it decided just now, if that is known. Of another scheduler than
+    `SimpleScheduler` nobody knows the reasons.
+    """
     requests = list(active_requests)
+    if decision is None:
+        decision = scheduler.schedule_request(requests, inflight_request_ids)
+    running = {id(request) for request in (*decision[0], *decision[1])}
+    if len(running) == len(requests):
+        return {}
+    if not isinstance(scheduler, SimpleScheduler):
+        waiting = (request for request in requests if id(request) not in running)
+        return {request.request_id: WaitReason(WaitCode.UNKNOWN) for request in waiting}
     capacity = scheduler.capacity_scheduler
-    context, generation, _ = scheduler.schedule_request(requests, inflight_request_ids)
-    running = {request.request_id for request in (*context, *generation)}
     fitting, paused = capacity.schedule_request(requests)
-    reasons = _not_fitting(capacity, requests, fitting, paused)
-    for request in fitting:
-        if request.request_id in inflight_request_ids:
-            reasons[request.request_id] = WaitReason(WaitCode.IN_FLIGHT)
-        elif request.request_id not in running:
-            reasons[request.request_id] = WaitReason(WaitCode.BATCH)
+    walk = _CapacityWalk(capacity, requests, fitting, paused)
+    reasons = dict(walk.explain_paused())
+    reasons.update(walk.explain_waiting())
+    reasons.update(
+        _explain_idle(scheduler.micro_batch_scheduler, fitting, decision, inflight_request_ids)
+    )
     return reasons
 
 
-def _not_fitting(
-    capacity: CapacityScheduler,
-    requests: Sequence[LlmRequest],
+class _CapacityWalk:
+    """The walk of a capacity scheduler again, with its outcome known."""
+
+    def __init__(
+        self,
+        capacity: CapacityScheduler,
+        requests: Sequence[LlmRequest],
+        fitting: Sequence[LlmRequest],
+        paused: Sequence[LlmRequest],
+    ) -> None:
+        self._capacity = capacity
+        self._fitting = fitting
+        self._paused = paused
+        is_fitting = {id(request) for request in fitting}
+        self._others = [request for request in requests if id(request) not in is_fitting]
+        self._forecast: BlockForecast | None = None
+        if isinstance(capacity, (ReservingScheduler, MaxUtilizationScheduler)):
+            self._forecast = BlockForecast(capacity.block_manager)
+            self._forecast.promise(filter(is_started_context, requests))
+
+    def explain_paused(self) -> Iterator[tuple[int, WaitReason]]:
+        """For whom each was paused; afterwards the forecast holds what the decision leaves.
+
+        Whoever has room takes it, whoever has not gets the next victim's. Victims left at the end
+        were paused for the first request that does not run, which may be one of them.
+        """
+        forecast = self._forecast
+        if forecast is None:
+            return
+        victims = list(reversed(self._paused))
+        limit = self._capacity.max_num_requests
+        for num_fitting, request in enumerate(self._fitting):
+            needed = self._needed(forecast, request)
+            while victims and (needed > forecast.num_available or num_fitting >= limit):
+                yield self._pause(forecast, victims.pop(), request, needed)
+                needed = self._needed(forecast, request)
+            forecast.claim(request, needed)
+        schedulable = (r for r in self._others if self._capacity.is_schedulable(r))
+        current = next((r for r in schedulable if not forecast.is_beneficial_to_skip(r)), None)
+        while victims:
+            assert current is not None, "a victim is not fitting"
+            needed = self._needed(forecast, current)
+            yield self._pause(forecast, victims.pop(), current, needed)
+
+    def explain_waiting(self) -> Iterator[tuple[int, WaitReason]]:
+        """Those who may not hold cache: a bound for the first, a place for the others.
+
+        Where somebody was paused the walk has ended, so whoever stands behind waits for that one.
+        """
+        paused = {id(request) for request in self._paused}
+        others = self._others
+        if not paused:  # contexts that hold blocks already are looked at first
+            others = sorted(others, key=lambda request: request.is_first_context_chunk)
+        first_id: int | None = None
+        num_ahead = 0
+        for request in others:
+            request_id = request.request_id
+            if not self._capacity.is_schedulable(request):
+                yield request_id, WaitReason(WaitCode.STATE)
+                continue
+            if id(request) in paused:
+                first_id = request_id if first_id is None else first_id
+            elif first_id is not None:
+                reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_ahead)
+                yield request_id, reason
+            else:
+                reason = self._bound(request)
+                if reason.code is not WaitCode.SHARED_CONTEXT:
+                    first_id = request_id
+                yield request_id, reason
+            num_ahead += 1
+
+    def _bound(self, request: LlmRequest) -> WaitReason:
+        """What stopped the walk; a request that waits for another's context does not."""
+        capacity, forecast = self._capacity, self._forecast
+        is_static = isinstance(capacity, StaticBatchScheduler)
+        if forecast is not None and not is_static and forecast.is_beneficial_to_skip(request):
+            return WaitReason(WaitCode.SHARED_CONTEXT)
+        if len(self._fitting) >= capacity.max_num_requests or forecast is None:
+            return WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests)
+        if is_static and any(r.is_generation_in_progress_state for r in self._fitting):
+            return WaitReason(WaitCode.STATIC_BATCH)
+        num_needed = self._needed(forecast, request)
+        return WaitReason(WaitCode.BLOCKS, num_needed, forecast.num_available)
+
+    def _needed(self, forecast: BlockForecast, request: LlmRequest) -> int:
+        """Blocks that the policy wants to see free before it takes ``request``."""
+        if isinstance(self._capacity, MaxUtilizationScheduler):
+            return forecast.needed_one_step(request, self._capacity.two_step_lookahead)
+        return forecast.needed_to_completion(request)
+
+    def _pause(
+        self, forecast: BlockForecast, victim: LlmRequest, other: LlmRequest, needed: int
+    ) -> tuple[int, WaitReason]:
+        num_available = forecast.num_available
+        forecast.release(victim)
+        if needed <= num_available:
+            needed = num_available = 0
+        reason = WaitReason(WaitCode.PAUSED, needed, num_available, behind_id=other.request_id)
+        return victim.request_id, reason
+
+
+def _explain_idle(
+    micro_batch: MicroBatchScheduler,
     fitting: Sequence[LlmRequest],
-    paused: Sequence[LlmRequest],
-) -> dict[int, WaitReason]:
-    """Reasons of those that the capacity scheduler left out, in order."""
-    forecast = _forecast(capacity, requests, fitting, paused)
-    known = {request.request_id for request in (*fitting, *paused)}
-    reasons = {
-        request.request_id: WaitReason(WaitCode.PAUSED, 0, len(request.tokens))
-        for request in paused
-    }
+    decision: Lists,
+    inflight_request_ids: Collection[int],
+) -> Iterator[tuple[int, WaitReason]]:
+    """Those who hold cache, or may, and still do not run in this iteration."""
+    context, generation, _ = decision
+    walk = _BatchWalk(micro_batch, context, generation, inflight_request_ids)
+    running = {id(request) for request in (*context, *generation)}
     first_id: int | None = None
-    for request in requests:
-        if request.request_id in known:
-            continue
-        if not capacity.is_schedulable(request):
-            reason = WaitReason(WaitCode.STATE)
-        elif first_id is not None:
-            reason = WaitReason(WaitCode.BEHIND, behind_id=first_id)
-        else:
-            reason = _reason_of_first(capacity, request, fitting, paused, forecast)
-            if reason.code is not WaitCode.SHARED_CONTEXT:
-                first_id = request.request_id
-        reasons[request.request_id] = reason
-    return reasons
-
-
-def _reason_of_first(
-    capacity: CapacityScheduler,
-    request: LlmRequest,
-    fitting: Sequence[LlmRequest],
-    paused: Sequence[LlmRequest],
-    forecast: BlockForecast | None,
-) -> WaitReason:
-    """What stopped the walk; a request that waits for another's context does not."""
-    is_static = isinstance(capacity, StaticBatchScheduler)
-    if forecast is not None and not is_static and forecast.is_beneficial_to_skip(request):
-        return WaitReason(WaitCode.SHARED_CONTEXT)
-    if len(fitting) >= capacity.max_num_requests or forecast is None:
-        return WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests)
-    if is_static and any(other.is_generation_in_progress_state for other in fitting):
-        return WaitReason(WaitCode.STATIC_BATCH)
-    num_needed = _needed(capacity, forecast, request)
-    if num_needed <= forecast.num_available and paused:
-        # The moving end of MAX_UTILIZATION passed it when somebody in front was paused.
-        return WaitReason(WaitCode.BEHIND, behind_id=paused[-1].request_id)
-    return WaitReason(WaitCode.BLOCKS, num_needed, forecast.num_available)
-
-
-def _forecast(
-    capacity: CapacityScheduler,
-    requests: Sequence[LlmRequest],
-    fitting: Sequence[LlmRequest],
-    paused: Sequence[LlmRequest],
-) -> BlockForecast | None:
-    """The blocks after the decision; None for a scheduler that knows no blocks."""
-    if not isinstance(capacity, (ReservingScheduler, MaxUtilizationScheduler)):
-        return None
-    forecast = BlockForecast(capacity.block_manager)
+    num_idle = 0
     for request in fitting:
-        forecast.claim(request, _needed(capacity, forecast, request))
-    for request in paused:
-        forecast.release(request)
-    forecast.promise(filter(is_started_context, requests))
-    return forecast
+        if id(request) in running:
+            walk.count(request)
+            continue
+        if first_id is not None:
+            reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_idle)
+        else:
+            reason, is_end = walk.bound(request)
+            first_id = request.request_id if is_end else None
+        num_idle += 1
+        yield request.request_id, reason
 
 
-def _needed(capacity: CapacityScheduler, forecast: BlockForecast, request: LlmRequest) -> int:
-    if isinstance(capacity, MaxUtilizationScheduler):
-        return forecast.needed_one_step(request, capacity.two_step_lookahead)
-    return forecast.needed_to_completion(request)
+class _BatchWalk:
+    """The walk of the micro-batch scheduler again: how much is taken before each request."""
+
+    def __init__(
+        self,
+        micro_batch: MicroBatchScheduler,
+        context: Sequence[LlmRequest],
+        generation: Sequence[LlmRequest],
+        inflight_request_ids: Collection[int],
+    ) -> None:
+        self._micro_batch = micro_batch
+        self._inflight_request_ids = inflight_request_ids
+        self._num_requests = self._num_tokens = 0
+        self._beam_request = generation[0] if generation else None
+        num_tokens = sum(map(self._cost, context)) + sum(r.beam_width for r in generation)
+        budget = micro_batch.max_num_tokens
+        self._num_tokens_left = 0 if budget is None else budget - num_tokens
+
+    def count(self, request: LlmRequest) -> None:
+        """``request`` runs."""
+        self._num_requests += 1
+        # Contexts that may be cut take what is left after the walk.
+        if not (request.is_context_init_state and self._micro_batch.chunking):
+            self._num_tokens += self._cost(request)
+
+    def bound(self, request: LlmRequest) -> tuple[WaitReason, bool]:
+        """Why ``request`` does not run, and whether the walk ends with it."""
+        micro_batch = self._micro_batch
+        until, after = micro_batch.no_schedule_until_state, micro_batch.no_schedule_after_state
+        if self._num_requests >= micro_batch.max_batch_size:
+            return WaitReason(WaitCode.BATCH, 1, micro_batch.max_batch_size), True
+        if request.request_id in self._inflight_request_ids:
+            return WaitReason(WaitCode.IN_FLIGHT), False
+        if not until <= request.state < after:
+            return WaitReason(WaitCode.STATE), False
+        chunking = micro_batch.chunking
+        if request.is_context_init_state and chunking is not None:
+            self._num_requests += 1
+            length = micro_batch.num_tokens_to_compute(request)
+            smallest = min(length, chunking.unit_size)
+            return WaitReason(WaitCode.TOKENS, smallest, self._num_tokens_left), False
+        cost, budget = self._cost(request), micro_batch.max_num_tokens
+        if budget is not None and self._num_tokens + cost > budget:
+            return WaitReason(WaitCode.TOKENS, cost, budget - self._num_tokens), True
+        other = self._beam_request
+        assert other is not None, "nothing stands in the way"
+        return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
+
+    def _cost(self, request: LlmRequest) -> int:
+        if not request.is_context_init_state:
+            return request.beam_width
+        if self._micro_batch.chunking is not None:
+            return request.context_chunk_size
+        return self._micro_batch.num_tokens_to_compute(request)

@@ -250,7 +250,7 @@ def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
     options = params(
         max_batch_size=32, kv_cache_config=REUSE, enable_chunked_context=True, max_seq_len=128
     )
-    with running(recorder, engine, MAX_UTILIZATION, params=options) as manager:  # type: ignore[arg-type]
+    with running(recorder, engine, MAX_UTILIZATION, params=options) as manager:
         recorder.wait_for_finals(0)
         recorder.pending.extend(request(i, prompt, 4) for i in range(1, 33))
         manager.wake()

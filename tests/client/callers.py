@@ -33,6 +33,10 @@ class Caller(Protocol):
 
     def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]: ...
 
+    def why(self, request_id: str, **options: Any) -> dict[str, Any]: ...
+
+    def recording(self) -> str: ...
+
     def health(self) -> bool: ...
 
 
@@ -84,6 +88,14 @@ class SyncCaller:
                 if len(found) == count:
                     break
         return found
+
+    def why(self, request_id: str, **options: Any) -> dict[str, Any]:
+        with InflightClient(**self._settings) as client:
+            return client.why(request_id, **options)
+
+    def recording(self) -> str:
+        with InflightClient(**self._settings) as client:
+            return client.recording()
 
     def health(self) -> bool:
         with InflightClient(**self._settings) as client:
@@ -156,6 +168,20 @@ class AsyncCaller:
                     if len(found) == count:
                         break
             return found
+
+        return asyncio.run(run())
+
+    def why(self, request_id: str, **options: Any) -> dict[str, Any]:
+        async def run() -> dict[str, Any]:
+            async with AsyncInflightClient(**self._settings) as client:
+                return await client.why(request_id, **options)
+
+        return asyncio.run(run())
+
+    def recording(self) -> str:
+        async def run() -> str:
+            async with AsyncInflightClient(**self._settings) as client:
+                return await client.recording()
 
         return asyncio.run(run())
 

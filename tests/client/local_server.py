@@ -65,6 +65,10 @@ class LocalTriton:
             yield {}
         elif values.get("stats"):
             yield from self._stats(bool(values["stream"]))
+        elif values.get("why"):
+            yield from self._why(arrival)
+        elif values.get("recording"):
+            yield {"recording": ['{"inflight_recording": 1}\n']}
         elif "input_ids" in values:
             last, count = values["input_ids"][-1], values["request_output_len"]
             ids = list(range(last + 1, last + 1 + count))
@@ -78,6 +82,17 @@ class LocalTriton:
         while is_feed:
             time.sleep(GAP_SECONDS)
             yield {"stats": ['{"Iteration Counter": 2}', '{"Iteration Counter": 3}']}
+
+    def _why(self, arrival: Arrival) -> Iterator[Tensors]:
+        if arrival.request_id == "silent":
+            while not arrival.is_left.is_set() and arrival.request_id not in self.stops:
+                time.sleep(GAP_SECONDS)
+        elif arrival.request_id == "broken":
+            yield {"why": ["[}"]}
+        else:
+            reason = "waiting for KV blocks: needs 5, free 3"
+            numbers = {"place": 2, "num_waiting": 7}
+            yield {"why": [json.dumps({"state": "waiting", "reason": reason, **numbers})]}
 
     def _text(self, arrival: Arrival) -> Iterator[Tensors]:
         prompt = arrival.values["text_input"]

@@ -115,6 +115,24 @@ def test_stop(local: Local) -> None:
     assert local.triton.stops == {"mine"}
 
 
+def test_why(local: Local) -> None:
+    done = run("why", "mine", *server_options(local))
+    expected = "waiting (place 2 of 7): waiting for KV blocks: needs 5, free 3\n"
+    assert (done.exit_code, done.stdout) == (0, expected)
+    done = run("why", "mine", "--json", *server_options(local))
+    assert json.loads(done.stdout)["place"] == 2
+
+
+def test_record(local: Local, tmp_path: Path) -> None:
+    done = run("record", "-o", str(tmp_path / "r.jsonl"), *server_options(local))
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert (tmp_path / "r.jsonl").read_text() == '{"inflight_recording": 1}\n'
+    assert run("record", "-o", "-", *server_options(local)).stdout.startswith("{")
+    done = run("record", "-o", str(tmp_path / "no" / "r"), *server_options(local))
+    assert done.exit_code == 1
+    assert "cannot be written: No such file" in done.stderr
+
+
 def test_stats_once(local: Local) -> None:
     done = run("stats", *server_options(local))
 

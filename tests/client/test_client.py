@@ -165,6 +165,38 @@ def test_last_statistics(caller: Caller, local: Local) -> None:
     assert local.triton.arrivals[0].values == {"stats": True, "stream": False}
 
 
+def test_why_gives_the_reason_and_its_numbers(caller: Caller, local: Local) -> None:
+    assert caller.why("mine") == {
+        "state": "waiting",
+        "reason": "waiting for KV blocks: needs 5, free 3",
+        "place": 2,
+        "num_waiting": 7,
+    }
+    (arrival,) = local.triton.arrivals
+    assert (arrival.request_id, arrival.values) == ("mine", {"why": True})
+    with pytest.raises(InvalidArgument, match="request_id is empty"):
+        caller.why("")
+    with pytest.raises(ServerError, match="not JSON"):
+        caller.why("broken")
+
+
+def test_a_question_given_up_does_not_stop_the_request_it_asks_about(
+    caller: Caller, local: Local
+) -> None:
+    """It carries the id of that request."""
+    with pytest.raises(RequestTimeout):
+        caller.why("silent", timeout=0.3)
+    assert caller.health()
+    assert not any(arrival.values.get("stop") for arrival in local.triton.arrivals)
+    local.triton.stops.add("silent")
+
+
+def test_the_recording_comes_as_text(caller: Caller, local: Local) -> None:
+    assert caller.recording() == '{"inflight_recording": 1}\n'
+    (arrival,) = local.triton.arrivals
+    assert (arrival.request_id, arrival.values) == ("", {"recording": True})
+
+
 def test_statistics_feed_until_left(caller: Caller, local: Local) -> None:
     assert [stats["Iteration Counter"] for stats in caller.stats(4)] == [1, 2, 3, 2]
     assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)

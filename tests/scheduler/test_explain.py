@@ -43,10 +43,13 @@ def test_blocks_and_who_stands_behind() -> None:
     world = world_of(GUARANTEED, *(make_request(i, 8, 12) for i in (1, 2, 3)))
     assert reasons(world) == {
         2: WaitReason(WaitCode.BLOCKS, num_needed=5, num_available=3),
-        3: WaitReason(WaitCode.BEHIND, behind_id=2),
+        3: WaitReason(WaitCode.BEHIND, behind_id=2, num_ahead=1),
     }
     texts = [str(reason) for reason in reasons(world).values()]
-    assert texts == ["waiting for KV blocks: needs 5, free 3", "behind request 2"]
+    assert texts == [
+        "waiting for KV blocks: needs 5, free 3",
+        "behind 1 other, first of them request 2",
+    ]
 
 
 def test_places() -> None:
@@ -56,7 +59,7 @@ def test_places() -> None:
 
 def test_tokens_of_the_iteration() -> None:
     world = world_of(GUARANTEED, make_request(1, 6), make_request(2, 6), max_num_tokens=8)
-    assert reasons(world)[2].code is WaitCode.BATCH
+    assert reasons(world)[2] == WaitReason(WaitCode.TOKENS, 6, 2)
 
 
 def test_static_batch() -> None:
@@ -75,7 +78,7 @@ def test_shared_context_does_not_hold_up_the_others() -> None:
 def test_paused() -> None:
     world = world_of(MAX_UTILIZATION, *(make_request(i, 4) for i in (1, 2)), num_blocks=3)
     world.step()
-    assert reasons(world)[2] == WaitReason(WaitCode.PAUSED, 0, 5)
+    assert reasons(world)[2] == WaitReason(WaitCode.PAUSED, 1, 0, behind_id=2)
 
 
 def test_in_flight() -> None:

@@ -17,7 +17,7 @@ _OPTION_FOR_KEY = {
     "status_file": "inflight serve keeps this file itself",
     "drain_file": "inflight serve keeps this file itself",
 }
-_PATH_KEYS = frozenset({"tokenizer_dir"})
+_PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
 _ANY_ADDRESS = "0.0.0.0"
 
 

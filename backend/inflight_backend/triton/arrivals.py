@@ -55,6 +55,13 @@ class ArrivalQueue:
             self._stops.add(request_id)
             return False
 
+    def find_place(self, request_id: int) -> tuple[int, int] | None:
+        """Place of a request that still waits, from 1, and how many do; None if it does not."""
+        with self._lock:
+            if request_id not in self._waiting:
+                return None
+            return list(self._waiting).index(request_id) + 1, len(self._waiting)
+
     def poll_stop_signals(self) -> set[int]:
         """The poll-stop-signals callback: ids to stop, each named once."""
         if not self._stops:

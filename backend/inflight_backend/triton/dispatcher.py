@@ -43,6 +43,15 @@ class _Stats:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What somebody asked for beside the generation."""
+
+    stream: ResponseStream
+    name: str
+    text: str
+
+
 _Item = tuple[int, Sequence[NamedTensor], bool, str]
 
 
@@ -52,7 +61,7 @@ class ResponseDispatcher:
     def __init__(self, stop_request: Callable[[int], None]) -> None:
         """``stop_request``: called with the id of a request whose answers can no longer be sent."""
         self._stop_request = stop_request
-        self._queue: queue.SimpleQueue[_Item | _Stats | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | _Stats | _Answer | None] = queue.SimpleQueue()
         self._streams: dict[int, TokenStream] = {}
         self._subscribers: list[ResponseStream] = []
         self._subscribers_lock = threading.Lock()
@@ -77,6 +86,10 @@ class ResponseDispatcher:
         """The statistics callback: feeds everyone who subscribed."""
         if self._subscribers:
             self._queue.put(_Stats(text))
+
+    def answer(self, stream: ResponseStream, name: str, text: str) -> None:
+        """Send ``text`` as tensor ``name``, the only response of ``stream``; from any thread."""
+        self._queue.put(_Answer(stream, name, text))
 
     def subscribe(self, stream: ResponseStream) -> None:
         """Send every statistics JSON from now on to ``stream``, until `unsubscribe`."""
@@ -106,7 +119,7 @@ class ResponseDispatcher:
             if num_requests > _FEW_REQUESTS and is_open:
                 time.sleep(min(time.perf_counter() - started, _MAX_REST_SECONDS))
 
-    def _take_all(self) -> list[_Item | _Stats | None]:
+    def _take_all(self) -> list[_Item | _Stats | _Answer | None]:
         """Everything in the queue, waiting for the first."""
         items = [self._queue.get()]
         while True:
@@ -115,7 +128,7 @@ class ResponseDispatcher:
             except queue.Empty:
                 return items
 
-    def _send_round(self, items: Sequence[_Item | _Stats | None]) -> tuple[int, bool]:
+    def _send_round(self, items: Sequence[_Item | _Stats | _Answer | None]) -> tuple[int, bool]:
         """Merge per request and send: (requests served, True unless the end was reached)."""
         pieces: dict[int, _Piece] = {}
         stats: list[str] = []
@@ -125,6 +138,8 @@ class ResponseDispatcher:
                 is_open = False
             elif isinstance(item, _Stats):
                 stats.append(item.text)
+            elif isinstance(item, _Answer):
+                self._send_answer(item)
             else:
                 _merge(pieces, item)
         for request_id, piece in pieces.items():
@@ -149,6 +164,13 @@ class ResponseDispatcher:
             _logger.exception("sending a response of request %d failed", request_id)
             self._stop_request(request_id)
             token_stream.stream.abandon("the response could not be sent")
+
+    def _send_answer(self, answer: _Answer) -> None:
+        tensor = np.array([[answer.text.encode()]], dtype=np.object_)
+        try:
+            answer.stream.send({answer.name: tensor}, is_final=True)
+        except Exception:
+            _logger.exception("sending an answer failed")
 
     def _send_stats(self, stats: list[str]) -> None:
         tensor = np.array([[text.encode() for text in stats]], dtype=np.object_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,11 @@ from inflight_backend.triton.decoding import (
     read_inputs,
 )
 from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.inspection import Inspector
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+
+if TYPE_CHECKING:
+    from inflight_backend.gpt_manager import GptManager
 
 _logger = logging.getLogger(__name__)
 
@@ -56,12 +60,13 @@ class Frontend:
         self._limits: RequestLimits | None = None
         self._wake: Callable[[], None] = lambda: None
         self._stats_json: Callable[[], str] = lambda: "{}"
+        self._inspector: Inspector | None = None
 
-    def start(
-        self, limits: RequestLimits, wake: Callable[[], None], stats_json: Callable[[], str]
-    ) -> None:
-        """Connect to the batch manager: its limits, how to wake it, and its last statistics."""
-        self._limits, self._wake, self._stats_json = limits, wake, stats_json
+    def start(self, manager: GptManager) -> None:
+        """Connect to the batch manager; comes before the first request."""
+        self._limits, self._wake = manager.limits, manager.wake
+        self._stats_json = lambda: manager.stats_json
+        self._inspector = Inspector(manager, self._arrivals, self._dispatcher)
 
     @property
     def num_live(self) -> int:
@@ -78,6 +83,8 @@ class Frontend:
                 self._stop_by_name(name, stream)
             elif read_flag(inputs, "stats"):
                 self._send_stats(inputs, stream)
+            elif read_flag(inputs, "why") or read_flag(inputs, "recording"):
+                self._inspect(name, inputs, stream)
             else:
                 requested = frozenset(triton_request.requested_output_names())
                 self._enqueue(name, inputs, requested, stream)
@@ -146,6 +153,15 @@ class Frontend:
         else:
             _logger.debug("stop for a request that is not in flight")
         stream.send({}, is_final=True)
+
+    def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
+        assert self._inspector is not None, "start() comes before the first request"
+        if read_flag(inputs, "recording"):
+            self._inspector.answer_recording(stream)
+        elif not name:
+            raise InvalidRequest("'why' needs the request id of the request it asks about")
+        else:
+            self._inspector.answer_why(self._ids.find(name), stream)
 
     def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import threading
@@ -20,6 +21,8 @@ from inflight_backend.status import read_status
 from inflight_backend.triton_model import TritonPythonModel
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.replay import replay
 
 WAIT = 10.0
 
@@ -371,3 +374,70 @@ def test_load_failure_is_one_line_in_the_status_file(
     assert status is not None
     assert status.phase == "failed"
     assert "max_beam_width" in status.fields["error"]
+
+
+def answer_of(sender: FakeSender, name: str) -> str:
+    [response] = sender.responses
+    assert response.error is None, response.error
+    [tensor] = response.output_tensors
+    assert tensor.name() == name
+    return str(tensor.as_numpy()[0, 0].decode())
+
+
+def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threading.Event) -> None:
+    """Four places: one that runs, three behind its blocks, and one in the queue."""
+    gates = threading.Semaphore(0)
+
+    def wait_for_gate(batch: ScheduledBatch) -> None:
+        assert gates.acquire(timeout=WAIT)
+
+    server.engine.before_step = wait_for_gate
+    senders = [server.send("large", input_ids=[1], request_output_len=180, streaming=True)]
+    gates.release()
+    assert senders[0].has_response.wait(WAIT)
+    senders += [
+        server.send(f"next{k}", input_ids=[1], request_output_len=100, streaming=True)
+        for k in range(4)
+    ]
+    gates.release()
+    deadline = time.monotonic() + WAIT
+    while len(server.model._arrivals) != 1:  # three of them are active now
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    waiting_for = {name: server.send(name, why=True) for name in ("large", "next1", "next3", "no")}
+    for _ in range(1000):
+        gates.release()
+    answers = {}
+    for name, sender in waiting_for.items():
+        assert sender.is_final.wait(WAIT)
+        answers[name] = json.loads(answer_of(sender, "why"))
+    assert answers["large"]["state"] == "generation"
+    assert answers["large"]["generated_tokens"] >= 1
+    assert answers["next1"]["state"] == "waiting"
+    assert answers["next1"]["reason"].startswith("behind 1 other, first of them request ")
+    assert (answers["next1"]["place"], answers["next1"]["num_waiting"]) == (2, 3)
+    assert answers["next3"] == {
+        "state": "queued",
+        "reason": "all 4 places of max_batch_size are taken",
+        "place": 1,
+        "num_waiting": 1,
+    }
+    assert answers["no"]["state"] == "not in flight"
+    for sender in senders:
+        assert sender.is_final.wait(WAIT)
+
+
+def test_why_needs_an_id(server: Server) -> None:
+    [response] = server.ask(why=True).responses
+    assert response.error is not None
+    assert "needs the request id" in str(response.error)
+
+
+def test_the_recording_can_be_fetched_and_replays(server: Server) -> None:
+    for _ in range(3):
+        server.ask(input_ids=[5], request_output_len=4)
+    text = answer_of(server.ask(recording=True), "recording")
+    reader = RecordingReader(io.BytesIO(text.encode()), "fetched")
+    assert str(replay(reader)) == "identical, 12 iterations (3 requests, 0 pauses)"
+    again = answer_of(server.ask(recording=True), "recording")
+    assert again == text

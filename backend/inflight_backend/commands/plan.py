@@ -1,0 +1,119 @@
+"""The command ``inflight plan``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inflight_backend.commands.common import reported_errors
+from inflight_backend.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from inflight_backend.memory_plan import Concurrency, MemoryPlan
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
+
+
+def plan(
+    folder: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder.")],
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Free memory of the GPU, such as 80GiB; without it a CPU is planned."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    tokens_per_block: Annotated[int, typer.Option(min=1, max=1024)] = 32,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The parameter max_tokens_in_paged_kv_cache.")
+    ] = None,
+    fraction: Annotated[
+        float,
+        typer.Option(min=0.01, max=0.99, help="The parameter kv_cache_free_gpu_mem_fraction."),
+    ] = 0.9,
+    max_batch_size: Annotated[int, typer.Option(min=1, max=65536)] = 256,
+    max_seq_len: Annotated[int | None, typer.Option(min=2)] = None,
+    reserve: Annotated[
+        str, typer.Option(help="Assumed for the CUDA context and workspaces.")
+    ] = "1GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a checkpoint needs and how many requests fit, without loading it."""
+    from inflight_backend.memory_plan import PlanSettings, concurrency, make_plan, usual_shapes
+
+    with reported_errors():
+        made = make_plan(
+            folder,
+            PlanSettings(
+                gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
+                dtype=dtype,
+                tokens_per_block=tokens_per_block,
+                max_tokens=max_tokens,
+                fraction=fraction,
+                max_batch_size=max_batch_size,
+                max_seq_len=max_seq_len,
+                reserve=parse_size(reserve),
+            ),
+        )
+    rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
+    if as_json:
+        content = {**asdict(made), "block_bytes": made.block_bytes, "pool_bytes": made.pool_bytes}
+        typer.echo(json.dumps({**content, "concurrency": [asdict(row) for row in rows]}, indent=1))
+    else:
+        typer.echo(_describe(made, rows))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``80GiB``, ``16g``, ``512 MB``; `ConfigurationError` for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"{text!r} is no size: write 80GiB, 16GB or 512MiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def format_size(num_bytes: int) -> str:
+    """Bytes for people, in binary units."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
+    facts = [
+        ("model", f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}"),
+        ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
+    ]
+    if made.free_bytes is not None:
+        facts.append(("left on the GPU", format_size(made.free_bytes)))
+    facts += [
+        ("KV per token", format_size(made.kv_bytes_per_token)),
+        ("KV per block", f"{format_size(made.block_bytes)} ({made.tokens_per_block} tokens)"),
+        (
+            "pool",
+            f"{made.num_blocks:,} blocks = {made.pool_tokens:,} tokens, "
+            f"{format_size(made.pool_bytes)}",
+        ),
+    ]
+    lines = [f"{name:<16} {value}" for name, value in facts]
+    lines += ["", "requests at once (prompt + new tokens):", ""]
+    header = ("prompt", "new", "blocks each", "guaranteed_no_evict", "max_utilization, staggered")
+    lines.append("  ".join(f"{name:>{max(len(name), 7)}}" for name in header))
+    for row in rows:
+        values = (
+            row.prompt_len,
+            row.max_new_tokens,
+            row.blocks_at_completion,
+            row.guaranteed,
+            row.staggered,
+        )
+        lines.append(
+            "  ".join(
+                f"{value:>{max(len(name), 7)},}" for name, value in zip(header, values, strict=True)
+            )
+        )
+    return "\n".join(lines)

@@ -1,0 +1,24 @@
+"""The command ``inflight replay``."""
+
+from __future__ import annotations
+
+import typer
+
+from inflight_backend.commands.common import (
+    RecordingArgument,
+    SchedulerClassOption,
+    reported_errors,
+    scheduler_maker,
+)
+
+
+def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
+    """Decide again what a recording says was decided: identical, or the first difference."""
+    from inflight_scheduler.recording.files import open_recording
+    from inflight_scheduler.recording.replay import replay as run_replay
+
+    with reported_errors(), open_recording(recording) as reader:
+        result = run_replay(reader, scheduler_maker(scheduler_class))
+    typer.echo(str(result))
+    if result.divergence is not None:
+        raise typer.Exit(1)

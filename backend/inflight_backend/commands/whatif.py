@@ -1,0 +1,199 @@
+"""The command ``inflight whatif``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from inflight_backend.commands.common import (
+    RecordingArgument,
+    SchedulerClassOption,
+    reported_errors,
+    scheduler_maker,
+)
+from inflight_backend.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from inflight_scheduler.recording.latency import Summary
+    from inflight_scheduler.recording.records import Settings
+    from inflight_scheduler.recording.simulation import MakeScheduler
+    from inflight_scheduler.recording.whatif import Variant
+    from inflight_scheduler.recording.workload import Job, RecordedWorkload
+
+MAX_VARIANTS = 64
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COLUMNS = (
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("TTFT p50", "ttft_p50", "{:,.1f} ms"),
+    ("p99", "ttft_p99", "{:,.1f} ms"),
+    ("ITL p50", "itl_p50", "{:,.1f} ms"),
+    ("p99", "itl_p99", "{:,.1f} ms"),
+    ("seconds", "seconds", "{:,.2f}"),
+    ("pauses", "num_pauses", "{:,}"),
+    ("recomputed", "num_recomputed_tokens", "{:,}"),
+    ("refused", "num_refused", "{:,}"),
+)
+
+
+def whatif(
+    recording: RecordingArgument,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Capacity policy; may be repeated.")
+    ] = None,
+    kv_blocks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Blocks of the pool; may be repeated.")
+    ] = None,
+    max_num_tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens per iteration; may be repeated.")
+    ] = None,
+    max_batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests in flight; may be repeated.")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Requests a second that come at random instead."),
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="Their prompt tokens: 100 or 50-200.")] = "64-512",
+    output: Annotated[str, typer.Option(help="The tokens they generate.")] = "16-256",
+    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000)] = 500,
+    seed: Annotated[int, typer.Option()] = 0,
+    save: Annotated[
+        Path | None, typer.Option(help="Folder for a recording of each prediction, to be drawn.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    scheduler_class: SchedulerClassOption = None,
+) -> None:
+    """Predict throughput and latency of the recorded requests under other settings."""
+    from inflight_scheduler.recording.cost_model import fit_cost_model
+    from inflight_scheduler.recording.files import open_recording
+    from inflight_scheduler.recording.workload import make_workload, read_workload
+
+    with reported_errors():
+        with open_recording(recording) as reader:
+            settings = reader.header.settings
+            workload = read_workload(reader)
+        cost = fit_cost_model(workload.samples)
+        jobs: Sequence[Job] = workload.jobs
+        if rate is not None:
+            lengths = _parse_range("--prompt", prompt), _parse_range("--output", output)
+            jobs = make_workload(rate, *lengths, num_requests, seed)
+        variants = list(_variants(settings, policy, kv_blocks, max_num_tokens, max_batch_size))
+        make = scheduler_maker(scheduler_class)
+        rows = [("measured", workload.latencies.summary())] if rate is None else []
+        for variant in variants:
+            rows.append((variant.name, _predict(variant, jobs, workload, make, save)))
+    if as_json:
+        content = [{"setting": name, **asdict(summary)} for name, summary in rows]
+        typer.echo(json.dumps({"cost_model": asdict(cost), "rows": content}, indent=1))
+        return
+    typer.echo(_table(rows))
+    typer.echo(
+        f"\n{len(jobs):,} requests; an iteration is predicted within "
+        f"{100 * cost.relative_error:.0f} % on average, learnt from {len(workload.samples):,} of "
+        "the recording"
+    )
+
+
+def _variants(
+    settings: Settings,
+    policies: Sequence[str] | None,
+    kv_blocks: Sequence[int] | None,
+    max_num_tokens: Sequence[int] | None,
+    max_batch_sizes: Sequence[int] | None,
+) -> Iterator[Variant]:
+    """The recorded settings, then every combination of the others."""
+    from inflight_scheduler import CapacitySchedulerPolicy
+    from inflight_scheduler.recording.lines import check_settings
+    from inflight_scheduler.recording.whatif import Variant
+
+    yield Variant("as recorded", settings)
+    names = {policy.name.lower(): policy for policy in CapacitySchedulerPolicy}
+    for name in policies or ():
+        if name not in names:
+            raise ConfigurationError(f"--policy {name}: choose one of {', '.join(names)}")
+    choices: list[tuple[str, list[Any]]] = [
+        ("policy", [names[name] for name in policies or ()]),
+        ("num_blocks", list(kv_blocks or ())),
+        ("max_num_tokens", list(max_num_tokens or ())),
+        ("max_batch_size", list(max_batch_sizes or ())),
+    ]
+    given = [(field, values) for field, values in choices if values]
+    combinations = list(itertools.product(*(values for _, values in given))) if given else []
+    if len(combinations) > MAX_VARIANTS:
+        raise ConfigurationError(
+            f"{len(combinations)} combinations are more than {MAX_VARIANTS}: give fewer values"
+        )
+    for values in combinations:
+        changes = dict(zip((field for field, _ in given), values, strict=True))
+        if "policy" in changes:
+            changes["scheduler_class"] = None
+        yield Variant(_name(changes), check_settings(replace(settings, **changes)))
+
+
+def _name(changes: dict[str, Any]) -> str:
+    words = []
+    for field, value in changes.items():
+        if field == "policy":
+            words.append(value.name.lower())
+        elif field != "scheduler_class":
+            words.append(f"{field}={value}")
+    return " ".join(words)
+
+
+def _predict(
+    variant: Variant,
+    jobs: Sequence[Job],
+    workload: RecordedWorkload,
+    make: MakeScheduler,
+    folder: Path | None,
+) -> Summary:
+    from inflight_scheduler.recording.cost_model import fit_cost_model
+    from inflight_scheduler.recording.files import RecordingFile
+    from inflight_scheduler.recording.recorder import FlightRecorder
+    from inflight_scheduler.recording.simulation import default_scheduler
+    from inflight_scheduler.recording.whatif import Clock, predict
+
+    cost, clock = fit_cost_model(workload.samples), Clock()
+    maker = make if variant.settings.scheduler_class is not None else default_scheduler
+    if folder is None:
+        return predict(variant.settings, jobs, cost, make_scheduler=maker)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = RecordingFile(folder / f"{re.sub(r'[^A-Za-z0-9_=]+', '-', variant.name)}.jsonl")
+    recorder = FlightRecorder(variant.settings, software="whatif", sink=file, clock=clock)
+    try:
+        return predict(
+            variant.settings, jobs, cost, make_scheduler=maker, recorder=recorder, clock=clock
+        )
+    finally:
+        recorder.close()
+
+
+def _parse_range(option: str, text: str) -> tuple[int, int]:
+    match = _RANGE.fullmatch(text.strip())
+    low = int(match[1]) if match else 0
+    high = int(match[2] or match[1]) if match else 0
+    if not 1 <= low <= high <= 2**20:
+        raise ConfigurationError(f"{option} {text}: write a number of tokens, or two, as 50-200")
+    return low, high
+
+
+def _table(rows: Sequence[tuple[str, Summary]]) -> str:
+    lines = [["setting", *(title for title, _, _ in _COLUMNS)]]
+    for name, summary in rows:
+        values = [shape.format(getattr(summary, field)) for _, field, shape in _COLUMNS]
+        lines.append([name, *values])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if column == 0 else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,190 @@
+"""Where the memory goes, from `config.json` and the headers of the weights alone: no torch.
+
+The rule of the pool is that of `inflight_backend.engine.kv_pool`; a test holds the two together
+and the server compares them when it starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.parameters import decoder_parameters
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.weight_headers import read_weight_headers
+
+GIB = 2**30
+DEFAULT_RESERVE = GIB
+"""Assumed for what no checkpoint tells: the CUDA context and the workspaces of its libraries."""
+
+_DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CPU_DEFAULT_TOKENS = 65_536
+_ROPE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What is planned for. ``gpu_memory`` is what is free before the server starts; None: a CPU.
+
+    ``max_tokens``, ``fraction`` and ``tokens_per_block`` are the parameters
+    max_tokens_in_paged_kv_cache, kv_cache_free_gpu_mem_fraction and tokens_per_block.
+    """
+
+    gpu_memory: int | None = None
+    dtype: str = "auto"
+    tokens_per_block: int = 32
+    max_tokens: int | None = None
+    fraction: float = 0.9
+    max_batch_size: int = 256
+    max_seq_len: int | None = None
+    reserve: int = DEFAULT_RESERVE
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU."""
+
+    architecture: str
+    dtype: str
+    max_seq_len: int
+    tokens_per_block: int
+    max_batch_size: int
+    num_parameters: int
+    file_bytes: int
+    weight_bytes: int
+    table_bytes: int
+    free_bytes: int | None
+    kv_bytes_per_token: int
+    num_blocks: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Keys and values of one block in all layers."""
+        return self.kv_bytes_per_token * self.tokens_per_block
+
+    @property
+    def pool_bytes(self) -> int:
+        """The whole pool."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that fit the pool."""
+        return self.num_blocks * self.tokens_per_block
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    """How many requests of one shape run at once, by capacity policy.
+
+    ``guaranteed`` reserve their blocks to completion and never wait for blocks again: as many never
+    pause under max_utilization either, whatever happens. ``staggered`` is max_utilization's number
+    when requests are evenly spread over their lives, so that each holds the mean of its blocks.
+    """
+
+    prompt_len: int
+    max_new_tokens: int
+    blocks_at_completion: int
+    guaranteed: int
+    staggered: int
+
+
+def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
+    """Plan the memory of a checkpoint.
+
+    `CheckpointError` if it cannot be read or a tensor is missing, `ConfigurationError` if the
+    weights or not even one block fit.
+    """
+    settings = settings or PlanSettings()
+    model = ModelConfig.from_folder(folder)
+    headers = read_weight_headers(folder)
+    shapes = {
+        source.name: source.shape for spec in decoder_parameters(model) for source in spec.sources
+    }
+    for name, shape in shapes.items():
+        if name not in headers:
+            raise CheckpointError(f"{folder}: missing tensor {name}")
+        if headers[name].shape != shape:
+            raise CheckpointError(
+                f"{headers[name].file}: {name} has shape {list(headers[name].shape)}, "
+                f"config.json asks for {list(shape)}"
+            )
+    dtype = _resolve_dtype(settings, model)
+    max_seq_len = settings.max_seq_len or model.max_position_embeddings
+    num_parameters = sum(map(prod, shapes.values()))
+    weight_bytes = num_parameters * _DTYPE_TO_BYTES[dtype]
+    table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
+    free_bytes = None
+    if settings.gpu_memory is not None:
+        free_bytes = settings.gpu_memory - weight_bytes - table_bytes - settings.reserve
+    per_token = 2 * model.num_layers * model.kv_size * _DTYPE_TO_BYTES[dtype]
+    return MemoryPlan(
+        architecture=model.architecture,
+        dtype=dtype,
+        max_seq_len=max_seq_len,
+        tokens_per_block=settings.tokens_per_block,
+        max_batch_size=settings.max_batch_size,
+        num_parameters=num_parameters,
+        file_bytes=sum(header.num_bytes for header in headers.values()),
+        weight_bytes=weight_bytes,
+        table_bytes=table_bytes,
+        free_bytes=free_bytes,
+        kv_bytes_per_token=per_token,
+        num_blocks=_count_blocks(settings, free_bytes, per_token),
+    )
+
+
+def concurrency(plan: MemoryPlan, prompt_len: int, max_new_tokens: int) -> Concurrency:
+    """How many requests of this shape run at once, up to the batch size."""
+    size = plan.tokens_per_block
+    total = -(-(prompt_len + max_new_tokens) // size)
+    # Blocks after each step, summed: those of the prompt and of k generated tokens.
+    held = sum(-(-(prompt_len + k) // size) for k in range(max_new_tokens))
+    mean = held / max_new_tokens
+    return Concurrency(
+        prompt_len,
+        max_new_tokens,
+        total,
+        min(plan.num_blocks // total, plan.max_batch_size),
+        min(int(plan.num_blocks / mean) if total <= plan.num_blocks else 0, plan.max_batch_size),
+    )
+
+
+def usual_shapes(max_seq_len: int) -> list[tuple[int, int]]:
+    """(prompt, new tokens) in four to one, from 256 tokens to the longest request."""
+    lengths = [256]
+    while lengths[-1] * 4 < max_seq_len:
+        lengths.append(lengths[-1] * 4)
+    lengths = [length for length in lengths if length < max_seq_len] + [max_seq_len]
+    return [(length - max(length // 5, 1), max(length // 5, 1)) for length in lengths]
+
+
+def _resolve_dtype(settings: PlanSettings, model: ModelConfig) -> str:
+    dtype = settings.dtype
+    if dtype == "auto":
+        return "float32" if settings.gpu_memory is None else model.dtype
+    if dtype not in _DTYPE_TO_BYTES:
+        raise ConfigurationError(f"dtype must be one of auto, {', '.join(_DTYPE_TO_BYTES)}")
+    return dtype
+
+
+def _count_blocks(settings: PlanSettings, free_bytes: int | None, per_token: int) -> int:
+    """Blocks of the pool: the smaller of the setting and what the GPU has room for."""
+    limits = [] if settings.max_tokens is None else [settings.max_tokens]
+    if free_bytes is not None:
+        if free_bytes <= 0:
+            raise ConfigurationError(
+                f"the weights do not fit: {-free_bytes / GIB:.1f} GiB of GPU memory are missing"
+            )
+        limits.append(int(free_bytes * settings.fraction) // per_token)
+    elif settings.max_tokens is None:
+        limits.append(_CPU_DEFAULT_TOKENS)
+    num_blocks = min(limits) // settings.tokens_per_block
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"the KV pool has room for {min(limits)} tokens and a block takes "
+            f"{settings.tokens_per_block}: not even one block fits"
+        )
+    return num_blocks

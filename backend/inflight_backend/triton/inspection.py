@@ -1,0 +1,82 @@
+"""Questions about the scheduler that arrive as Triton requests: why does this one wait, and what
+was decided lately. Nothing here waits for the engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from inflight_backend.errors import CapacityExceeded
+from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.why import NOT_IN_FLIGHT, describe_queued
+
+_logger = logging.getLogger(__name__)
+
+
+class Inspected(Protocol):
+    """What is asked; `GptManager` is one."""
+
+    max_num_requests: int
+
+    def why(self, request_id: int) -> Future[dict[str, Any]]:
+        """What an active request does."""
+
+    def recording(self) -> Future[Iterator[str]]:
+        """What was decided lately, line by line."""
+
+
+class Inspector:
+    """Answers on the thread of the dispatcher; a recording is put together on one of its own."""
+
+    def __init__(
+        self, manager: Inspected, arrivals: ArrivalQueue, dispatcher: ResponseDispatcher
+    ) -> None:
+        self._manager = manager
+        self._arrivals = arrivals
+        self._dispatcher = dispatcher
+        self._is_recording = threading.Lock()
+
+    def answer_why(self, number: int | None, stream: ResponseStream) -> None:
+        """Send why the request ``number`` waits; None for one that is not in flight."""
+        if number is None:
+            self._dispatcher.answer(stream, "why", json.dumps(NOT_IN_FLIGHT))
+            return
+        queued = self._arrivals.find_place(number)
+        if queued is not None:
+            answer = describe_queued(*queued, self._manager.max_num_requests)
+            self._dispatcher.answer(stream, "why", json.dumps(answer))
+            return
+        self._manager.why(number).add_done_callback(lambda done: self._send_why(stream, done))
+
+    def answer_recording(self, stream: ResponseStream) -> None:
+        """Send the recording; `CapacityExceeded` while another one is put together."""
+        if not self._is_recording.acquire(blocking=False):
+            raise CapacityExceeded("another recording is being put together; try again later")
+        self._manager.recording().add_done_callback(
+            lambda done: threading.Thread(
+                target=self._send_recording, args=(stream, done), name="Recording", daemon=True
+            ).start()
+        )
+
+    def _send_why(self, stream: ResponseStream, done: Future[dict[str, Any]]) -> None:
+        error = done.exception()
+        if error is not None:
+            _logger.error("a request could not be explained", exc_info=error)
+            stream.send_error("the request could not be explained")
+        else:
+            self._dispatcher.answer(stream, "why", json.dumps(done.result()))
+
+    def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
+        try:
+            self._dispatcher.answer(stream, "recording", "".join(done.result()))
+        except Exception:
+            _logger.exception("a recording could not be put together")
+            stream.send_error("the recording could not be put together")
+        finally:
+            self._is_recording.release()

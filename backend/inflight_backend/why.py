@@ -1,0 +1,70 @@
+"""What a request in flight does right now, and why it does not run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from inflight_scheduler import LlmRequest, WaitReason
+
+if TYPE_CHECKING:
+    from inflight_backend.inflight_batcher import InflightBatcher
+
+NOT_IN_FLIGHT: dict[str, Any] = {
+    "state": "not in flight",
+    "reason": "no request with this id waits or runs (it has ended, or never was)",
+}
+
+
+def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
+    """The answer as plain values: always ``state`` and ``reason``, else what is known.
+
+    ``place`` counts those who do not run, in their order, from 1. Call it on the thread of the
+    batcher, between two iterations: the reason is the one of the coming iteration.
+    """
+    request = batcher.active.get(request_id)
+    if request is None:
+        return NOT_IN_FLIGHT
+    reasons = batcher.explain()
+    reason = reasons.get(request_id)
+    answer: dict[str, Any] = {
+        "state": _state(request, reason is None),
+        "reason": "runs in the coming iteration" if reason is None else str(reason),
+        "request": request_id,
+        "prompt_tokens": request.orig_prompt_len,
+        "generated_tokens": request.num_generated_tokens,
+        "max_new_tokens": request.num_generated_tokens + request.num_remaining_tokens,
+        "num_pauses": request.num_pauses,
+        "held_blocks": batcher.block_manager.num_blocks_of(request_id),
+        "free_blocks": batcher.block_manager.num_free_blocks,
+        "num_blocks": batcher.block_manager.num_blocks,
+    }
+    if reason is not None:
+        waiting = [r.request_id for r in batcher.active if r.request_id in reasons]
+        answer |= _numbers(reason)
+        answer |= {"place": waiting.index(request_id) + 1, "num_waiting": len(waiting)}
+    return answer
+
+
+def describe_queued(place: int, num_waiting: int, num_places: int) -> dict[str, Any]:
+    """The answer for a request that the batch manager has not taken yet."""
+    return {
+        "state": "queued",
+        "reason": f"all {num_places} places of max_batch_size are taken",
+        "place": place,
+        "num_waiting": num_waiting,
+    }
+
+
+def _state(request: LlmRequest, is_running: bool) -> str:
+    if not is_running:
+        return "paused" if request.num_pauses and request.seq_slot is None else "waiting"
+    return "context" if request.is_context_init_state else "generation"
+
+
+def _numbers(reason: WaitReason) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"code": reason.code.value}
+    if reason.num_needed:
+        numbers |= {"needed": reason.num_needed, "available": reason.num_available}
+    if reason.behind_id is not None:
+        numbers["behind_request"] = reason.behind_id
+    return numbers

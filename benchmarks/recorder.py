@@ -1,0 +1,123 @@
+"""What the flight recorder costs, inside the real loop: the demo model on a CPU.
+
+For each number of requests at once: the time an iteration takes, the time the recorder's calls take
+in it (measured around each call, timers included), with the ring alone and with a file.
+
+    python benchmarks/recorder.py --requests 1 8 64 256 --tokens 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from recorded_run import TimedRequest, run_recorded
+from report import describe_run, write_result
+
+from inflight_backend import CapacitySchedulerPolicy, inflight_batcher
+from inflight_scheduler.recording.files import RecordingFile, open_recording
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.workload import read_workload
+
+CALLS = ("arrived", "decided", "carried_out", "ended", "finish_iteration")
+
+
+class _NoFile(RecordingFile):
+    """Takes iterations without formatting them until the end, as the ring alone would."""
+
+    def _run(self) -> None:
+        self._is_closing.wait()
+        super()._run()
+
+
+def timed_recorder(costs: list[int]) -> type[FlightRecorder]:
+    """A recorder that adds the nanoseconds of each iteration's calls to ``costs``."""
+    spent = 0
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: FlightRecorder, *args: Any) -> Any:
+            nonlocal spent
+            start = time.perf_counter_ns()
+            try:
+                return method(self, *args)
+            finally:
+                spent += time.perf_counter_ns() - start
+                if method.__name__ == "finish_iteration" and self._number > len(costs):
+                    costs.append(spent)
+                    spent = 0
+
+        return call
+
+    methods = {name: timed(getattr(FlightRecorder, name)) for name in CALLS}
+    return type("TimedRecorder", (FlightRecorder,), methods)
+
+
+@contextmanager
+def replaced(**attributes: Any) -> Iterator[None]:
+    """Other attributes of the batcher's module for a while."""
+    old = {name: getattr(inflight_batcher, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(inflight_batcher, name, value)
+    yield
+    for name, value in old.items():
+        setattr(inflight_batcher, name, value)
+
+
+def measure(num_requests: int, num_tokens: int, folder: Path, *, has_file: bool) -> dict[str, Any]:
+    """One run with so many requests at once, all from the start."""
+    costs: list[int] = []
+    path = folder / "recording.jsonl"
+    requests = [TimedRequest(0.0, 8, num_tokens - k % 50) for k in range(num_requests)]
+    file = RecordingFile if has_file else _NoFile
+    with replaced(FlightRecorder=timed_recorder(costs), RecordingFile=file):
+        run_recorded(
+            requests,
+            path,
+            CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+            max_batch_size=num_requests,
+            num_blocks=num_requests * -(-(num_tokens + 8) // 16),
+            max_num_tokens=max(512, 9 * num_requests),
+        )
+    with open_recording(path) as reader:
+        samples = read_workload(reader).samples
+    turn = statistics.fmean(sample.microseconds for sample in samples)
+    recorder = statistics.fmean(costs) / 1000
+    return {
+        "requests": num_requests,
+        "file": has_file,
+        "iterations": len(costs),
+        "iteration_us": round(turn, 1),
+        "recorder_us": round(recorder, 2),
+        "recorder_us_median": round(statistics.median(costs) / 1000, 2),
+        "share_percent": round(100 * recorder / turn, 3),
+        "bytes_per_iteration": round(path.stat().st_size / len(costs), 1),
+    }
+
+
+def main() -> None:
+    """Measure and write benchmarks/results/recorder.json."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        measure(1, 60, Path(folder), has_file=False)  # warm
+        for number in args.requests:
+            for has_file in (False, True):
+                rows.append(measure(number, args.tokens, Path(folder), has_file=has_file))
+                print(rows[-1], flush=True)
+    print(
+        write_result("recorder", {**describe_run("torch", "inflight"), "rows": rows}, args.output)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What the clients notice: time to the first token, between tokens, throughput, pauses."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inflight_scheduler.request import LlmRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Times in milliseconds; 0 where nothing was measured."""
+
+    num_requests: int
+    num_tokens: int
+    seconds: float
+    tokens_per_second: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float
+    itl_p99: float
+    num_pauses: int
+    num_recomputed_tokens: int
+    num_refused: int = 0
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Collects the times of one run, in microseconds of its clock."""
+
+    _arrivals: dict[int, int] = field(default_factory=dict)
+    _last_token: dict[int, int] = field(default_factory=dict)
+    _first: array[int] = field(default_factory=lambda: array("q"))
+    _gaps: array[int] = field(default_factory=lambda: array("q"))
+    _first_us: int | None = None
+    _last_us: int = 0
+    _num_ended: int = 0
+    _num_pauses: int = 0
+    _num_recomputed: int = 0
+
+    def arrived(self, request_id: int, time_us: int) -> None:
+        """A request came."""
+        self._arrivals[request_id] = time_us
+        if self._first_us is None:
+            self._first_us = time_us
+
+    def decided(
+        self, lists: tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
+    ) -> None:
+        """A decision, before it is carried out: who is paused, what is computed once more."""
+        context, _, paused = lists
+        self._num_pauses += len(paused)
+        self._num_recomputed += sum(r.context_chunk_size for r in context if r.num_pauses)
+
+    def advanced(self, request_id: int, time_us: int) -> None:
+        """A request got a token."""
+        self._last_us = time_us
+        last = self._last_token.get(request_id)
+        if last is not None:
+            self._gaps.append(time_us - last)
+        elif request_id in self._arrivals:
+            self._first.append(time_us - self._arrivals[request_id])
+        self._last_token[request_id] = time_us
+
+    def ended(self, request_id: int) -> None:
+        """A request ended."""
+        self._num_ended += 1
+        self._arrivals.pop(request_id, None)
+        self._last_token.pop(request_id, None)
+
+    def summary(self, num_refused: int = 0) -> Summary:
+        """The numbers of the whole run."""
+        num_tokens = len(self._first) + len(self._gaps)
+        seconds = (self._last_us - (self._first_us or 0)) / 1e6
+        return Summary(
+            num_requests=self._num_ended,
+            num_tokens=num_tokens,
+            seconds=seconds,
+            tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
+            ttft_p50=_percentile(self._first, 50),
+            ttft_p99=_percentile(self._first, 99),
+            itl_p50=_percentile(self._gaps, 50),
+            itl_p99=_percentile(self._gaps, 99),
+            num_pauses=self._num_pauses,
+            num_recomputed_tokens=self._num_recomputed,
+            num_refused=num_refused,
+        )
+
+
+def _percentile(microseconds: array[int], percent: int) -> float:
+    """Milliseconds that so many percent do not exceed (nearest rank)."""
+    if not microseconds:
+        return 0.0
+    ordered = sorted(microseconds)
+    rank = max(-(-len(ordered) * percent // 100), 1)
+    return ordered[rank - 1] / 1000

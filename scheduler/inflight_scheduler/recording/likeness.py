@@ -1,0 +1,203 @@
+"""Which texts begin alike: all that block reuse needs to know of a text, and no token of it.
+
+With block reuse a decision depends on which prompts share a beginning. The recorder notes, for each
+text, how far it agrees with which earlier one (`TextIndex`), and a reader makes up texts that agree
+in the same way (`TextBook`)::
+
+    text 0   a b c d e f g         recorded: nothing (its own)
+    text 1   a b c d x y           recorded: like text 0 for 4 tokens
+    text 2   a b c d x y z         recorded: like text 1 for 6 tokens
+
+Texts are numbered by arrival. What a request generates belongs to its text as soon as it gives its
+blocks back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from inflight_scheduler.recording.errors import RecordingError
+
+MAX_STEPS = 10_000
+"""Pieces that are looked at for one answer; a recording that needs more was not made by us."""
+
+_MIN_REMEMBERED = 2**20  # tokens
+
+
+class Likeness(NamedTuple):
+    """The first ``length`` tokens are those of the text ``number``."""
+
+    number: int
+    length: int
+
+
+NO_LIKENESS = Likeness(0, 0)
+
+
+class _Node:
+    """An edge of the tree of texts: ``tokens`` lead here, and ``owner`` was the first with them."""
+
+    __slots__ = ("children", "owner", "tokens")
+
+    def __init__(self, tokens: Sequence[int], owner: int) -> None:
+        self.tokens = tokens
+        self.owner = owner
+        self.children: dict[int, _Node] = {}
+
+
+class _Tree:
+    """Texts by their beginnings, one tree per salt."""
+
+    __slots__ = ("num_tokens", "roots")
+
+    def __init__(self) -> None:
+        self.roots: dict[bytes, _Node] = {}
+        self.num_tokens = 0
+
+    def find(self, salt: bytes, tokens: Sequence[int], exclude: int) -> Likeness:
+        """The longest beginning shared with a text of another owner than ``exclude``."""
+        node = self.roots.get(salt)
+        place, best = 0, NO_LIKENESS
+        while node is not None and place < len(tokens):
+            child = node.children.get(tokens[place])
+            if child is None:
+                break
+            common = _num_common(child.tokens, tokens, place)
+            place += common
+            if child.owner != exclude:
+                best = Likeness(child.owner, place)
+            if common < len(child.tokens):
+                break
+            node = child
+        return best
+
+    def add(self, salt: bytes, tokens: Sequence[int], owner: int) -> None:
+        """Enter a text; what is there already keeps its owner."""
+        node = self.roots.setdefault(salt, _Node((), owner))
+        place = 0
+        while place < len(tokens):
+            child = node.children.get(tokens[place])
+            if child is None:
+                node.children[tokens[place]] = _Node(tuple(tokens[place:]), owner)
+                self.num_tokens += len(tokens) - place
+                return
+            common = _num_common(child.tokens, tokens, place)
+            if common < len(child.tokens):
+                child = _split(node, child, common)
+            place += common
+            node = child
+
+
+def _split(parent: _Node, child: _Node, length: int) -> _Node:
+    """Cut the edge to ``child`` after ``length`` tokens; the node in between is returned."""
+    middle = _Node(child.tokens[:length], child.owner)
+    parent.children[child.tokens[0]] = middle
+    child.tokens = child.tokens[length:]
+    middle.children[child.tokens[0]] = child
+    return middle
+
+
+def _num_common(edge: Sequence[int], tokens: Sequence[int], place: int) -> int:
+    """Tokens of ``edge`` that ``tokens`` has from ``place`` on."""
+    length = min(len(edge), len(tokens) - place)
+    if tuple(edge[:length]) == tuple(tokens[place : place + length]):
+        return length
+    return next(k for k in range(length) if edge[k] != tokens[place + k])
+
+
+class TextIndex:
+    """Finds how far a text agrees with earlier ones.
+
+    It remembers texts of at least four times the tokens of the KV pool: what is forgotten here
+    has long been evicted there.
+    """
+
+    def __init__(self, num_pool_tokens: int) -> None:
+        self._limit = max(4 * num_pool_tokens, _MIN_REMEMBERED)
+        self._young, self._old = _Tree(), _Tree()
+
+    def add(self, salt: bytes, tokens: Sequence[int], number: int) -> Likeness:
+        """Enter the text ``number`` (again, when it has grown); say whom it is like."""
+        found = self._young.find(salt, tokens, number)
+        if found.length < len(tokens):
+            old = self._old.find(salt, tokens, number)
+            found = max(found, old, key=lambda likeness: likeness.length)
+        self._young.add(salt, tokens, number)
+        if self._young.num_tokens > self._limit:
+            self._old, self._young = self._young, _Tree()
+        return found
+
+
+class _Piece(NamedTuple):
+    """A text goes on up to ``end`` as the text ``source`` does, or (None) as no other.
+
+    ``time`` orders the pieces of all texts: a piece leans on earlier ones only.
+    """
+
+    end: int
+    source: int | None
+    time: int
+
+
+class TextBook:
+    """Texts made up so that they agree as far as they are said to, and no further."""
+
+    def __init__(self) -> None:
+        self._pieces: list[list[_Piece]] = []
+        self._time = 0
+
+    def add(self, likeness: Likeness = NO_LIKENESS) -> int:
+        """A new text; its number."""
+        self._pieces.append([])
+        number = len(self._pieces) - 1
+        self.extend(number, likeness, 0)
+        return number
+
+    def extend(self, number: int, likeness: Likeness, start: int) -> None:
+        """From ``start`` on the text goes on like the other one, and behind that like none.
+
+        `RecordingError` if there is no such text.
+        """
+        pieces = self._pieces[number]
+        if likeness.length > start:
+            if not 0 <= likeness.number < len(self._pieces):
+                raise RecordingError(f"there is no text {likeness.number} to be like")
+            if start > (pieces[-1].end if pieces else 0):
+                pieces.append(_Piece(start, None, self._tick()))
+            pieces.append(_Piece(likeness.length, likeness.number, self._tick()))
+
+    def tokens(self, number: int, start: int, end: int) -> list[int]:
+        """Tokens ``start .. end - 1``; equal numbers are equal tokens."""
+        result: list[int] = []
+        pending = [(number, start, end, self._time + 1)]
+        num_steps = 0
+        while pending:
+            num_steps += 1
+            if num_steps > MAX_STEPS:
+                raise RecordingError("the texts lean on one another in too many pieces")
+            text, first, last, before = pending.pop()
+            for piece in self._pieces[text]:
+                if piece.time >= before or first >= last:
+                    break
+                if piece.end <= first:
+                    continue
+                until = min(piece.end, last)
+                if piece.source is None:
+                    result.extend(_own_token(text, k) for k in range(first, until))
+                else:
+                    pending.append((text, until, last, before))
+                    pending.append((piece.source, first, until, piece.time))
+                    first = last = until
+                    break
+                first = until
+            result.extend(_own_token(text, k) for k in range(first, last))
+        return result
+
+    def _tick(self) -> int:
+        self._time += 1
+        return self._time
+
+
+def _own_token(number: int, place: int) -> int:
+    return (number << 25) + place

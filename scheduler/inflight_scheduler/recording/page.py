@@ -1,0 +1,104 @@
+"""The timeline as one web page: zoom, pan, and the reason under the pointer. It loads nothing.
+
+All of the history is in the page (about 40 bytes a span); what is drawn is bounded by the pixels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History, assign_lanes
+from inflight_scheduler.recording.palette import COLOURS, ERROR_COLOUR, shown_activities, title
+
+MAX_ROWS = 1000
+"""Above that, requests that follow one another share a line."""
+
+_MAX_EXACT = 2**53  # what a number holds exactly in a browser
+_BAD_ENDS = ("cancelled", "error", "timed_out")
+
+
+def write_page(history: History) -> Iterator[str]:
+    """The page, piece by piece."""
+    template = (files("inflight_scheduler.recording") / "page.html").read_text(encoding="utf-8")
+    before, after = template.split("__DATA__")
+    yield before
+    # In a script element only "</" and "<!--" mean anything; both need the first sign.
+    yield json.dumps(_data(history), separators=(",", ":")).replace("<", "\\u003c")
+    yield after
+
+
+def _data(history: History) -> dict[str, Any]:
+    texts = _Texts()
+    rows = [
+        [
+            row.request_id if row.request_id < _MAX_EXACT else str(row.request_id),
+            row.prompt_len,
+            row.max_new_tokens,
+            row.num_generated,
+            row.num_pauses,
+            -1 if row.end is None else row.end,
+            texts.index(row.end_reason),
+            [
+                value
+                for span in row.spans
+                for value in (
+                    int(span.activity),
+                    span.start,
+                    span.end,
+                    texts.index(span.first_reason),
+                    texts.index(span.last_reason),
+                    span.num_tokens,
+                )
+            ],
+        ]
+        for row in history.rows
+    ]
+    return {
+        "title": title(history),
+        "num_blocks": history.settings.num_blocks,
+        "activities": [ACTIVITY_NAMES[activity] for activity in Activity],
+        "colours": [COLOURS[activity] for activity in Activity],
+        "error_colour": ERROR_COLOUR,
+        "shown": [int(activity) for activity in shown_activities(history)],
+        "rows": rows,
+        "lanes": _lanes(history),
+        "bad": [texts.index(reason) for reason in _BAD_ENDS],
+        "reasons": texts.texts,
+        "iterations": history.numbers.tolist(),
+        "start_us": history.start_us.tolist(),
+        "step_us": history.step_us.tolist(),
+        "context": history.num_context.tolist(),
+        "generation": history.num_generation.tolist(),
+        "tokens": history.num_context_tokens.tolist(),
+        "free": history.num_free_blocks.tolist(),
+    }
+
+
+def _lanes(history: History) -> list[list[int]]:
+    """Which rows share a line of the picture: none, unless there are very many."""
+    if len(history.rows) <= MAX_ROWS:
+        return [[index] for index in range(len(history.rows))]
+    lanes: list[list[int]] = []
+    for index, lane in enumerate(assign_lanes(history.rows)):
+        if lane == len(lanes):
+            lanes.append([])
+        lanes[lane].append(index)
+    return lanes
+
+
+class _Texts:
+    """Each text once; index 0 is none."""
+
+    def __init__(self) -> None:
+        self.texts = [""]
+        self._index = {"": 0}
+
+    def index(self, text: str) -> int:
+        """The place of ``text``, which is added if it is new."""
+        if text not in self._index:
+            self._index[text] = len(self.texts)
+            self.texts.append(text)
+        return self._index[text]

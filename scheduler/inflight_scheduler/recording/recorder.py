@@ -1,0 +1,331 @@
+"""The flight recorder: notes every decision as it is made, in memory and, if asked, in a file.
+
+It runs on the thread of the scheduler and must not cost: what did not change is not looked at, and
+nothing is formatted or written here. The calls of one iteration, in order::
+
+    arrived(request) ...                     requests that were accepted
+    decided(active, context, ...)            between deciding and carrying out
+    carried_out(num_free_blocks)             after carrying out
+    failed()                                 if the step brought no tokens
+    ended(request, error) ...                requests that ended, for whatever reason
+    finish_iteration()                       the record is complete
+
+The last iterations are kept in a ring of segments. A segment begins with the state of all active
+requests, so it can be replayed without those before it; the oldest is dropped when there are too
+many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Protocol
+
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextIndex
+from inflight_scheduler.recording.lines import Header, LineWriter
+from inflight_scheduler.recording.records import (
+    ERROR,
+    NOT_FINITE,
+    Arrival,
+    Chunk,
+    Decision,
+    End,
+    Growth,
+    Iteration,
+    RequestState,
+    Settings,
+)
+from inflight_scheduler.request import FinishReason, LlmRequest
+
+SEGMENT_ITERATIONS = 512
+SEGMENT_NUMBERS = 32_768
+"""A segment ends at either: so many iterations, or so many ids in their lists."""
+
+NUM_SEGMENTS = 16
+
+_NO_GENERATION: tuple[int, ...] = ()
+
+
+class RecordingSink(Protocol):
+    """Where iterations go besides the ring (`RecordingFile`). Called on the scheduler's thread."""
+
+    def begin(self, header: Header) -> None:
+        """The recording starts: who is active, and under which settings."""
+
+    def add(self, iteration: Iteration) -> None:
+        """One more iteration; returns at once."""
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    active: tuple[RequestState, ...]
+    iterations: list[Iteration] = field(default_factory=list)
+    num_numbers: int = 0
+
+
+class FlightRecorder:
+    """Records the decisions of one scheduler; see the module for the order of calls."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        software: str = "",
+        sink: RecordingSink | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``clock`` counts nanoseconds."""
+        self.settings = settings
+        self._software = software
+        self._sink = sink
+        self._clock = clock
+        self._start_ns = clock()
+        self._started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self._segments: deque[_Segment] = deque(maxlen=NUM_SEGMENTS)
+        self._number = 0
+        self._arrivals: list[LlmRequest] = []
+        self._came_ns: dict[int, int] = {}
+        self._ends: list[End] = []
+        self._texts = _Texts(settings) if settings.enable_reuse else None
+        self._decision: Decision | None = None
+        self._places: dict[int, int] = {}
+        self._generation: Sequence[LlmRequest] = ()
+        self._generation_ids = _NO_GENERATION
+        self._num_free_blocks = settings.num_blocks
+        self._decided_ns = 0
+        self._has_failed = False
+        if sink is not None:
+            sink.begin(self._header(()))
+
+    def arrived(self, request: LlmRequest, came_ns: int | None = None) -> None:
+        """``request`` is active from now on; it came at ``came_ns`` on the recorder's clock."""
+        self._arrivals.append(request)
+        if came_ns is not None:
+            self._came_ns[request.request_id] = came_ns
+
+    def decided(
+        self,
+        active_requests: Sequence[LlmRequest],
+        context_requests: Sequence[LlmRequest],
+        generation_requests: Sequence[LlmRequest],
+        paused_requests: Sequence[LlmRequest],
+    ) -> None:
+        """A decision, before it is carried out."""
+        self._decided_ns = self._clock()
+        if self._ends:
+            self._note_early_ends()
+        if self._needs_segment():
+            self._open_segment(active_requests)
+        if self._arrivals:
+            self._places = _places(active_requests, self._arrivals)
+            if self._places:  # each is inserted behind those before it
+                self._arrivals.sort(key=lambda request: self._places[request.request_id])
+            self._register_texts()
+        if self._texts is not None:
+            for request in paused_requests:
+                self._texts.grow(request)
+        # Comparing two lists of the same objects is some nanoseconds per entry; ids are not.
+        if self._generation is not generation_requests and (
+            list(self._generation) != list(generation_requests)
+        ):
+            self._generation_ids = tuple([request.request_id for request in generation_requests])
+        self._generation = generation_requests
+        self._decision = Decision(
+            tuple([Chunk(r.request_id, r.context_chunk_size) for r in context_requests]),
+            self._generation_ids,
+            tuple([request.request_id for request in paused_requests]),
+        )
+
+    def carried_out(self, num_free_blocks: int) -> None:
+        """What the decision has left of the free blocks."""
+        self._num_free_blocks = num_free_blocks
+
+    def failed(self) -> None:
+        """The step that was decided brought no tokens."""
+        self._has_failed = True
+
+    def ended(self, request: LlmRequest, error: str = "") -> None:
+        """``request`` is not active any more; the text of an error is not recorded."""
+        if self._texts is not None:
+            self._texts.grow(request, is_last=True)
+        if error:
+            is_number = request.tokens[-1] >= 0
+            self._ends.append(End(request.request_id, ERROR if is_number else NOT_FINITE))
+        elif request.finish_reason is not FinishReason.LENGTH:
+            self._ends.append(End(request.request_id, request.finish_reason.name.lower()))
+
+    def finish_iteration(self) -> None:
+        """Close the record; nothing happens if nothing happened."""
+        if self._decision is None and not self._arrivals and not self._ends:
+            return
+        decided_ns = self._decided_ns
+        if self._decision is None:
+            decided_ns = self._clock()
+            self._register_texts()
+        self._append(decided_ns)
+        self._decision = None
+
+    def lines(self) -> Iterator[str]:
+        """The ring as a recording, line by line.
+
+        Call it on the thread that records; the lines may be taken on another one.
+        """
+        segments = [(segment.active, list(segment.iterations)) for segment in self._segments]
+        return self._format(segments)
+
+    def close(self) -> None:
+        """Close the sink."""
+        if self._sink is not None:
+            self._sink.close()
+
+    def _note_early_ends(self) -> None:
+        """Requests that ended between two decisions: a record of its own, without a decision."""
+        ended_ids = {end.request_id for end in self._ends}
+        arrivals = self._arrivals
+        self._arrivals = [r for r in arrivals if r.request_id in ended_ids]
+        self._register_texts()
+        if self._texts is not None:
+            self._texts.forget(ended_ids)
+        self._append(self._decided_ns)
+        self._arrivals = [r for r in arrivals if r.request_id not in ended_ids]
+
+    def _append(self, decided_ns: int) -> None:
+        if not self._segments:
+            self._open_segment(())
+        self._number += 1
+        iteration = Iteration(
+            self._number,
+            (decided_ns - self._start_ns) // 1000,
+            (self._clock() - decided_ns) // 1000,
+            tuple([self._arrival(request, decided_ns) for request in self._arrivals]),
+            self._decision,
+            self._num_free_blocks,
+            tuple(self._ends),
+            self._has_failed,
+            () if self._texts is None else self._texts.take_growths(),
+        )
+        self._arrivals, self._ends, self._places = [], [], {}
+        self._has_failed = False
+        segment = self._segments[-1]
+        segment.iterations.append(iteration)
+        segment.num_numbers += _num_numbers(iteration)
+        if self._sink is not None:
+            self._sink.add(iteration)
+
+    def _arrival(self, request: LlmRequest, decided_ns: int) -> Arrival:
+        came_ns = self._came_ns.pop(request.request_id, decided_ns)
+        return Arrival(
+            request.request_id,
+            request.orig_prompt_len,
+            request.max_new_tokens,
+            max(decided_ns - came_ns, 0) // 1000,
+            request.priority,
+            request.beam_width,
+            self._places.get(request.request_id),
+            NO_LIKENESS if self._texts is None else self._texts.likeness(request),
+        )
+
+    def _register_texts(self) -> None:
+        """Number the texts of the arrivals, in the order in which they are recorded."""
+        if self._texts is not None:
+            for request in self._arrivals:
+                self._texts.add(request)
+
+    def _format(
+        self, segments: Sequence[tuple[tuple[RequestState, ...], list[Iteration]]]
+    ) -> Iterator[str]:
+        writer = LineWriter()
+        yield writer.header(self._header(segments[0][0] if segments else ()))
+        for _, iterations in segments:
+            for iteration in iterations:
+                yield writer.iteration(iteration)
+
+    def _header(self, active: tuple[RequestState, ...]) -> Header:
+        return Header(self.settings, self._software, self._started, active)
+
+    def _needs_segment(self) -> bool:
+        if not self._segments:
+            return True
+        segment = self._segments[-1]
+        return (
+            len(segment.iterations) >= SEGMENT_ITERATIONS or segment.num_numbers >= SEGMENT_NUMBERS
+        )
+
+    def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
+        new_ids = {request.request_id for request in self._arrivals}
+        states = [RequestState.of(r) for r in active_requests if r.request_id not in new_ids]
+        self._segments.append(_Segment(tuple(states), num_numbers=9 * len(states)))
+
+
+class _Texts:
+    """Whom the texts in flight are like; the request ids are those of active requests."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._index = TextIndex(settings.num_blocks * settings.tokens_per_block)
+        self._num_texts = 0
+        self._numbers: dict[int, int] = {}
+        self._likenesses: dict[int, Likeness] = {}
+        self._growths: list[Growth] = []
+
+    def add(self, request: LlmRequest) -> None:
+        """A prompt, as it came."""
+        number, self._num_texts = self._num_texts, self._num_texts + 1
+        self._numbers[request.request_id] = number
+        found = self._index.add(request.cache_salt, request.tokens, number)
+        self._likenesses[request.request_id] = found
+
+    def likeness(self, request: LlmRequest) -> Likeness:
+        """What was found when the prompt came; to be asked once."""
+        return self._likenesses.pop(request.request_id, NO_LIKENESS)
+
+    def grow(self, request: LlmRequest, *, is_last: bool = False) -> None:
+        """``request`` gives its blocks back; everything it has generated belongs to its text."""
+        number = self._numbers.get(request.request_id)
+        if number is None:
+            return  # it ended before it was registered
+        if is_last:
+            del self._numbers[request.request_id]
+        if request.tokens[-1] < 0 or request.num_tokens == request.prompt_len:
+            return
+        found = self._index.add(request.cache_salt, request.tokens, number)
+        if found.length > request.prompt_len:
+            self._growths.append(Growth(request.request_id, found))
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """These have ended before anything was decided about them."""
+        for request_id in request_ids:
+            self._numbers.pop(request_id, None)
+
+    def take_growths(self) -> tuple[Growth, ...]:
+        """Those since the last call."""
+        growths, self._growths = tuple(self._growths), []
+        return growths
+
+
+def _places(
+    active_requests: Sequence[LlmRequest], arrivals: Sequence[LlmRequest]
+) -> dict[int, int]:
+    """Where each new request stands; empty when all stand at the end, in their order."""
+    tail = active_requests[len(active_requests) - len(arrivals) :]
+    if all(one is other for one, other in zip(tail, arrivals, strict=False)):
+        return {}
+    new_ids = {request.request_id for request in arrivals}
+    return {
+        request.request_id: place
+        for place, request in enumerate(active_requests)
+        if request.request_id in new_ids
+    }
+
+
+def _num_numbers(iteration: Iteration) -> int:
+    """Ids held by the record; who generates counts fully, although it is mostly shared."""
+    number = 8 + 6 * len(iteration.arrivals) + 2 * len(iteration.ends)
+    if iteration.decision is not None:
+        number += 2 * len(iteration.decision.context) + len(iteration.decision.paused)
+    return number

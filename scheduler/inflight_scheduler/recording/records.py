@@ -1,0 +1,163 @@
+"""What a flight recording says: plain facts of scheduling, no token and no text.
+
+Scheduling is a pure function of its recorded inputs, so a recording holds the inputs (arrivals,
+ends) and the decision; reasons, blocks and states are derived by running the same rules again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from inflight_scheduler.chunking import ContextChunking
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.scheduler import CapacitySchedulerPolicy
+
+MAX_NUM_BLOCKS = 2**22
+"""Blocks of a pool that can be rebuilt; a larger number in a recording is refused."""
+
+MAX_NUM_REQUESTS = 2**16
+"""Requests in flight at once, at most (the bound of ``max_batch_size``)."""
+
+MAX_NUM_TOKENS = 2**24
+"""Tokens of one request, at most (the bound of ``max_seq_len``)."""
+
+ERROR = "error"
+"""How a request ended that was answered with an error; the others are names of `FinishReason`."""
+
+NOT_FINITE = "not_finite"
+"""The model's logits were no numbers; nothing of such a request is kept for reuse."""
+
+TOKEN_ENDS = frozenset({NOT_FINITE, "end_id", "stop_words"})
+"""Ends that a token brings, in the order of the tokens; the others come after all tokens."""
+
+
+END_REASONS = TOKEN_ENDS | {ERROR, "timed_out", "cancelled"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything besides the requests that a decision depends on.
+
+    ``scheduler_class`` names a scheduler of the user. It is told, never imported from here.
+    """
+
+    policy: CapacitySchedulerPolicy
+    num_blocks: int
+    tokens_per_block: int
+    max_batch_size: int
+    max_num_tokens: int | None = None
+    chunking: ContextChunking | None = None
+    enable_reuse: bool = False
+    may_copy_blocks: bool = False
+    scheduler_class: str | None = None
+
+
+class Arrival(NamedTuple):
+    """A request that was accepted.
+
+    ``waited_us``: how long before the decision it had come. ``place`` is its index among the
+    active ones, None for last. ``likeness``: with block reuse, which text its prompt begins like.
+    """
+
+    request_id: int
+    prompt_len: int
+    max_new_tokens: int
+    waited_us: int = 0
+    priority: float = 0.5
+    beam_width: int = 1
+    place: int | None = None
+    likeness: Likeness = NO_LIKENESS
+
+
+class RequestState(NamedTuple):
+    """Where an active request stood when the recording began.
+
+    ``prompt_len`` includes what a pause has turned into prompt and ``max_new_tokens`` counts from
+    there, as in `LlmRequest`. ``num_computed`` are the tokens of the context that were computed.
+    """
+
+    request_id: int
+    orig_prompt_len: int
+    prompt_len: int
+    num_tokens: int
+    max_new_tokens: int
+    num_computed: int
+    num_pauses: int
+    priority: float = 0.5
+    beam_width: int = 1
+
+    @classmethod
+    def of(cls, request: LlmRequest) -> RequestState:
+        """The state of ``request`` now."""
+        return cls(
+            request.request_id,
+            request.orig_prompt_len,
+            request.prompt_len,
+            request.num_tokens,
+            request.max_new_tokens,
+            request.context_current_position,
+            request.num_pauses,
+            request.priority,
+            request.beam_width,
+        )
+
+
+class Chunk(NamedTuple):
+    """``num_tokens`` of the context of a request run."""
+
+    request_id: int
+    num_tokens: int
+
+
+class Decision(NamedTuple):
+    """Who ran, in order, and who was paused."""
+
+    context: tuple[Chunk, ...]
+    generation: tuple[int, ...]
+    paused: tuple[int, ...]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that ran."""
+        return len(self.context) + len(self.generation)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Prompt tokens computed."""
+        return sum(chunk.num_tokens for chunk in self.context)
+
+
+class End(NamedTuple):
+    """A request ended for another reason than its length, which needs no telling."""
+
+    request_id: int
+    reason: str
+
+
+class Growth(NamedTuple):
+    """With block reuse: what a request generated goes on like another text."""
+
+    request_id: int
+    likeness: Likeness
+
+
+class Iteration(NamedTuple):
+    """One pass of the loop: arrivals, then the decision, the step, then the ends.
+
+    ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
+    ``has_failed`` tells of a step that brought no tokens. ``growths`` are known when requests give
+    their blocks back in this iteration. Times are microseconds, ``start_us``
+    since the recording was started; ``num_free_blocks`` is after the decision was carried out.
+    """
+
+    number: int
+    start_us: int
+    step_us: int
+    arrivals: tuple[Arrival, ...]
+    decision: Decision | None
+    num_free_blocks: int
+    ends: tuple[End, ...]
+    has_failed: bool = False
+    growths: tuple[Growth, ...] = ()

@@ -1,0 +1,295 @@
+"""The scheduler run again: requests without text, the same rules, the same books of blocks.
+
+`Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
+recorded ones: `arrive`, `decide`, then `carry_out` (which also runs the step), then `end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, SupportsIndex, overload
+
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.decision import check_decision
+from inflight_scheduler.errors import InvalidDecision, SchedulerError
+from inflight_scheduler.planner import BatchPlanner
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.likeness import TextBook
+from inflight_scheduler.recording.records import (
+    MAX_NUM_REQUESTS,
+    NOT_FINITE,
+    TOKEN_ENDS,
+    Arrival,
+    Chunk,
+    Decision,
+    Iteration,
+    RequestState,
+    Settings,
+)
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.scheduler import (
+    CapacitySchedulerPolicy,
+    RequestScheduler,
+    make_scheduler,
+)
+
+MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
+"""A scheduler for the settings, over the blocks and slots of the planner."""
+
+Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
+"""Context, generation and paused requests: a decision."""
+
+
+class Step(NamedTuple):
+    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended."""
+
+    num_free_blocks: int
+    advanced: list[LlmRequest]
+    ended: list[LlmRequest]
+
+
+class MadeUpText(list[int]):
+    """The tokens of a request without tokens: constant memory, whatever the length.
+
+    Without a book all are 0. With one, texts agree where the book says so (block reuse).
+    ``is_broken``: the last token is the one that says that the model's numbers failed.
+    """
+
+    __slots__ = ("_book", "is_broken", "length", "number")
+
+    def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
+        super().__init__()
+        self.length = length
+        self.number = number
+        self.is_broken = False
+        self._book = book
+
+    def __len__(self) -> int:
+        return self.length
+
+    def append(self, _: int) -> None:
+        """One token more."""
+        self.length += 1
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
+        if not isinstance(index, slice):
+            return -1 if self.is_broken else 0
+        start, end, _ = index.indices(self.length)
+        if self._book is None:
+            return [0] * max(end - start, 0)
+        return self._book.tokens(self.number, start, end)
+
+
+def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
+    """The scheduler the settings name; `RecordingError` if it is one of the user."""
+    if settings.scheduler_class is not None:
+        raise RecordingError(
+            f"the recording was made with the scheduler {settings.scheduler_class!r}; "
+            "it is needed to decide again: give it with --scheduler-class"
+        )
+    return scheduler_of(settings.policy, settings, planner)
+
+
+def scheduler_of(
+    policy: CapacitySchedulerPolicy, settings: Settings, planner: BatchPlanner
+) -> RequestScheduler:
+    """Our scheduler for ``policy``, with the other settings."""
+    try:
+        return make_scheduler(
+            policy,
+            planner.block_manager,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            chunking=settings.chunking,
+        )
+    except ValueError as error:
+        raise RecordingError(f"these settings contradict one another: {error}") from None
+
+
+class Simulation:
+    """Scheduler, blocks and slots with requests that have lengths only.
+
+    `RecordingError` for whatever cannot have happened.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        active: Sequence[RequestState] = (),
+        scheduler: MakeScheduler | None = default_scheduler,
+    ) -> None:
+        """``scheduler`` None: nothing is decided here, decisions come from elsewhere."""
+        self.settings = settings
+        self.block_manager = BlockManager(
+            settings.num_blocks,
+            settings.tokens_per_block,
+            enable_reuse=settings.enable_reuse,
+            may_copy_blocks=settings.may_copy_blocks,
+        )
+        self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
+        self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        self._book = TextBook() if settings.enable_reuse else None
+        if active and settings.enable_reuse:
+            raise RecordingError(
+                "the recording begins in the middle: with block reuse nobody knows what was "
+                "cached then; record to a file from the start (record_file)"
+            )
+        self.active: list[LlmRequest] = []
+        self._by_id: dict[int, LlmRequest] = {}
+        for state in active:
+            self._restore(state)
+
+    def find(self, request_id: int) -> LlmRequest | None:
+        """The active request with this id."""
+        return self._by_id.get(request_id)
+
+    def arrive(self, arrival: Arrival) -> LlmRequest:
+        """Make a request active, at its place."""
+        request = _make(arrival, arrival.prompt_len, arrival.max_new_tokens)
+        if self._book is not None:
+            number = self._book.add(arrival.likeness)
+            request.tokens = MadeUpText(arrival.prompt_len, self._book, number)
+        if not self.block_manager.can_ever_fit(request):
+            raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
+        self._add(request, arrival.place)
+        return request
+
+    def decide(self) -> Lists:
+        """What the scheduler decides now; nothing changes but the sizes of context chunks."""
+        assert self.scheduler is not None, "this simulation only follows"
+        try:
+            return self.scheduler.schedule_request(self.active, ())
+        except SchedulerError as error:
+            raise RecordingError(f"this cannot be scheduled: {error}") from None
+
+    def follow(self, decision: Decision) -> Lists:
+        """``decision`` with requests for ids, chunk sizes set; it must be one that can be."""
+        for chunk in decision.context:
+            self._known(chunk.request_id).context_chunk_size = chunk.num_tokens
+        context = [self._known(chunk.request_id) for chunk in decision.context]
+        generation = [self._known(request_id) for request_id in decision.generation]
+        paused = [self._known(request_id) for request_id in decision.paused]
+        try:
+            return check_decision(
+                (context, generation, paused),
+                self.active,
+                block_manager=self.block_manager,
+                num_free_slots=self.planner.num_free_slots,
+                max_batch_size=self.settings.max_batch_size,
+                max_num_tokens=self.settings.max_num_tokens,
+                may_chunk=self.settings.chunking is not None,
+            )
+        except InvalidDecision as error:
+            raise RecordingError(f"this decision cannot have been made: {error}") from None
+
+    def carry_out(self, lists: Lists, iteration: Iteration | None = None) -> Step:
+        """Plan a decision and run it.
+
+        Whoever has all its tokens ends, and of ``iteration`` those that a token ended; requests end
+        in the order in which they got their tokens. A step that failed gives no tokens.
+        """
+        if iteration is not None:
+            self._grow(iteration)
+        batch = self.planner.plan(*lists)
+        num_free_blocks = self.block_manager.num_free_blocks
+        if iteration is not None and iteration.has_failed:
+            self.planner.discard(batch)
+            return Step(num_free_blocks, [], [])
+        num_tokens = len(batch.generation_slots)
+        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
+        advanced = self.planner.update(batch, [0] * num_tokens)
+        ends = {} if iteration is None else dict(iteration.ends)
+        ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
+        for request in ended:
+            is_broken = ends.get(request.request_id) == NOT_FINITE
+            if is_broken and isinstance(request.tokens, MadeUpText):
+                request.tokens.is_broken = True
+        self.forget(ended)
+        return Step(num_free_blocks, advanced, ended)
+
+    def end(self, iteration: Iteration) -> list[LlmRequest]:
+        """The other ends of ``iteration``; returns the requests."""
+        if iteration.decision is None:
+            self._grow(iteration)
+        ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
+        self.forget(ended)
+        return ended
+
+    def forget(self, requests: Sequence[LlmRequest]) -> None:
+        """These are not active any more and hold nothing."""
+        if not requests:
+            return
+        for request in requests:
+            self.planner.release(request)
+            self._by_id.pop(request.request_id, None)
+        self.active = [r for r in self.active if r.request_id in self._by_id]
+
+    def _grow(self, iteration: Iteration) -> None:
+        """Texts that go on like others, told before their blocks are kept."""
+        if self._book is None:
+            return
+        for request_id, likeness in iteration.growths:
+            request = self._known(request_id)
+            if isinstance(request.tokens, MadeUpText):
+                self._book.extend(request.tokens.number, likeness, request.prompt_len)
+
+    def _known(self, request_id: int) -> LlmRequest:
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise RecordingError(f"request {request_id} runs, but it is not active")
+        return request
+
+    def _add(self, request: LlmRequest, place: int | None) -> None:
+        if request.request_id in self._by_id:
+            raise RecordingError(f"request {request.request_id} arrives while it is active")
+        if len(self._by_id) >= MAX_NUM_REQUESTS:
+            raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
+        self._by_id[request.request_id] = request
+        self.active.insert(len(self.active) if place is None else place, request)
+
+    def _restore(self, state: RequestState) -> None:
+        """A request in the middle of its life, with the blocks it held then."""
+        request = _make(state, state.prompt_len, state.max_new_tokens)
+        if not self.block_manager.can_ever_fit(request):
+            raise RecordingError(f"request {state.request_id} is larger than the whole pool")
+        self._add(request, None)
+        request.orig_prompt_len = state.orig_prompt_len
+        request.num_pauses = state.num_pauses
+        if state.num_computed == 0:
+            return
+        request.context_chunk_size = state.num_computed
+        request.move_to_next_context_chunk()
+        request.tokens = MadeUpText(state.num_tokens)
+        num_cached = max(state.prompt_len, request.num_cached_tokens)
+        blocks = self.block_manager.allocate(state.request_id, num_cached)
+        if blocks is None or self.planner.num_free_slots == 0:
+            raise RecordingError("the requests at the start hold more than there is")
+        request.seq_slot = self.planner.slots.assign()
+
+
+def as_decision(lists: Lists) -> Decision:
+    """The ids and sizes of a decision."""
+    context, generation, paused = lists
+    return Decision(
+        tuple([Chunk(request.request_id, request.context_chunk_size) for request in context]),
+        tuple([request.request_id for request in generation]),
+        tuple([request.request_id for request in paused]),
+    )
+
+
+def _make(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
+    request = LlmRequest(
+        facts.request_id,
+        MadeUpText(0),
+        max_new_tokens,
+        beam_width=facts.beam_width,
+        priority=facts.priority,
+    )
+    request.tokens = MadeUpText(prompt_len)
+    request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
+    request.max_num_tokens = prompt_len + max_new_tokens
+    return request

@@ -1,0 +1,158 @@
+"""What came in, and what an iteration cost: the two things a recording is asked for by what-if."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from inflight_scheduler.recording.cost_model import Load, Sample
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.latency import Latencies
+from inflight_scheduler.recording.records import Arrival, Iteration
+from inflight_scheduler.recording.simulation import Lists, Simulation
+from inflight_scheduler.request import LlmRequest
+
+MAX_NUM_JOBS = 1_000_000
+
+
+class Job(NamedTuple):
+    """A request to come: when, how long, and how many tokens it generates in the end."""
+
+    arrival_us: int
+    prompt_len: int
+    max_new_tokens: int
+    num_new_tokens: int
+    priority: float = 0.5
+
+
+@dataclass(slots=True)
+class RecordedWorkload:
+    """Jobs in order of arrival, the iterations that measured a full turn, and the latencies."""
+
+    jobs: list[Job] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    latencies: Latencies = field(default_factory=Latencies)
+
+
+def read_workload(reader: RecordingReader) -> RecordedWorkload:
+    """Follow a recording and collect its jobs, costs and latencies.
+
+    A job ends where the recorded one did, whatever ended it; one still running at the end of the
+    recording is taken to use all its tokens.
+    """
+    try:
+        collector = _Collector(reader)
+    except RecordingError as error:
+        raise reader.fail(error) from None
+    for iteration in reader:
+        try:
+            collector.add(iteration)
+        except RecordingError as error:
+            raise reader.fail(error) from None
+    return collector.finish()
+
+
+def make_workload(
+    rate: float,
+    prompt_lens: tuple[int, int],
+    output_lens: tuple[int, int],
+    num_requests: int,
+    seed: int = 0,
+) -> list[Job]:
+    """Requests that arrive at random (Poisson), ``rate`` a second, lengths uniform in a range."""
+    rng = random.Random(seed)
+    time_us = 0.0
+    jobs = []
+    for _ in range(num_requests):
+        time_us += rng.expovariate(rate) * 1e6
+        length = rng.randint(*output_lens)
+        jobs.append(Job(int(time_us), rng.randint(*prompt_lens), length, length))
+    return jobs
+
+
+def load_of(lists: Lists) -> Load:
+    """The work of a decision, before it is carried out."""
+    context, generation, _ = lists
+    return Load(
+        sum(request.context_chunk_size for request in context),
+        len(context),
+        len(generation),
+        sum(request.num_cached_tokens for request in generation),
+    )
+
+
+class _Collector:
+    """Follows the iterations of a recording."""
+
+    def __init__(self, reader: RecordingReader) -> None:
+        header = reader.header
+        self._simulation = Simulation(header.settings, header.active, scheduler=None)
+        self._workload = RecordedWorkload()
+        self._arrived: dict[int, tuple[int, Arrival]] = {}
+        self._jobs: list[tuple[int, Job]] = []
+        self._last: tuple[int, Load] | None = None
+        self._num_arrivals = 0
+
+    def add(self, iteration: Iteration) -> None:
+        """One iteration more."""
+        simulation, latencies = self._simulation, self._workload.latencies
+        start_us = iteration.start_us
+        if self._last is not None:  # somebody was active, so the next turn came at once
+            before_us, load = self._last
+            self._workload.samples.append(Sample(load, start_us - before_us))
+        self._last = None
+        for arrival in iteration.arrivals:
+            came_us = max(start_us - arrival.waited_us, 0)
+            self._arrived[arrival.request_id] = (came_us, arrival)
+            simulation.arrive(arrival)
+            latencies.arrived(arrival.request_id, came_us)
+        if iteration.decision is not None:
+            lists = simulation.follow(iteration.decision)
+            latencies.decided(lists)
+            load = load_of(lists)
+            step = simulation.carry_out(lists, iteration)
+            end_us = start_us + iteration.step_us
+            for request in step.advanced:
+                latencies.advanced(request.request_id, end_us)
+            for request in step.ended:
+                self._end(request)
+            if not iteration.has_failed and simulation.active:
+                self._last = (start_us, load)
+        for request in simulation.end(iteration):
+            self._end(request)
+
+    def finish(self) -> RecordedWorkload:
+        """Jobs in the order in which they arrived."""
+        for came_us, arrival in self._arrived.values():
+            self._append(came_us, arrival, arrival.max_new_tokens)
+        self._jobs.sort(key=lambda item: (item[1].arrival_us, item[0]))
+        self._workload.jobs = [job for _, job in self._jobs]
+        return self._workload
+
+    def _end(self, request: LlmRequest) -> None:
+        self._workload.latencies.ended(request.request_id)
+        found = self._arrived.pop(request.request_id, None)
+        if found is not None and request.num_generated_tokens > 0:
+            self._append(found[0], found[1], request.num_generated_tokens)
+
+    def _append(self, came_us: int, arrival: Arrival, num_new_tokens: int) -> None:
+        self._num_arrivals += 1
+        if self._num_arrivals > MAX_NUM_JOBS:
+            raise RecordingError(f"more than {MAX_NUM_JOBS} requests: cut the recording")
+        job = Job(
+            came_us,
+            arrival.prompt_len,
+            arrival.max_new_tokens,
+            num_new_tokens,
+            arrival.priority,
+        )
+        self._jobs.append((arrival.request_id, job))
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """`RecordingError` if there is nothing to run."""
+    if not jobs:
+        raise RecordingError("the recording holds no request that produced a token")

@@ -1,0 +1,61 @@
+"""`inflight timeline` from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from backend.commands.harness import run
+from manager_harness import MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.commands.timeline import timeline
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recording") / "r.jsonl"
+    recorder = Recorder([request(i, [i], 4 * i) for i in range(1, 9)])
+    params = TrtGptModelOptionalParams(
+        max_batch_size=5, record_file=str(path), kv_cache_config=KvCacheConfig(tokens_per_block=4)
+    )
+    with running(recorder, None, MAX_UTILIZATION, params=params):
+        recorder.wait_for_finals(*range(1, 9))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "start"), [("t.svg", "<svg "), ("t.html", "<!doctype html>"), ("t.JSON", "{")]
+)
+def test_the_name_says_the_form(recording: Path, tmp_path: Path, name: str, start: str) -> None:
+    done = run(timeline, recording, "-o", tmp_path / name)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path / name}: 8 requests, ")
+    content = (tmp_path / name).read_text(encoding="utf-8")
+    assert content.startswith(start)
+    if start == "{":
+        json.loads(content)
+
+
+def test_errors_are_one_line(recording: Path, tmp_path: Path) -> None:
+    done = run(timeline, recording, "-o", tmp_path / "t.png")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith("ends in .png: choose one of .svg, .html, .json\n")
+    done = run(timeline, recording, "-o", tmp_path / "no" / "t.svg")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_picture_needs_no_scheduler_of_the_user(recording: Path, tmp_path: Path) -> None:
+    """Only the reasons are missing."""
+    text = recording.read_text().replace(
+        '"scheduler_class":null', '"scheduler_class":"nobody:HasThis"'
+    )
+    path = tmp_path / "own.jsonl"
+    path.write_text(text)
+    done = run(timeline, path, "-o", tmp_path / "t.svg")
+    assert done.exit_code == 0
+    picture = (tmp_path / "t.svg").read_text(encoding="utf-8")
+    assert "nobody:HasThis" in picture
+    assert "request limit" not in picture

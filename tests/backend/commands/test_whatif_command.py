@@ -1,0 +1,84 @@
+"""`inflight whatif` from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from backend.commands.harness import run
+from manager_harness import MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.commands.replay import replay
+from inflight_backend.commands.whatif import MAX_VARIANTS, whatif
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recording") / "r.jsonl"
+    recorder = Recorder([request(i, [i] * i, 20 + i) for i in range(1, 21)])
+    params = TrtGptModelOptionalParams(max_batch_size=5, record_file=str(path))
+    with running(recorder, None, MAX_UTILIZATION, params=params):
+        recorder.wait_for_finals(*range(1, 21))
+    return path
+
+
+def test_a_table_with_what_was_measured_and_each_setting(recording: Path) -> None:
+    options = ["--policy", "guaranteed_no_evict", "--policy", "static_batch", "--kv-blocks", 40]
+    done = run(whatif, recording, *options, "--kv-blocks", 80)
+    assert done.exit_code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:2] == ["setting", "tokens/s"]
+    assert [line.split("  ")[0] for line in lines[1:7]] == [
+        "measured",
+        "as recorded",
+        "guaranteed_no_evict num_blocks=40",
+        "guaranteed_no_evict num_blocks=80",
+        "static_batch num_blocks=40",
+        "static_batch num_blocks=80",
+    ]
+    assert lines[-1].startswith("20 requests; an iteration is predicted within ")
+
+
+def test_json_and_the_tokens_are_those_recorded(recording: Path) -> None:
+    done = run(whatif, recording, "--max-batch-size", 10, "--json")
+    rows = {row["setting"]: row for row in json.loads(done.stdout)["rows"]}
+    tokens = sum(20 + i for i in range(1, 21))
+    assert [row["num_tokens"] for row in rows.values()] == [tokens] * 3
+    assert rows["max_batch_size=10"]["ttft_p99"] < rows["as recorded"]["ttft_p99"]
+
+
+def test_a_pool_too_small_refuses(recording: Path) -> None:
+    rows = json.loads(run(whatif, recording, "--kv-blocks", 1, "--json").stdout)["rows"]
+    assert (rows[-1]["num_refused"], rows[-1]["num_tokens"]) == (20, 0)
+
+
+def test_a_made_up_workload_and_saved_predictions(recording: Path, tmp_path: Path) -> None:
+    lengths = ["--prompt", "5", "--output", "3-9", "--num-requests", 50]
+    done = run(whatif, recording, "--rate", 100, *lengths, "--save", tmp_path / "new")
+    assert done.exit_code == 0, done.stderr
+    assert "measured" not in done.stdout
+    again = run(replay, tmp_path / "new" / "as-recorded.jsonl")
+    assert again.stdout.startswith("identical, ")
+    assert "(50 requests, " in again.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--policy", "best"], "--policy best: choose one of max_utilization"),
+        (["--rate", "5", "--prompt", "9-3"], "--prompt 9-3: write a number of tokens, or two"),
+        (["--rate", "5", "--output", "x"], "--output x: write a number of tokens, or two"),
+        (["--kv-blocks", str(10**18)], "num_blocks is 1000000000000000000"),
+        (
+            [x for k in range(MAX_VARIANTS + 1) for x in ("--kv-blocks", str(40 + k))],
+            f"{MAX_VARIANTS + 1} combinations are more than",
+        ),
+    ],
+)
+def test_errors_are_one_line(recording: Path, options: list[str], message: str) -> None:
+    done = run(whatif, recording, *options)
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,206 @@
+"""The plan of the memory against the engine that takes it."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backend.commands.harness import run
+from checkpoints import VARIANTS, write_checkpoint
+
+from inflight_backend.commands.plan import format_size, parse_size, plan
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.memory_plan import (
+    GIB,
+    MemoryPlan,
+    PlanSettings,
+    concurrency,
+    make_plan,
+    usual_shapes,
+)
+from inflight_backend.weight_headers import read_weight_headers
+from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
+
+DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_the_plan_is_what_the_engine_takes(tmp_path: Path, variant: str) -> None:
+    """Parameters, tables and pool, byte by byte, for every family."""
+    folder = write_checkpoint(tmp_path, variant, num_shards=2)
+    settings = {"dtype": "bfloat16", "tokens_per_block": 8, "max_seq_len": 128}
+    made = make_plan(folder, PlanSettings(max_tokens=1000, **settings))  # type: ignore[arg-type]
+    engine = Engine.load(
+        folder,
+        EngineConfig(device="cpu", max_tokens_in_paged_kv_cache=1000, **settings),  # type: ignore[arg-type]
+    )
+    assert engine.num_blocks == made.num_blocks == 125
+    assert sum(layer.nbytes for pair in pool_layers(engine) for layer in pair) == made.pool_bytes
+    assert weight_bytes(engine) == made.weight_bytes
+    assert vars(engine._attention)["_cos_sin"].nbytes == made.table_bytes
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert made.file_bytes < files < made.file_bytes + 100_000  # the headers
+
+
+def pool_layers(engine: Engine) -> list[Any]:
+    return [engine._pool.layer(k) for k in range(engine.model_config.num_layers)]
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Bytes of the distinct tensors the decoder holds, without the rope table."""
+    found: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if hasattr(value, "data_ptr"):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif hasattr(value, "__slots__") or hasattr(value, "__dict__"):
+            names = getattr(value, "__slots__", None) or vars(value)
+            for name in names:
+                visit(getattr(value, name))
+
+    decoder = engine._decoder
+    for name, value in vars(decoder).items():
+        if name not in ("_cos_sin", "_ops"):
+            visit(value)
+    return sum(found.values())
+
+
+def test_the_default_of_a_cpu() -> None:
+    assert make_plan(DEMO_MODEL).pool_tokens == 65_536
+    engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu"))
+    assert engine.num_blocks == make_plan(DEMO_MODEL).num_blocks
+
+
+def test_a_gpu_gets_a_share_of_what_is_left() -> None:
+    made = make_plan(DEMO_MODEL, PlanSettings(gpu_memory=8 * GIB, fraction=0.5))
+    assert made.free_bytes == 8 * GIB - made.weight_bytes - made.table_bytes - GIB
+    assert made.pool_bytes <= made.free_bytes * 0.5 < made.pool_bytes + made.block_bytes
+    both = make_plan(DEMO_MODEL, PlanSettings(gpu_memory=8 * GIB, max_tokens=100))
+    assert both.num_blocks == 3
+    with pytest.raises(ConfigurationError, match=r"weights do not fit: .* GiB of GPU memory are"):
+        make_plan(DEMO_MODEL, PlanSettings(gpu_memory=GIB))
+    with pytest.raises(ConfigurationError, match="not even one block fits"):
+        make_plan(DEMO_MODEL, PlanSettings(max_tokens=31))
+
+
+def small_plan() -> MemoryPlan:
+    return make_plan(DEMO_MODEL, PlanSettings(max_tokens=32 * 100, max_batch_size=64))
+
+
+@pytest.mark.parametrize(("prompt_len", "max_new"), [(1, 1), (40, 30), (90, 200), (31, 33)])
+def test_the_guaranteed_number_is_the_schedulers(prompt_len: int, max_new: int) -> None:
+    """That many start at once, and one more would not."""
+    made = small_plan()
+    blocks = BlockManager(made.num_blocks, made.tokens_per_block)
+    scheduler = make_scheduler(
+        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, blocks, max_batch_size=made.max_batch_size
+    )
+    requests = [LlmRequest(i, [0] * prompt_len, max_new) for i in range(200)]
+    context, _, _ = scheduler.schedule_request(requests, ())
+    row = concurrency(made, prompt_len, max_new)
+    assert len(context) == row.guaranteed
+    assert row.blocks_at_completion == blocks.get_blocks_at_completion(requests[0])
+    assert row.staggered >= row.guaranteed
+
+
+def test_staggered_requests_hold_the_mean_of_their_blocks() -> None:
+    """64 tokens of prompt and 64 more: 2 blocks once, 3 for 32 steps, 4 for 31."""
+    row = concurrency(small_plan(), 64, 64)
+    assert row.staggered == min(64, int(100 / ((2 + 32 * 3 + 31 * 4) / 64)))
+
+
+def test_a_request_too_long_for_the_pool_runs_not_once() -> None:
+    row = concurrency(small_plan(), 3200, 100)
+    assert (row.guaranteed, row.staggered) == (0, 0)
+
+
+def test_shapes_reach_the_longest_request() -> None:
+    assert usual_shapes(4096) == [(205, 51), (820, 204), (3277, 819)]
+    assert usual_shapes(2) == [(1, 1)]
+    for length in (2, 3, 100, 256, 257, 131072):
+        assert sum(usual_shapes(length)[-1]) == length
+
+
+def test_no_torch_is_needed() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None\n"
+        "from pathlib import Path; from inflight_backend.memory_plan import make_plan\n"
+        f"print(make_plan(Path({str(DEMO_MODEL)!r})).num_blocks)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "2048\n"), done.stderr
+
+
+def test_the_command_prints_a_table_and_json() -> None:
+    done = run(plan, DEMO_MODEL, "--gpu-memory", "80GiB", "--max-batch-size", "64")
+    assert done.exit_code == 0
+    assert "KV per token" in done.stdout
+    assert "guaranteed_no_evict" in done.stdout
+    values = json.loads(run(plan, DEMO_MODEL, "--max-tokens", "640", "--json").stdout)
+    assert values["num_blocks"] == 20
+    assert values["pool_bytes"] == 20 * values["block_bytes"]
+    assert values["concurrency"][0]["guaranteed"] == 2
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    done = run(plan, tmp_path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "no config.json" in done.stderr
+    assert "is no size" in run(plan, DEMO_MODEL, "--gpu-memory", "much").stderr
+
+
+def test_sizes() -> None:
+    assert parse_size("80GiB") == 80 * 2**30
+    assert parse_size("1.5 g") == 1_500_000_000
+    assert parse_size("4096") == 4096
+    assert format_size(80 * 2**30) == "80.00 GiB"
+    assert format_size(1536) == "1.50 KiB"
+    assert format_size(12) == "12 bytes"
+
+
+def damaged(content: bytes) -> list[tuple[bytes, str]]:
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    name = next(key for key in header if key != "__metadata__")
+    wrong = {**header, name: {**header[name], "shape": [-1]}}
+    text = json.dumps(wrong).encode()
+    return [
+        (b"", "not a whole safetensors file"),
+        (content[:5], "not a whole safetensors file"),
+        (struct.pack("<Q", 2**63) + content[8:], "not a whole safetensors file"),
+        (content[:-1], "is not whole"),
+        (struct.pack("<Q", 2) + b"[]", "the header is damaged"),
+        (struct.pack("<Q", 4) + b"\xff\xff{]" + content, "the header is damaged"),
+        (struct.pack("<Q", len(text)) + text + content, f"the header of '{name}' is damaged"),
+    ]
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    content = (DEMO_MODEL / "model.safetensors").read_bytes()
+    (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    for number, (bad, message) in enumerate(damaged(content)):
+        (tmp_path / "model.safetensors").write_bytes(bad)
+        with pytest.raises(CheckpointError, match=message):
+            read_weight_headers(tmp_path)
+        assert run(plan, tmp_path).exit_code == 1, number
+
+
+def test_a_missing_tensor_and_a_wrong_shape(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, num_shards=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has shape \[199, 48\]"):
+        make_plan(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match=r"missing tensor model.layers.2"):
+        make_plan(folder)

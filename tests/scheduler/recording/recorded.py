@@ -1,0 +1,131 @@
+"""Worlds whose decisions are recorded, and the way from a recording to its readers."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterable, Sequence
+
+from scheduler.world import draw, make_request
+
+from inflight_scheduler import (
+    ActiveRequests,
+    BatchPlanner,
+    BlockManager,
+    CapacitySchedulerPolicy,
+    FinishReason,
+    LlmRequest,
+    RequestScheduler,
+)
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.simulation import Lists, scheduler_of
+
+GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+
+
+class RecordedWorld:
+    """The loop of the batch manager around a recorder; the model is that of `World`."""
+
+    def __init__(self, settings: Settings, scheduler: RequestScheduler | None = None) -> None:
+        self.manager = BlockManager(
+            settings.num_blocks,
+            settings.tokens_per_block,
+            enable_reuse=settings.enable_reuse,
+            may_copy_blocks=settings.may_copy_blocks,
+        )
+        self.active = ActiveRequests(self.manager, priority_span=5)
+        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
+        self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
+        self.recorder = FlightRecorder(settings, software="test")
+        self.finished: list[LlmRequest] = []
+        self.num_pauses = 0
+
+    def arrive(self, request: LlmRequest) -> None:
+        """Make ``request`` active."""
+        self.active.add(request)
+        self.recorder.arrived(request)
+
+    def decide(self) -> Lists:
+        """What the scheduler says, noted."""
+        decision = self.scheduler.schedule_request(self.active, ())
+        self.recorder.decided(self.active, *decision)
+        return decision
+
+    def iterate(self, stops: Iterable[LlmRequest] = ()) -> Lists:
+        """One pass of the loop: decide, run, then the stops."""
+        decision = self.decide()
+        batch = self.planner.plan(*decision)
+        self.num_pauses += len(decision[2])
+        self.recorder.carried_out(self.manager.num_free_blocks)
+        if not batch.is_empty:
+            last = zip(decision[0], batch.context_chunks, strict=True)
+            takers = [request for request, chunk in last if chunk.is_last]
+            # The same text goes on in the same way, as with a greedy model.
+            tokens = [draw(r.tokens, -1, 0) for r in (*takers, *decision[1])]
+            for request in self.planner.update(batch, tokens):
+                if request.is_finished:
+                    self.end(request)
+        for request in stops:
+            if self.active.get(request.request_id) is request:
+                request.finish(FinishReason.CANCELLED)
+                self.end(request)
+        self.recorder.finish_iteration()
+        return decision
+
+    def end(self, request: LlmRequest) -> None:
+        """Release, and take from the active list."""
+        self.planner.release(request)
+        self.active.remove(request)
+        self.finished.append(request)
+        self.recorder.ended(request)
+
+    @property
+    def text(self) -> str:
+        """The recording."""
+        return "".join(self.recorder.lines())
+
+
+def read(text: str) -> RecordingReader:
+    """A reader of a recording in memory."""
+    return RecordingReader(io.BytesIO(text.encode("ascii")), "test.jsonl")
+
+
+def play(
+    settings: Settings,
+    *,
+    num_requests: int = 40,
+    seed: int = 0,
+    world: RecordedWorld | None = None,
+    priorities: Sequence[float] = (0.5,),
+) -> RecordedWorld:
+    """Random requests through a world until all have ended, some by a stop, some by an end id."""
+    rng = random.Random(seed)
+    world = world or RecordedWorld(settings)
+    longest = settings.num_blocks * settings.tokens_per_block
+    if settings.max_num_tokens is not None and settings.chunking is None:
+        longest = min(longest, settings.max_num_tokens)
+    next_id = 1
+    while next_id <= num_requests or world.active:
+        while next_id <= num_requests and rng.random() < 0.4:
+            num_prompt = rng.randint(1, max(1, longest // 2))
+            max_new = rng.randint(1, max(1, longest - num_prompt))
+            world.arrive(
+                make_request(
+                    next_id,
+                    num_prompt,
+                    max_new,
+                    end_id=rng.choice([-1, 3]),
+                    priority=rng.choice(priorities),
+                    family=rng.randint(1, 3) if settings.enable_reuse else None,
+                )
+            )
+            next_id += 1
+        if not world.active:
+            continue
+        stops = [request for request in world.active if rng.random() < 0.02]
+        world.iterate(stops)
+    assert all(request.finish_reason != FinishReason.NOT_FINISHED for request in world.finished)
+    return world

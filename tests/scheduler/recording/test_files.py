@@ -1,0 +1,68 @@
+"""Recordings on the disk, and disks that are full."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, play
+
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.files import RecordingFile, open_recording
+from inflight_scheduler.recording.lines import MAX_LINE_BYTES
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.replay import replay
+
+SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6)
+
+
+def play_into(path: Path) -> RecordedWorld:
+    world = RecordedWorld(SETTINGS)
+    world.recorder = FlightRecorder(SETTINGS, sink=RecordingFile(path))
+    play(SETTINGS, num_requests=100, seed=2, world=world)
+    world.recorder.close()
+    return world
+
+
+def test_a_file_holds_everything_from_the_start(tmp_path: Path) -> None:
+    world = play_into(tmp_path / "r.jsonl")
+    with open_recording(tmp_path / "r.jsonl") as reader:
+        result = replay(reader)
+    assert result.divergence is None
+    assert result.num_requests == 100
+    assert result.num_pauses == world.num_pauses
+
+
+def test_a_full_disk_ends_the_recording_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        world = play_into(Path("/dev/full"))
+    assert len(world.finished) == 100
+    [record] = caplog.records
+    assert "/dev/full ends here" in record.getMessage()
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    message = "no.jsonl cannot be read: No such file"
+    with pytest.raises(RecordingError, match=message), open_recording(tmp_path / "no.jsonl"):
+        pass
+    with pytest.raises(RecordingError, match="cannot be read"), open_recording(tmp_path):
+        pass
+
+
+def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    with path.open("wb") as file:
+        file.truncate(8 * MAX_LINE_BYTES)  # sparse: zeros without a line end
+    with pytest.raises(RecordingError, match="longer than"), open_recording(path):
+        pass
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.jsonl"
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(RecordingError, match="line 1: the line is no ASCII"), open_recording(path):
+        pass

@@ -1,0 +1,95 @@
+"""Made-up texts agree exactly as far as the real ones do."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from inflight_scheduler.recording import likeness
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextBook, TextIndex
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+def num_common(one: list[int], other: list[int]) -> int:
+    return next(
+        (k for k, (x, y) in enumerate(zip(one, other, strict=False)) if x != y),
+        min(len(one), len(other)),
+    )
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=8), st.booleans())
+def test_every_pair_agrees_as_far_as_the_real_pair(
+    parts: list[tuple[list[int], list[int], bool]], grows_later: bool
+) -> None:
+    """Prompts come, then answers are added, at once or when all prompts are known."""
+    index, book = TextIndex(64), TextBook()
+    real: list[list[int]] = []
+    pending: list[tuple[int, list[int], list[int]]] = []
+
+    def grow(number: int, prompt: list[int], answer: list[int]) -> None:
+        real[number] = prompt + answer
+        found = index.add(b"", real[number], number)
+        if found.length > len(prompt):
+            book.extend(number, found, len(prompt))
+
+    for prompt, answer, has_answer in parts:
+        number = len(real)
+        real.append(prompt)
+        assert book.add(index.add(b"", prompt, number)) == number
+        if has_answer and not grows_later:
+            grow(number, prompt, answer)
+        elif has_answer:
+            pending.append((number, prompt, answer))
+    for item in pending:
+        grow(*item)
+    made = [book.tokens(number, 0, len(text)) for number, text in enumerate(real)]
+    assert [len(text) for text in made] == [len(text) for text in real]
+    for one, other in combinations(range(len(real)), 2):
+        assert num_common(made[one], made[other]) == num_common(real[one], real[other])
+    for number, text in enumerate(real):
+        half = len(text) // 2
+        assert book.tokens(number, half, len(text)) == made[number][half:]
+
+
+def test_texts_with_other_salts_are_never_alike() -> None:
+    index = TextIndex(64)
+    assert index.add(b"a", [1, 2, 3], 0) == NO_LIKENESS
+    assert index.add(b"b", [1, 2, 3], 1) == NO_LIKENESS
+    assert index.add(b"a", [1, 2, 4], 2) == Likeness(0, 2)
+
+
+def test_old_texts_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likeness, "_MIN_REMEMBERED", 100)
+    index = TextIndex(1)
+    index.add(b"", [1] * 20, 0)
+    index.add(b"", [2] * 20, 1)
+    for number in range(2, 40):
+        start = 100 * number
+        index.add(b"", list(range(start, start + 20)), number)
+        assert index.add(b"", [2] * 21, 1000 + number).length >= 20
+    assert index.add(b"", [1] * 20, 99) == NO_LIKENESS
+    assert index._young.num_tokens + index._old.num_tokens <= 2 * 100 + 40
+
+
+def test_hostile_texts_are_refused_in_time() -> None:
+    book = TextBook()
+    book.add()
+    with pytest.raises(RecordingError, match="there is no text 7"):
+        book.add(Likeness(7, 5))
+    book = TextBook()
+    book.add()
+    for number in range(likeness.MAX_STEPS + 10):
+        book.add(Likeness(number, 10))
+    with pytest.raises(RecordingError, match="too many pieces"):
+        book.tokens(likeness.MAX_STEPS + 10, 0, 10)
+    loop = TextBook()
+    loop.add()
+    loop.extend(0, Likeness(0, 5), 0)  # like itself: nothing it could lean on was there before
+    assert loop.tokens(0, 0, 3) == loop.tokens(0, 0, 3)

@@ -1,0 +1,184 @@
+"""Recordings as text: the way there and back, and everything that is no recording."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
+
+from inflight_scheduler import ContextChunking
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
+from inflight_scheduler.recording.records import (
+    Arrival,
+    Chunk,
+    Decision,
+    End,
+    Iteration,
+    Settings,
+)
+from inflight_scheduler.recording.replay import replay
+
+SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
+TEXT = play(SETTINGS, num_requests=20, seed=9).text
+REUSING = Settings(MAX_UTILIZATION, 12, 4, 6, 40, ContextChunking(unit_size=3), True, True)
+TEXTS = [TEXT, play(REUSING, num_requests=20, seed=9).text]
+
+ids = st.lists(st.integers(0, 2**64 - 1), max_size=8, unique=True).map(tuple)
+
+
+@hypothesis_settings(max_examples=50, deadline=None)
+@given(st.lists(ids, max_size=5))
+def test_who_generates_comes_back_in_order(lists: list[tuple[int, ...]]) -> None:
+    writer, reader = LineWriter(), LineReader()
+    for number, generation in enumerate(lists, start=1):
+        iteration = Iteration(number, number, 1, (), Decision((), generation, ()), 3, ())
+        assert reader.iteration(writer.iteration(iteration)) == iteration
+
+
+def test_everything_comes_back() -> None:
+    writer, reader = LineWriter(), LineReader()
+    header = Header(
+        Settings(GUARANTEED, 5, 4, 3, None, ContextChunking(unit_size=3), True, True, "a:B"),
+        "0.1",
+        "2026-01-01T00:00:00Z",
+    )
+    assert reader.header(writer.header(header)) == header
+    iterations = [
+        Iteration(
+            7,
+            12,
+            3,
+            (Arrival(1, 2, 3), Arrival(2, 2, 3, 9, 0.75), Arrival(3, 2, 3, 0, 0.5, 1, 0)),
+            Decision((Chunk(1, 2), Chunk(3, 1)), (9, 8), (2,)),
+            4,
+            (End(1, "cancelled"), End(3, "error")),
+        ),
+        Iteration(8, 12, 0, (), None, 4, ()),
+        Iteration(9, 13, 0, (), Decision((), (9, 8), ()), 4, ()),
+    ]
+    lines = [writer.iteration(iteration) for iteration in iterations]
+    assert [reader.iteration(line) for line in lines] == iterations
+    assert lines[2] == '{"i":9,"t":13,"d":0,"f":4}\n'  # nothing changed, nothing told
+
+
+def test_a_steady_iteration_costs_few_bytes() -> None:
+    generation = tuple(range(1000, 1256))
+    writer = LineWriter()
+    writer.iteration(Iteration(1, 0, 0, (), Decision((), generation, ()), 3, ()))
+    changed = (*generation[:7], 5, *generation[8:])
+    line = writer.iteration(Iteration(2, 0, 0, (), Decision((), changed, ()), 3, ()))
+    assert json.loads(line)["-"] == [1007]
+    assert json.loads(line)["+"] == [7, 5]
+
+
+def test_no_text_of_the_user_is_in_a_recording() -> None:
+    """Numbers, fixed keys and fixed words only."""
+    words = set()
+    for line in [line for text in TEXTS for line in text.splitlines()[1:]]:
+        content = json.loads(line)
+        words |= set(content) | {end[1] for end in content.get("e", [])}
+        values = [x for key in "al" for row in content.get(key, []) for x in row]
+        assert all(x is None or type(x) in (int, float) for x in values)
+        assert all(type(x) is int for key in "cp+-g" for x in content.get(key, []))
+    assert words <= set("itdacg-+pfexyl") | {"cancelled", "end_id"}
+
+
+def changed_header(**changes: object) -> str:
+    header, _, rest = TEXT.partition("\n")
+    content = json.loads(header)
+    content["settings"].update(changes)
+    return json.dumps(content) + "\n" + rest
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "test.jsonl is empty"),
+        ("{}\n", "line 1: this is no recording"),
+        ("[]\n", "line 1: a JSON object is expected"),
+        ("not json\n", "line 1: this is no JSON"),
+        ("[" * 100_000 + "\n", "line 1: this is no JSON"),
+        (TEXT[:-10], "the line is cut off"),
+        (TEXT.replace('"inflight_recording":1', '"inflight_recording":2'), "format version 2"),
+        (TEXT.replace('"i":3', '"i":4'), "line 4: iteration 4 follows iteration 2"),
+        (TEXT.replace('"t":', '"T":', 1), "line 2: unknown key 'T'"),
+        (TEXT.replace('"f":', '"f":-', 1), "line 2: f is -"),
+        (TEXT.replace('"f":', '"f":1e3,"d":', 1), "line 2: f: a whole number is expected"),
+        (TEXT.replace('"d":', '"d":true,"d":"', 1), "line 2: this is no JSON"),
+        (changed_header(num_blocks=10**18), "line 1: num_blocks is 1000000000000000000"),
+        (changed_header(num_blocks=0), "line 1: num_blocks is 0"),
+        (changed_header(max_batch_size=10**9), "line 1: max_batch_size is 1000000000"),
+        (changed_header(max_num_tokens="many"), "max_num_tokens: a whole number is expected"),
+        (changed_header(policy="best"), "policy is 'best': it must be one of"),
+        (changed_header(chunking=["first_come_first_served", 0, None]), "chunking is 0"),
+        (changed_header(chunking=["no", 1, None]), "chunking is 'no': it must be one of"),
+        (changed_header(chunking=["force_chunk", 3, 2]), "chunking: unit_size 3 exceeds"),
+        (changed_header(chunking=["force_chunk", 41, None]), "contradict one another"),
+        (changed_header(enable_reuse=1), "enable_reuse: true or false is expected"),
+        (changed_header(colour="red"), "the setting 'colour' is unknown here"),
+        (changed_header(num_blocks=1), "is larger than the whole pool"),
+    ],
+)
+def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> None:
+    with pytest.raises(RecordingError) as caught:
+        replay(read(text))
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value)
+
+
+def outcome(text: str) -> str:
+    """What a user reads about this recording."""
+    try:
+        return str(replay(read(text)))
+    except RecordingError as error:
+        return str(error)
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damaged_recordings_end_well(data: st.DataObject) -> None:
+    """Bytes changed, lines lost, doubled or moved: a clear error, or an answer; never a crash."""
+    content = bytearray(data.draw(st.sampled_from(TEXTS)).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        match data.draw(st.sampled_from(["flip", "digit", "cut", "line"])):
+            case "flip":
+                content[place] ^= 1 << data.draw(st.integers(0, 7))
+            case "digit":
+                digits = [k for k in range(place, min(place + 50, len(content)))
+                          if chr(content[k]).isdigit()]  # fmt: skip
+                for k in digits[:1]:
+                    content[k : k + 1] = str(data.draw(st.integers(0, 10**19))).encode()
+            case "cut":
+                content = content[: max(place, 1)]
+            case "line":
+                lines = content.splitlines(keepends=True)
+                source = data.draw(st.integers(0, len(lines) - 1))
+                lines.insert(data.draw(st.integers(0, len(lines))), lines[source])
+                content = bytearray(b"".join(lines))
+    end = outcome(content.decode("latin-1").encode("ascii", "replace").decode())
+    assert end.startswith(("test.jsonl", "identical", "iteration"))
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(list("itdacg-+pfexyl")),
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-1, 2**65) | st.floats() | st.text(max_size=3),
+            lambda inner: st.lists(inner, max_size=4),
+            max_leaves=4,
+        ),
+    ),
+    st.booleans(),
+)
+def test_any_json_is_an_iteration_or_an_error(content: dict[str, object], is_reusing: bool) -> None:
+    header = TEXTS[is_reusing].partition("\n")[0] + "\n"
+    line = json.dumps({"i": 1, "t": 0, "d": 0, "f": 12, **content}) + "\n"
+    assert outcome(header + line).startswith(("test.jsonl, line 2", "identical", "iteration 1"))

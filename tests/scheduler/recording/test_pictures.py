@@ -1,0 +1,173 @@
+"""Histories and the three forms in which they are drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
+from scheduler.world import make_request
+
+from inflight_scheduler import FinishReason
+from inflight_scheduler.recording import svg
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
+from inflight_scheduler.recording.page import write_page
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.simulation import default_scheduler
+from inflight_scheduler.recording.svg import write_svg
+from inflight_scheduler.recording.trace import write_trace
+
+SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
+
+
+@pytest.fixture(scope="module")
+def world() -> RecordedWorld:
+    return play(SETTINGS, num_requests=40, seed=9)
+
+
+@pytest.fixture(scope="module")
+def history(world: RecordedWorld) -> History:
+    return build_history(read(world.text), default_scheduler)
+
+
+def test_rows_tell_what_the_world_did(world: RecordedWorld, history: History) -> None:
+    rows = {row.request_id: row for row in history.rows}
+    assert len(rows) == 40
+    assert sum(row.num_pauses for row in history.rows) == world.num_pauses > 0
+    for request in world.finished:
+        row = rows[request.request_id]
+        assert row.num_generated == request.num_generated_tokens
+        assert row.end_reason == request.finish_reason.name.lower()
+        assert row.num_pauses == request.num_pauses
+    assert {row.end_reason for row in history.rows} >= {"length", "cancelled", "end_id"}
+    assert FinishReason.LENGTH.name.lower() == "length"
+
+
+def test_spans_cover_each_life_without_gap_or_overlap(history: History) -> None:
+    for row in history.rows:
+        assert row.end is not None
+        places = [row.start, *(x for span in row.spans for x in (span.start, span.end)), row.end]
+        assert places[::2] == places[1::2]
+        assert row.spans[0].activity in (Activity.WAITING, Activity.CONTEXT)
+        for before, after in pairwise(row.spans):
+            if after.activity is Activity.RESUMED:
+                assert before.activity is Activity.PAUSED
+            if after.activity is Activity.PAUSED and before.activity is not Activity.PAUSED:
+                assert re.match(r"paused as victim of request \d+", after.first_reason)
+            if after.activity is Activity.CONTEXT:
+                assert before.activity is Activity.WAITING
+
+
+def test_spans_add_up_to_the_iterations(history: History) -> None:
+    running = Counter[tuple[Activity, int]]()
+    for row in history.rows:
+        for span in row.spans:
+            running.update((span.activity, index) for index in range(span.start, span.end))
+    for index in range(history.num_iterations):
+        assert running[Activity.GENERATION, index] == history.num_generation[index]
+        contexts = running[Activity.CONTEXT, index] + running[Activity.RESUMED, index]
+        assert contexts == history.num_context[index]
+
+
+def test_whoever_waits_has_a_reason_in_the_picture(history: History) -> None:
+    idle = (Activity.WAITING, Activity.PAUSED, Activity.IDLE)
+    for row in history.rows:
+        for span in row.spans:
+            assert bool(span.first_reason) == (span.activity in idle)
+
+
+def test_svg_is_sound_and_says_the_reasons(history: History) -> None:
+    picture = write_svg(history)
+    root = ElementTree.fromstring(picture)
+    titles = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 1 + sum(len(row.spans) for row in history.rows)
+    assert any("paused as victim of request" in title for title in titles)
+    assert any("waiting for KV blocks: needs" in title for title in titles)
+
+
+def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(svg, "MAX_ROWS", 30)
+    sizes = []
+    for number in (500, 1500):
+        world = RecordedWorld(SETTINGS)
+        monkeypatch.setattr("inflight_scheduler.recording.recorder.NUM_SEGMENTS", 1000)
+        play(SETTINGS, num_requests=number, seed=1, world=world)
+        history = build_history(read(world.text), default_scheduler, with_reasons=False)
+        picture = write_svg(history)
+        ElementTree.fromstring(picture)
+        sizes.append(len(picture))
+    assert sizes[1] < 1.3 * sizes[0]
+
+
+def test_the_stack_holds_every_request_in_every_iteration(history: History) -> None:
+    """As many columns as iterations: the means are the numbers themselves."""
+    columns = svg._activities_by_column(history, history.num_iterations)
+    for index, column in enumerate(columns):
+        assert column[Activity.GENERATION] == pytest.approx(history.num_generation[index])
+        alive = sum(
+            row.start <= index < (history.num_iterations if row.end is None else row.end)
+            for row in history.rows
+        )
+        assert sum(column.values()) == pytest.approx(alive)
+
+
+def test_lanes_hold_one_request_at_a_time(history: History) -> None:
+    lanes = assign_lanes(history.rows)
+    assert max(lanes) < 40
+    for lane in set(lanes):
+        mine = [row for row, own in zip(history.rows, lanes, strict=True) if own == lane]
+        for before, after in pairwise(mine):
+            assert before.end is not None
+            assert before.end <= after.start
+
+
+def test_the_page_holds_the_history_and_loads_nothing(history: History) -> None:
+    page = "".join(write_page(history))
+    assert "http://" not in page
+    assert "https://" not in page
+    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    assert content is not None
+    data = json.loads(content[1])
+    assert [row[0] for row in data["rows"]] == [row.request_id for row in history.rows]
+    assert len(data["iterations"]) == len(data["free"]) == history.num_iterations
+    spans = data["rows"][5][7]
+    assert len(spans) == 6 * len(history.rows[5].spans)
+    assert any("waiting for KV blocks" in text for text in data["reasons"])
+
+
+@pytest.mark.parametrize("write", [write_page, lambda history: [write_svg(history)]])
+def test_a_hostile_name_is_only_text(write) -> None:  # type: ignore[no-untyped-def]
+    """The one text of a recording that comes from outside; here it closes every element."""
+    name = "</script><script>alert(1)</script>"
+    world = RecordedWorld(Settings(GUARANTEED, 12, 4, 6))
+    world.arrive(make_request(2**63, 3, 4))
+    while world.active:
+        world.iterate()
+    text = world.text.replace('"scheduler_class":null', f'"scheduler_class":{json.dumps(name)}')
+    picture = "".join(write(build_history(read(text), None)))
+    assert "<script>alert" not in picture
+    assert str(2**63) in picture
+
+
+def test_the_trace_has_one_slice_per_span_and_three_counters(history: History) -> None:
+    trace = json.loads("".join(write_trace(history)))
+    events = trace["traceEvents"]
+    kinds = Counter(event["ph"] for event in events)
+    assert kinds["X"] == sum(len(row.spans) for row in history.rows)
+    assert kinds["C"] == 3 * history.num_iterations
+    lanes: dict[int, int] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        assert event["ts"] >= lanes.get(event["tid"], 0) - 1
+        lanes[event["tid"]] = event["ts"] + event["dur"]
+    assert any("paused as victim" in event["args"].get("reason", "") for event in events)
+
+
+def test_an_empty_recording_is_no_picture() -> None:
+    text = RecordedWorld(SETTINGS).text
+    with pytest.raises(RecordingError, match="no iteration"):
+        build_history(read(text), default_scheduler)

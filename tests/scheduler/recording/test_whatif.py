@@ -1,0 +1,187 @@
+"""Cost models learn prices, and predictions run the scheduler for real."""
+
+from __future__ import annotations
+
+import io
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, read
+from scheduler.world import make_request
+
+from inflight_scheduler import ContextChunking
+from inflight_scheduler.recording.cost_model import (
+    MIN_SAMPLES,
+    CostModel,
+    Load,
+    Sample,
+    fit_cost_model,
+)
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.latency import Latencies
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.whatif import Clock, predict
+from inflight_scheduler.recording.workload import Job, make_workload, read_workload
+
+PRICES = CostModel(900.0, 12.0, 40.0, 25.0, 0.5)
+
+
+def random_load(rng: random.Random) -> Load:
+    num_contexts = rng.choice([0, 0, 0, 1, 2])
+    rows = rng.randint(0, 30)
+    return Load(
+        sum(rng.randint(1, 200) for _ in range(num_contexts)),
+        num_contexts,
+        rows,
+        rows * rng.randint(10, 300),
+    )
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**16), st.lists(st.integers(0, 1000), min_size=5, max_size=5))
+def test_exact_prices_are_found_again(seed: int, prices: list[int]) -> None:
+    rng = random.Random(seed)
+    truth = CostModel(*(float(price) for price in prices))
+    loads = [random_load(rng) for _ in range(300)]
+    fitted = fit_cost_model([Sample(load, round(truth.predict(load))) for load in loads])
+    for load in loads:
+        assert fitted.predict(load) == pytest.approx(truth.predict(load), rel=0.02, abs=2.0)
+
+
+def test_no_price_is_negative_and_outliers_do_not_count() -> None:
+    rng = random.Random(1)
+    samples = []
+    for number in range(400):
+        load = random_load(rng)
+        noise = 1 + rng.uniform(-0.1, 0.1)
+        spike = 50.0 if number % 40 == 0 else 1.0
+        samples.append(Sample(load, round(PRICES.predict(load) * noise * spike)))
+    fitted = fit_cost_model(samples)
+    assert min(fitted.base, fitted.per_context_token, fitted.per_cached_token) >= 0
+    for load in (Load(0, 0, 10, 1000), Load(150, 1, 5, 500)):
+        assert fitted.predict(load) == pytest.approx(PRICES.predict(load), rel=0.1)
+
+
+def test_falling_times_make_no_negative_price() -> None:
+    samples = [Sample(Load(0, 0, rows, 0), 1000 - 10 * rows) for rows in range(1, 60)]
+    fitted = fit_cost_model(samples)
+    assert fitted.per_generation_row == 0
+    assert fitted.predict(Load(0, 0, 500, 0)) > 0
+
+
+def test_too_few_iterations_are_said_so() -> None:
+    with pytest.raises(RecordingError, match="19 iterations are too few"):
+        fit_cost_model([Sample(Load(0, 0, 1, 1), 100)] * (MIN_SAMPLES - 1))
+
+
+def test_percentiles_are_the_nearest_rank() -> None:
+    latencies = Latencies()
+    for number in range(1, 101):
+        latencies.arrived(number, 0)
+        latencies.advanced(number, 1000 * number)
+        latencies.advanced(number, 1000 * number + 7000)
+        latencies.ended(number)
+    summary = latencies.summary()
+    assert (summary.ttft_p50, summary.ttft_p99) == (50.0, 99.0)
+    assert (summary.itl_p50, summary.itl_p99) == (7.0, 7.0)
+    assert (summary.num_requests, summary.num_tokens) == (100, 200)
+    assert summary.seconds == pytest.approx(0.107)
+
+
+SETTINGS = Settings(MAX_UTILIZATION, 24, 4, 8, 64)
+JOBS = make_workload(50.0, (1, 30), (1, 40), 60, seed=3)
+
+
+def test_a_prediction_is_arithmetic() -> None:
+    """One job: a context of 10 tokens, then 3 steps with 10, 11 and 12 tokens cached."""
+    summary = predict(Settings(GUARANTEED, 24, 4, 8), [Job(1000, 10, 4, 4)], PRICES)
+    context = 900 + 12 * 10 + 40
+    steps = [900 + 25 + 0.5 * cached for cached in (10, 11, 12)]
+    assert summary.ttft_p50 == pytest.approx(context / 1000, abs=0.002)
+    assert summary.seconds == pytest.approx((context + sum(steps)) / 1e6, abs=3e-6)
+    assert summary.num_tokens == 4
+    assert summary.tokens_per_second == pytest.approx(4 / summary.seconds)
+
+
+@pytest.mark.parametrize("chunking", [None, ContextChunking(unit_size=4)])
+def test_every_job_runs_and_a_prediction_can_be_replayed(chunking: ContextChunking | None) -> None:
+    settings = Settings(MAX_UTILIZATION, 24, 4, 8, 64, chunking)
+    clock = Clock()
+    recorder = FlightRecorder(settings, software="whatif", clock=clock)
+    summary = predict(settings, JOBS, PRICES, recorder=recorder, clock=clock)
+    assert summary.num_requests == 60
+    assert summary.num_tokens == sum(job.num_new_tokens for job in JOBS)
+    text = "".join(recorder.lines())
+    result = replay(RecordingReader(io.BytesIO(text.encode()), "predicted"))
+    assert result.divergence is None
+    assert (result.num_requests, result.num_pauses) == (60, summary.num_pauses)
+    again = read_workload(RecordingReader(io.BytesIO(text.encode()), "predicted"))
+    assert sum(job.num_new_tokens for job in again.jobs) == summary.num_tokens
+    fitted = fit_cost_model(again.samples)
+    assert fitted.relative_error < 0.01
+
+
+def test_a_request_that_could_never_run_is_refused() -> None:
+    jobs = [*JOBS, Job(10**7, 60, 80, 80)]
+    summary = predict(SETTINGS, jobs, PRICES)
+    assert (summary.num_refused, summary.num_requests) == (1, 60)
+
+
+def test_more_blocks_pause_less() -> None:
+    few = predict(SETTINGS, JOBS, PRICES)
+    many = predict(Settings(MAX_UTILIZATION, 400, 4, 8, 64), JOBS, PRICES)
+    assert few.num_pauses > 0
+    assert few.num_recomputed_tokens > 0
+    assert (many.num_pauses, many.num_recomputed_tokens) == (0, 0)
+    assert many.ttft_p99 < few.ttft_p99
+
+
+def test_jobs_of_a_recording_are_what_was_asked_and_given() -> None:
+    world = RecordedWorld(SETTINGS)
+    world.arrive(make_request(1, 5, 7))
+    world.arrive(make_request(2, 3, 30))
+    second = world.active.get(2)
+    for _ in range(4):
+        world.iterate()
+    assert second is not None
+    world.iterate([second])
+    world.arrive(make_request(3, 2, 9))
+    world.iterate()
+    jobs = {job.prompt_len: job for job in read_workload(read(world.text)).jobs}
+    assert jobs[3].num_new_tokens == 5  # stopped
+    assert (jobs[2].num_new_tokens, jobs[2].max_new_tokens) == (9, 9)  # still running
+    assert jobs[5].arrival_us <= jobs[2].arrival_us
+
+
+def test_time_in_the_queue_before_a_place_counts() -> None:
+    """The second request comes at once, and is taken when the first has ended."""
+    settings = Settings(GUARANTEED, 24, 4, 1)
+    jobs = [Job(0, 4, 10, 10), Job(0, 4, 10, 10)]
+    clock = Clock()
+    recorder = FlightRecorder(settings, clock=clock)
+    summary = predict(settings, jobs, PRICES, recorder=recorder, clock=clock)
+    reader = RecordingReader(io.BytesIO("".join(recorder.lines()).encode()), "predicted")
+    workload = read_workload(reader)
+    assert [job.arrival_us for job in workload.jobs] == [0, 0]
+    assert workload.latencies.summary().ttft_p99 == pytest.approx(summary.ttft_p99, abs=0.01)
+    both = predict(Settings(GUARANTEED, 24, 4, 2), workload.jobs, PRICES)
+    assert both.ttft_p99 < summary.ttft_p99 / 2
+
+
+def test_nothing_to_run_is_an_error() -> None:
+    with pytest.raises(RecordingError, match="no request that produced a token"):
+        predict(SETTINGS, [], PRICES)
+
+
+def test_a_workload_is_repeatable_and_as_asked() -> None:
+    jobs = make_workload(10.0, (5, 6), (7, 9), 2000, seed=1)
+    assert jobs == make_workload(10.0, (5, 6), (7, 9), 2000, seed=1)
+    assert {job.prompt_len for job in jobs} == {5, 6}
+    assert {job.num_new_tokens for job in jobs} == {7, 8, 9}
+    assert jobs[-1].arrival_us == pytest.approx(200e6, rel=0.1)

@@ -1,0 +1,224 @@
+"""Who did not run has a reason with true numbers; who ran has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play
+from scheduler.world import generating, make_request
+
+from inflight_scheduler import (
+    BlockManager,
+    CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
+    LlmRequest,
+    RequestScheduler,
+    SimpleScheduler,
+    WaitCode,
+    WaitReason,
+    explain,
+    make_scheduler,
+)
+from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.simulation import Lists
+
+
+def reasons_of(
+    scheduler: RequestScheduler, active: list[LlmRequest], inflight: tuple[int, ...] = ()
+) -> dict[int, str]:
+    decision = scheduler.schedule_request(active, inflight)
+    found = explain(scheduler, active, inflight, decision)
+    return {request_id: str(reason) for request_id, reason in found.items()}
+
+
+def test_blocks_to_completion_and_the_queue_behind() -> None:
+    """10 blocks of 4: the first reserves 4 of them, the second would need 7."""
+    manager = BlockManager(10, 4)
+    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
+    active = [make_request(1, 8, 8), make_request(2, 8, 20)]
+    active += [make_request(3, 1, 1), make_request(4, 1, 1)]
+    assert reasons_of(scheduler, active) == {
+        2: "waiting for KV blocks: needs 7, free 6",
+        3: "behind 1 other, first of them request 2",
+        4: "behind 2 others, first of them request 2",
+    }
+
+
+def test_token_budget_then_batch_limit() -> None:
+    manager = BlockManager(100, 4)
+    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8, max_num_tokens=20)
+    active = [make_request(1, 8, 8), make_request(2, 15, 2), make_request(3, 1, 1)]
+    assert reasons_of(scheduler, active) == {
+        2: "token budget: needs 15 tokens, 12 left",
+        3: "behind 1 other, first of them request 2",
+    }
+    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=1, max_num_requests=2)
+    assert reasons_of(scheduler, active) == {
+        2: "batch limit: 1 requests run in this iteration",
+        3: "all 2 places are taken",
+    }
+
+
+def test_victims_know_for_whom() -> None:
+    """4 blocks of 4, both at a border: one more block is needed, so the last started goes."""
+    manager = BlockManager(4, 4)
+    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
+    active = [
+        generating(make_request(1, 8, 8), manager),
+        generating(make_request(2, 8, 8), manager),
+        make_request(3, 1, 1),
+    ]
+    assert reasons_of(scheduler, active) == {
+        2: "paused as victim of request 1, which needs 1 KV blocks, free 0",
+        3: "behind 1 other, first of them request 2",
+    }
+
+
+def test_a_request_can_be_its_own_victim() -> None:
+    """The first one is at no border; the second is, and nobody behind it has started."""
+    manager = BlockManager(4, 4)
+    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
+    active = [
+        generating(make_request(1, 7, 8), manager),
+        generating(make_request(2, 8, 8), manager),
+    ]
+    assert reasons_of(scheduler, active) == {
+        2: "paused as victim of request 2, which needs 1 KV blocks, free 0"
+    }
+
+
+def test_a_step_still_running_and_beams() -> None:
+    manager = BlockManager(40, 4)
+    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
+    active = [
+        generating(make_request(1, 8, 8), manager),
+        generating(make_request(2, 8, 8), manager),
+        generating(make_request(3, 8, 8, beam_width=2), manager),
+    ]
+    assert reasons_of(scheduler, active, (1,)) == {
+        1: "still running in another step",
+        3: "its beam width differs from that of request 2, which runs",
+    }
+
+
+def test_a_foreign_scheduler_keeps_its_reasons() -> None:
+    class Nobody(RequestScheduler):
+        """Lets nobody run."""
+
+        def schedule_request(self, active_requests, inflight_request_ids):  # type: ignore[no-untyped-def]
+            return [], [], []
+
+    assert reasons_of(Nobody(), [make_request(1)]) == {1: "the scheduler does not say why"}
+
+
+def check(scheduler: RequestScheduler, active: Sequence[LlmRequest], lists: Lists) -> set[WaitCode]:
+    """The property: exactly those who do not run have a reason, and its numbers are true."""
+    assert isinstance(scheduler, SimpleScheduler)
+    reasons = explain(scheduler, active, (), lists)
+    running = {r.request_id for r in (*lists[0], *lists[1])}
+    assert set(reasons) == {r.request_id for r in active} - running
+    paused = {r.request_id for r in lists[2]}
+    assert paused == {i for i, r in reasons.items() if r.code is WaitCode.PAUSED}
+    for request_id, reason in reasons.items():
+        assert reason.code is not WaitCode.UNKNOWN
+        check_numbers(scheduler, {r.request_id: r for r in active}, running, request_id, reason)
+    return {reason.code for reason in reasons.values()}
+
+
+def check_numbers(
+    scheduler: SimpleScheduler,
+    by_id: dict[int, LlmRequest],
+    running: set[int],
+    request_id: int,
+    reason: WaitReason,
+) -> None:
+    micro_batch = scheduler.micro_batch_scheduler
+    match reason.code:
+        case WaitCode.BLOCKS | WaitCode.TOKENS:
+            assert reason.num_needed > reason.num_available >= 0
+        case WaitCode.BATCH:
+            assert len(running) == reason.num_available == micro_batch.max_batch_size
+        case WaitCode.BEHIND:
+            assert reason.behind_id not in running
+            assert reason.num_ahead >= 1
+            order = list(by_id)
+            assert reason.behind_id is not None
+            assert order.index(reason.behind_id) < order.index(request_id)
+        case WaitCode.PAUSED:
+            assert reason.behind_id is not None
+            order = list(by_id)
+            assert order.index(reason.behind_id) <= order.index(request_id)
+            assert reason.num_needed is None or (
+                reason.num_needed > (reason.num_available or 0) >= 0
+            )
+    if reason.code is WaitCode.BLOCKS:
+        check_one_block_more(scheduler, list(by_id.values()), request_id, reason)
+
+
+def check_one_block_more(
+    scheduler: SimpleScheduler, active: list[LlmRequest], request_id: int, reason: WaitReason
+) -> None:
+    """With exactly the missing blocks, and not with one less, the request would fit."""
+    manager = scheduler.capacity_scheduler.block_manager  # type: ignore[attr-defined]
+    missing = reason.num_needed - reason.num_available
+    for extra in (missing - 1, missing):
+        ids = range(manager.num_blocks, manager.num_blocks + extra)
+        manager._pool._free.extend(ids)
+        fitting, _ = scheduler.capacity_scheduler.schedule_request(active)
+        del manager._pool._free[len(manager._pool._free) - extra :]
+        is_fitting = request_id in {request.request_id for request in fitting}
+        assert is_fitting == (extra == missing)
+
+
+class CheckedWorld(RecordedWorld):
+    """Checks the reasons of every decision."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.codes: set[WaitCode] = set()
+
+    def decide(self) -> Lists:
+        decision = super().decide()
+        self.codes |= check(self.scheduler, self.active, decision)
+        return decision
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(
+    num_blocks=st.integers(2, 16),
+    tokens_per_block=st.sampled_from([1, 2, 4]),
+    max_batch_size=st.integers(1, 8),
+    max_num_tokens=st.none() | st.integers(4, 40),
+    chunking=st.none()
+    | st.builds(ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)),
+    seed=st.integers(0, 2**16),
+)
+def test_whoever_did_not_run_has_a_true_reason(
+    policy: CapacitySchedulerPolicy,
+    num_blocks: int,
+    tokens_per_block: int,
+    max_batch_size: int,
+    max_num_tokens: int | None,
+    chunking: ContextChunking | None,
+    seed: int,
+) -> None:
+    settings = Settings(
+        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking
+    )
+    play(settings, num_requests=15, seed=seed, world=CheckedWorld(settings))
+
+
+def test_every_common_reason_occurs_in_such_worlds() -> None:
+    codes: set[WaitCode] = set()
+    for seed, policy in enumerate([GUARANTEED, MAX_UTILIZATION] * 2):
+        world = CheckedWorld(Settings(policy, 16, 2, 3, 24))
+        play(Settings(policy, 16, 2, 3, 24), num_requests=30, seed=seed, world=world)
+        codes |= world.codes
+    assert {WaitCode.BLOCKS, WaitCode.MAX_REQUESTS, WaitCode.TOKENS} <= codes
+    assert {WaitCode.BEHIND, WaitCode.PAUSED} <= codes
