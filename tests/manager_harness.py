@@ -79,9 +79,10 @@ def running(
     **options: Any,
 ) -> Iterator[GptManager]:
     params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))
+    model_type = options.pop("model_type", TrtGptModelType.InflightFusedBatching)
     manager = GptManager(
         engine or CountingEngine(),
-        TrtGptModelType.InflightFusedBatching,
+        model_type,
         1,
         policy,
         recorder.get,

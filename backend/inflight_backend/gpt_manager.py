@@ -43,9 +43,10 @@ from inflight_backend.inference_request import (
     SendResponseCallback,
 )
 from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
-from inflight_backend.iteration_stats import IterationStats
+from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import validate
+from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.why import describe_wait
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -78,7 +79,8 @@ class GptManager:
 
     ``model`` is a Hugging Face checkpoint folder (or an engine that is loaded already). The
     callbacks run on the worker thread, which starts at once. Use it as a context manager or call
-    `shutdown`.
+    `shutdown`. With ``model_type`` V1 the policy is STATIC_BATCH whatever ``scheduler_policy``
+    says, and streaming requests get one whole answer (see `static_batching`).
 
     An id that `get_inference_requests_cb` returns while it is in flight is logged and not
     accepted: an error response would end the request that runs. ``terminate_req_id``: a request
@@ -102,18 +104,25 @@ class GptManager:
         exclude_input_in_output: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        if model_type == TrtGptModelType.V1:
-            raise ConfigurationError("gpt_model_type V1 is not supported; use inflight batching")
         if max_beam_width != 1:
             raise ConfigurationError(f"max_beam_width is {max_beam_width}; only 1 is supported")
         params = optional_params or TrtGptModelOptionalParams()
+        policy = policy_in_force(model_type, scheduler_policy, params)
         engine = (
             load_engine(Path(model), params, on_progress)
             if isinstance(model, str | Path)
             else model
         )
-        self._batcher = InflightBatcher(engine, scheduler_policy, params)
-        self.limits = replace(self._batcher.limits, exclude_input_in_output=exclude_input_in_output)
+        self._batcher = InflightBatcher(engine, policy, params)
+        self.model_type = model_type
+        is_v1 = model_type == TrtGptModelType.V1
+        self._static_tally = StaticBatchTally() if is_v1 else None
+        self._static_stats = StaticBatchStats() if is_v1 else None
+        self.limits = replace(
+            self._batcher.limits,
+            exclude_input_in_output=exclude_input_in_output,
+            may_stream=not is_v1,
+        )
         self.max_num_requests = params.max_batch_size
         self._get_cb = get_inference_requests_cb
         self._send_cb = send_response_cb
@@ -255,6 +264,8 @@ class GptManager:
         self._num_paused = self._batcher.num_paused
         batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
         self._num_waiting = len(self._active) - batch_size
+        if self._static_tally is not None:
+            self._static_stats = self._static_tally.count(self._batch)
         if self._batch.is_empty:
             return
         self._iteration += 1
@@ -355,6 +366,7 @@ class GptManager:
             tokens_per_block=blocks.tokens_per_block,
             memory=self._batcher.engine.memory_usage(),
             reuse=blocks.reuse_stats if blocks.enable_reuse else None,
+            static_batch=self._static_stats,
         )
 
     def _end_all(self, error: str) -> None:

@@ -1,7 +1,7 @@
 """The statistics of one iteration under the names of TensorRT-LLM's batch manager.
 
-Keys and meaning: `docs/source/batch_manager.md` (in-flight batching), plus those its Triton backend
-reads for its metrics. One flat JSON object per iteration, keys in alphabetical order.
+Keys and meaning: `docs/source/batch_manager.md` (in-flight batching or V1), plus those its Triton
+backend reads for its metrics. One flat JSON object per iteration, keys in alphabetical order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,24 @@ class MemoryUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class StaticBatchStats:
+    """One step of a V1 batch; summed over all its steps, the peer's numbers of that batch.
+
+    ``num_empty_slots``: requests of the batch that have finished while others still generate.
+    """
+
+    num_generation_tokens: int = 0
+    num_empty_slots: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class IterationStats:
     """Counts at the end of one iteration.
 
     Active requests are those still in flight then; waiting ones were active when it was scheduled
     and did not run. ``reuse`` is None without block reuse, and then its keys are absent.
+    ``static_batch`` is None for in-flight batching; for V1 its keys stand in place of
+    `Generation Requests`, `MicroBatch ID` and `Paused Requests`.
     """
 
     iteration: int
@@ -44,6 +57,7 @@ class IterationStats:
     tokens_per_block: int
     memory: MemoryUsage
     reuse: ReuseStats | None = None
+    static_batch: StaticBatchStats | None = None
 
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
@@ -60,12 +74,9 @@ class IterationStats:
                 "Context Requests": self.num_context_requests,
                 "Fraction used KV cache blocks": num_used / max(self.max_num_blocks, 1),
                 "Free KV cache blocks": self.num_free_blocks,
-                "Generation Requests": self.num_generation_requests,
                 "Iteration Counter": self.iteration,
                 "Max KV cache blocks": self.max_num_blocks,
                 "Max Request Count": self.max_num_requests,
-                "MicroBatch ID": 0,
-                "Paused Requests": self.num_paused_requests,
                 "Runtime CPU Memory Usage": self.memory.cpu,
                 "Runtime GPU Memory Usage": self.memory.gpu,
                 "Runtime Pinned Memory Usage": self.memory.pinned,
@@ -75,7 +86,21 @@ class IterationStats:
                 "Total Context Tokens": self.num_context_tokens,
                 "Used KV cache blocks": num_used,
                 "Waiting Requests": self.num_waiting_requests,
+                **self._of_batching(),
                 **reused,
             },
             sort_keys=True,
         )
+
+    def _of_batching(self) -> dict[str, int]:
+        """The keys that only one kind of batching has."""
+        if self.static_batch is not None:
+            return {
+                "Empty Generation Slots": self.static_batch.num_empty_slots,
+                "Total Generation Tokens": self.static_batch.num_generation_tokens,
+            }
+        return {
+            "Generation Requests": self.num_generation_requests,
+            "MicroBatch ID": 0,
+            "Paused Requests": self.num_paused_requests,
+        }

@@ -30,6 +30,7 @@ _INT32_MAX = 2**31 - 1
 class RequestLimits:
     """What the loaded model and the configuration allow; all lengths in tokens.
 
+    ``may_stream`` False: streaming requests are treated as the others (V1 batching).
     ``refusal_reason`` says why a request, valid in itself, could never finish here (KV pool, token
     budget); None if it can.
     """
@@ -39,6 +40,7 @@ class RequestLimits:
     max_seq_len: int
     exclude_input_in_output: bool
     refusal_reason: Callable[[LlmRequest], str | None]
+    may_stream: bool = True
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -64,7 +66,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         sampling=_sampling(request, max_new_tokens, limits),
         end_id=_integer(request, "end_id", -1, -1, limits.vocab_size - 1),
         pad_id=_integer(request, "pad_id", -1, -1, limits.vocab_size - 1),
-        is_streaming=request.is_streaming,
+        is_streaming=request.is_streaming and limits.may_stream,
         exclude_input_in_output=_flag(
             request, "exclude_input_in_output", limits.exclude_input_in_output
         ),

@@ -116,7 +116,12 @@ class TritonPythonModel:
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
         self._frontend.start(self._manager)
-        metrics = TritonMetrics(pb_utils, args["model_name"], args["model_version"])
+        metrics = TritonMetrics(
+            pb_utils,
+            args["model_name"],
+            args["model_version"],
+            is_v1=self._manager.model_type == TrtGptModelType.V1,
+        )
         self._housekeeper = Housekeeper(
             [
                 Chore(
@@ -133,7 +138,7 @@ class TritonPythonModel:
         status.write(
             "ready",
             model=checkpoint.name,
-            policy=parameters.batch_scheduler_policy,
+            policy=self._manager.policy.name.lower(),
             max_batch_size=parameters.max_batch_size,
             max_seq_len=engine.max_seq_len,
             num_blocks=engine.num_blocks,

@@ -295,7 +295,5 @@ def test_the_terminate_request_ends_the_loop_after_the_others() -> None:
 def test_unsupported_settings_are_refused_by_name() -> None:
     recorder = Recorder()
     callbacks = (recorder.get, recorder.send)
-    with pytest.raises(ConfigurationError, match="V1"):
-        GptManager(CountingEngine(), TrtGptModelType.V1, 1, GUARANTEED, *callbacks)
     with pytest.raises(ConfigurationError, match="max_beam_width"):
         GptManager(CountingEngine(), TrtGptModelType.InflightBatching, 2, GUARANTEED, *callbacks)

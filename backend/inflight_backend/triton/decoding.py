@@ -116,7 +116,7 @@ def make_token_stream(
     if codec is None:
         raise InvalidRequest("'text_output' needs a tokenizer, and the checkpoint has none")
     # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
-    includes_prompt = not request.is_streaming and not llm_request.exclude_input_in_output
+    includes_prompt = not llm_request.is_streaming and not llm_request.exclude_input_in_output
     prompt_text = codec.decode(llm_request.tokens) if text is None else text
     return TokenStream(
         stream,

@@ -1,6 +1,7 @@
 """Triton custom metrics under the peer's names, set from the statistics JSON.
 
-Families and labels: `tensorrtllm_backend`, `custom_metrics_reporter` (in-flight batching).
+Families and labels: `tensorrtllm_backend`, `custom_metrics_reporter`. In-flight batching and
+V1 each have a family of their own, and only one of the two is there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ BATCHER_METRICS = {
     "micro_batch_id": "MicroBatch ID",
     "paused_requests": "Paused Requests",
 }
+V1_METRICS = {
+    "total_context_tokens": "Total Context Tokens",
+    "total_generation_tokens": "Total Generation Tokens",
+    "empty_generation_slots": "Empty Generation Slots",
+}
 GENERAL_METRICS = {"timestamp": "Timestamp", "iteration_counter": "Iteration Counter"}
 
 # family, label, label value -> key of the statistics, help text
@@ -55,15 +61,23 @@ FAMILIES: tuple[tuple[str, str, dict[str, str], str], ...] = (
     ("nv_trt_llm_general_metrics", "general_type", GENERAL_METRICS, "Time and iteration"),
 )
 
+_V1_FAMILY = (
+    "nv_trt_llm_v1_metrics",
+    "v1_specific_metric",
+    V1_METRICS,
+    "The last iteration of the V1 batcher",
+)
+V1_FAMILIES = tuple(_V1_FAMILY if family[2] is BATCHER_METRICS else family for family in FAMILIES)
+
 
 class TritonMetrics:
     """Gauges on Triton's metrics port. Each set is a round trip to the server (about 40 us)."""
 
-    def __init__(self, pb_utils: Any, model: str, version: str) -> None:
+    def __init__(self, pb_utils: Any, model: str, version: str, *, is_v1: bool = False) -> None:
         self._gauges: list[tuple[str, Any]] = []
         self._families = []  # a metric lives as long as its family does
         self._last_values: dict[str, float] = {}
-        for name, label, value_to_key, help_text in FAMILIES:
+        for name, label, value_to_key, help_text in V1_FAMILIES if is_v1 else FAMILIES:
             family = pb_utils.MetricFamily(
                 name=name, description=help_text, kind=pb_utils.MetricFamily.GAUGE
             )

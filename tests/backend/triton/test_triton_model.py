@@ -274,6 +274,29 @@ def test_metrics_have_the_peers_names(server: Server) -> None:
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
 
 
+def test_v1_has_its_own_metrics_and_answers_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = CountingEngine()
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
+    server = Server(tmp_path, engine, gpt_model_type="V1")
+    try:
+        sender = server.ask(input_ids=[1, 2], request_output_len=3, streaming=True)
+    finally:
+        server.model.finalize()
+    assert ids_of(sender) == [1, 2, 3, 4, 5]
+    assert set(FakePbUtils.families["nv_trt_llm_v1_metrics"].values) == {
+        f"model=tensorrt_llm,version=1,v1_specific_metric={name}"
+        for name in ("total_context_tokens", "total_generation_tokens", "empty_generation_slots")
+    }
+    assert "nv_trt_llm_inflight_batcher_metrics" not in FakePbUtils.families
+    status = read_status(server.status_file)
+    assert status is not None
+    assert status.fields["policy"] == "static_batch"
+
+
 def test_drain_refuses_new_requests_and_finishes_running_ones(
     server: Server, gate: threading.Event
 ) -> None:

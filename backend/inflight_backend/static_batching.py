@@ -1,0 +1,57 @@
+"""V1: request-level batching, the mode before in-flight batching, as settings and statistics.
+
+A batch is formed when nothing runs; all of it goes through its contexts in one step and then
+generates in lock-step, and nobody joins until the last one has finished. That is the STATIC_BATCH
+capacity policy with whole contexts. Rules: contract of `GptManager`, `TrtGptModelType.V1`.
+
+The peer pads: a request that has finished keeps its row until the batch ends. Here that row is
+left out of the step, so padding costs nothing, and it is counted: `Empty Generation Slots`.
+"""
+
+from __future__ import annotations
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.iteration_stats import StaticBatchStats
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
+
+
+class StaticBatchTally:
+    """Remembers how large the running batch was when it was formed."""
+
+    __slots__ = ("_batch_size",)
+
+    def __init__(self) -> None:
+        self._batch_size = 0
+
+    def count(self, batch: ScheduledBatch) -> StaticBatchStats:
+        """The numbers of ``batch``, the plan that comes after the one counted last."""
+        num_generating = len(batch.generation_slots)
+        if num_generating == 0:
+            self._batch_size = len(batch.context_chunks)
+            return StaticBatchStats()
+        return StaticBatchStats(num_generating, self._batch_size - num_generating)
+
+
+def policy_in_force(
+    model_type: TrtGptModelType,
+    policy: CapacitySchedulerPolicy,
+    params: TrtGptModelOptionalParams,
+) -> CapacitySchedulerPolicy:
+    """``policy`` for in-flight batching; for V1 always STATIC_BATCH, which is what V1 means.
+
+    `ConfigurationError` for V1 with what would take its batches apart.
+    """
+    if model_type != TrtGptModelType.V1:
+        return policy
+    if params.enable_chunked_context:
+        raise ConfigurationError(
+            "enable_chunked_context is true, but gpt_model_type V1 computes contexts whole; "
+            "set it to false or use inflight_fused_batching"
+        )
+    if params.scheduler_class is not None:
+        raise ConfigurationError(
+            f"scheduler_class = '{params.scheduler_class}' cannot schedule gpt_model_type V1; "
+            "remove it or use inflight_fused_batching"
+        )
+    return CapacitySchedulerPolicy.STATIC_BATCH
