@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
@@ -93,7 +94,9 @@ def load_engine(
         max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
         kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
     )
-    return Engine.load(checkpoint, config, on_progress)
+    engine = Engine.load(checkpoint, config, on_progress)
+    check_pool(checkpoint, engine)
+    return engine
 
 
 class InflightBatcher:

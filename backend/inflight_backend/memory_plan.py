@@ -6,14 +6,21 @@ and the server compares them when it starts.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.weight_headers import read_weight_headers
+
+if TYPE_CHECKING:
+    from inflight_backend.engine import Engine
+
+_logger = logging.getLogger(__name__)
 
 GIB = 2**30
 DEFAULT_RESERVE = GIB
@@ -134,6 +141,36 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         kv_bytes_per_token=per_token,
         num_blocks=_count_blocks(settings, free_bytes, per_token),
     )
+
+
+def check_pool(folder: Path, engine: Engine) -> bool:
+    """Log the pool of a loaded engine beside its plan; False, and a warning, if they differ.
+
+    How much of a GPU is free after loading only the engine knows, so there the plan starts from
+    the engine's own number; where memory is scarce the engine may stay below the plan.
+    """
+    config = engine.config
+    max_tokens = config.max_tokens_in_paged_kv_cache
+    if config.device != "cpu" and max_tokens is None:
+        max_tokens = engine.num_blocks * engine.tokens_per_block
+    plan = make_plan(
+        folder,
+        PlanSettings(
+            dtype=config.dtype,
+            tokens_per_block=config.tokens_per_block,
+            max_tokens=max_tokens,
+            max_seq_len=config.max_seq_len,
+        ),
+    )
+    is_as_planned = engine.num_blocks == plan.num_blocks
+    (_logger.info if is_as_planned else _logger.warning)(
+        "KV pool: %d blocks of %d tokens, %.2f GiB; the plan says %d blocks",
+        engine.num_blocks,
+        engine.tokens_per_block,
+        engine.num_blocks * plan.block_bytes / GIB,
+        plan.num_blocks,
+    )
+    return is_as_planned
 
 
 def concurrency(plan: MemoryPlan, prompt_len: int, max_new_tokens: int) -> Concurrency:

@@ -95,7 +95,7 @@ def explain(
     """The reason of every active request that ``scheduler`` would not run now, by id.
 
     ``decision`` is what it decided just now, if that is known. Of another scheduler than
-    `SimpleScheduler` nobody knows the reasons.
+    `SimpleScheduler`, and of a decision that it did not make, nobody knows the reasons.
     """
     requests = list(active_requests)
     if decision is None:
@@ -289,7 +289,8 @@ class _BatchWalk:
         if budget is not None and self._num_tokens + cost > budget:
             return WaitReason(WaitCode.TOKENS, cost, budget - self._num_tokens), True
         other = self._beam_request
-        assert other is not None, "nothing stands in the way"
+        if other is None or other.beam_width == request.beam_width:
+            return WaitReason(WaitCode.UNKNOWN), False  # somebody else decided
         return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
 
     def _cost(self, request: LlmRequest) -> int:

@@ -20,6 +20,7 @@ from inflight_backend.memory_plan import (
     GIB,
     MemoryPlan,
     PlanSettings,
+    check_pool,
     concurrency,
     make_plan,
     usual_shapes,
@@ -41,6 +42,7 @@ def test_the_plan_is_what_the_engine_takes(tmp_path: Path, variant: str) -> None
         EngineConfig(device="cpu", max_tokens_in_paged_kv_cache=1000, **settings),  # type: ignore[arg-type]
     )
     assert engine.num_blocks == made.num_blocks == 125
+    assert check_pool(folder, engine)
     assert sum(layer.nbytes for pair in pool_layers(engine) for layer in pair) == made.pool_bytes
     assert weight_bytes(engine) == made.weight_bytes
     assert vars(engine._attention)["_cos_sin"].nbytes == made.table_bytes
@@ -78,6 +80,15 @@ def test_the_default_of_a_cpu() -> None:
     assert make_plan(DEMO_MODEL).pool_tokens == 65_536
     engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu"))
     assert engine.num_blocks == make_plan(DEMO_MODEL).num_blocks
+    assert check_pool(DEMO_MODEL, engine)
+
+
+def test_a_pool_that_is_not_as_planned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu", max_tokens_in_paged_kv_cache=64))
+    engine._pool.num_blocks = 1
+    assert not check_pool(DEMO_MODEL, engine)
+    assert "KV pool: 1 blocks of 32 tokens" in caplog.text
+    assert "the plan says 2 blocks" in caplog.text
 
 
 def test_a_gpu_gets_a_share_of_what_is_left() -> None:

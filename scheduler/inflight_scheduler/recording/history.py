@@ -112,8 +112,8 @@ def build_history(
             follower.follow(iteration)
         except RecordingError as error:
             raise reader.fail(error) from None
-    if history.num_iterations == 0:
-        raise RecordingError("the recording holds no iteration: nothing was scheduled yet")
+    if history.num_iterations == 0 or not history.rows:
+        raise RecordingError("the recording holds no request: nothing was scheduled yet")
     follower.finish()
     return history
 

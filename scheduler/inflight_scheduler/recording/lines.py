@@ -149,7 +149,7 @@ class LineReader:
         if not _ITERATION_KEYS.issuperset(content):
             unknown = _short(sorted(set(content) - _ITERATION_KEYS)[0])
             raise RecordingError(f"unknown key {unknown}")
-        number = _integer(content.get("i"), "i", 1, _MAX_ID)
+        number = _integer(content.get("i"), "i", 1, _MAX_TIME)
         if self._number and number != self._number + 1:
             raise RecordingError(f"iteration {number} follows iteration {self._number}")
         start_us = _integer(content.get("t"), "t", self._start_us, _MAX_TIME)

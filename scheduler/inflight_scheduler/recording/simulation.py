@@ -196,13 +196,15 @@ class Simulation:
             self._grow(iteration)
         batch = self.planner.plan(*lists)
         num_free_blocks = self.block_manager.num_free_blocks
+        ends = {} if iteration is None else dict(iteration.ends)
         if iteration is not None and iteration.has_failed:
-            self.planner.discard(batch)
+            for request in self.planner.discard(batch):
+                if request.request_id not in ends:
+                    raise RecordingError(f"request {request.request_id} survives a failed step")
             return Step(num_free_blocks, [], [])
         num_tokens = len(batch.generation_slots)
         num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
         advanced = self.planner.update(batch, [0] * num_tokens)
-        ends = {} if iteration is None else dict(iteration.ends)
         ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
         for request in ended:
             is_broken = ends.get(request.request_id) == NOT_FINITE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 
 from inflight_scheduler import ContextChunking
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
 from inflight_scheduler.recording.records import (
     Arrival,
@@ -22,6 +24,9 @@ from inflight_scheduler.recording.records import (
     Settings,
 )
 from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.simulation import default_scheduler
+from inflight_scheduler.recording.svg import write_svg
+from inflight_scheduler.recording.workload import read_workload
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 TEXT = play(SETTINGS, num_requests=20, seed=9).text
@@ -133,11 +138,22 @@ def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> No
 
 
 def outcome(text: str) -> str:
-    """What a user reads about this recording."""
+    """What a user reads about this recording, whichever way it is read."""
+    with suppress(RecordingError):
+        write_svg(build_history(read(text), default_scheduler))
+    with suppress(RecordingError):
+        read_workload(read(text))
     try:
         return str(replay(read(text)))
     except RecordingError as error:
         return str(error)
+
+
+def test_a_step_that_failed_ends_its_requests() -> None:
+    line = next(line for line in TEXT.splitlines() if '"c":' in line)
+    text = TEXT.replace(line, line[:-1] + ',"y":1}')
+    with pytest.raises(RecordingError, match="survives a failed step"):
+        replay(read(text))
 
 
 @hypothesis_settings(max_examples=150, deadline=None)

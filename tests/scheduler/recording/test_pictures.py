@@ -169,5 +169,5 @@ def test_the_trace_has_one_slice_per_span_and_three_counters(history: History) -
 
 def test_an_empty_recording_is_no_picture() -> None:
     text = RecordedWorld(SETTINGS).text
-    with pytest.raises(RecordingError, match="no iteration"):
+    with pytest.raises(RecordingError, match="holds no request"):
         build_history(read(text), default_scheduler)
