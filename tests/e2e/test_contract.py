@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import queue
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +118,12 @@ def assert_counts(text: str, first: int, num_tokens: int | None = None) -> None:
     numbers = text.split()[:-1]  # the last number may be cut by the token limit
     assert numbers == [str(first + i) for i in range(len(numbers))]
     assert len(numbers) > 0 if num_tokens is None else len(text) >= num_tokens
+
+
+def run_inflight(*arguments: object) -> str:
+    """What a command prints; it must succeed."""
+    command = [str(Path(sys.executable).parent / "inflight"), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def test_tokens_stream_from_tensorrt_llm(client: PeerClient, tokenizer: Tokenizer) -> None:
@@ -305,15 +313,18 @@ def test_duplicate_id_is_refused_and_the_first_goes_on(server: Any, client: Peer
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_200_streams_count_without_a_gap_with_a_quarter_of_the_kv_they_need(
-    serve: Any, policy: str
+    serve: Any, policy: str, tmp_path: Path
 ) -> None:
+    """... and the recording of it replays identically and can be drawn."""
     num_streams, num_tokens = 200, 96
+    recording = tmp_path / "recording.jsonl"
     tokens_each = 32 * -(-(num_tokens + 12) // 32)
     settings = {
         "batch_scheduler_policy": policy,
         "tokens_per_block": "32",
         "max_tokens_in_paged_kv_cache": str(num_streams * tokens_each // 4),
         "max_batch_size": str(num_streams),
+        "record_file": str(recording),
     }
     server = serve(settings=settings)
     texts = dict.fromkeys(map(str, range(num_streams)), "")
@@ -338,6 +349,11 @@ def test_200_streams_count_without_a_gap_with_a_quarter_of_the_kv_they_need(
     assert (sum(each["Paused Requests"] for each in stats) > 0) == (policy == "max_utilization")
     assert [each["Iteration Counter"] for each in stats] == list(range(len(stats)))
     assert stats_of(server)["Used KV cache blocks"] == 0
+    server.stop()
+    assert "identical" in run_inflight("replay", recording)
+    picture = tmp_path / "timeline.svg"
+    run_inflight("timeline", recording, "-o", picture)
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
 
 
 def test_a_users_scheduler_decides_on_the_server(serve: Any) -> None:
