@@ -13,6 +13,7 @@ import argparse
 import random
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -57,6 +58,8 @@ class Clients:
         wanted = 12 if self._num_polls == 1 else self._rng.choice([0] * 11 + [1, 2])
         number = min(wanted, max(max_num_requests, 0))
         taken, self._waiting = self._waiting[:number], self._waiting[number:]
+        for request in taken:
+            request.created_ns = time.monotonic_ns()
         return taken
 
     def send(
