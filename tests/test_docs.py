@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 
 
-@pytest.mark.parametrize("tool", ["write_protocol_docs.py", "write_performance_docs.py"])
+@pytest.mark.parametrize(
+    "tool", ["write_protocol_docs.py", "write_performance_docs.py", "write_reliability_docs.py"]
+)
 def test_written_pages_are_up_to_date(tool: str) -> None:
     command = [sys.executable, f"tools/{tool}", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

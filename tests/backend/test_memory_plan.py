@@ -32,6 +32,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.case(115)
 def test_the_plan_is_what_the_engine_takes(tmp_path: Path, variant: str) -> None:
     """Parameters, tables and pool, byte by byte, for every family."""
     folder = write_checkpoint(tmp_path, variant, num_shards=2)
@@ -196,6 +197,7 @@ def damaged(content: bytes) -> list[tuple[bytes, str]]:
     ]
 
 
+@pytest.mark.case(102)
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     content = (DEMO_MODEL / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())

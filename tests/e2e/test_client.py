@@ -148,6 +148,7 @@ def test_stop_of_an_unknown_id_is_acknowledged(caller: Caller) -> None:
     caller.stop("nobody has this id")
 
 
+@pytest.mark.case(67, 69)
 def test_leaving_a_stream_frees_its_blocks(caller: Caller, server: ServeProcess) -> None:
     assert len(caller.stream(PROMPT, LONG, leave_after=3)) == 3
     wait_until(lambda: used(server) == (0, 0), "the blocks are free")
@@ -159,6 +160,7 @@ def test_cancel_from_the_side(caller: Caller, server: ServeProcess) -> None:
     assert_counts(PROMPT, "".join(chunk.text for chunk in chunks))
 
 
+@pytest.mark.case(74)
 def test_timeout_cancels_the_request(caller: Caller, server: ServeProcess) -> None:
     with pytest.raises(RequestTimeout):
         caller.generate(PROMPT, LONG, timeout=0.5)
@@ -199,6 +201,7 @@ def test_errors_of_the_server(
         caller.stream(prompt, max_tokens)
 
 
+@pytest.mark.case(56)
 def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
     with InflightClient(url, protocol=protocol) as client:
         text = ""

@@ -9,6 +9,7 @@ from inflight_scheduler import CapacitySchedulerPolicy
 
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name)
+@pytest.mark.case(85)
 def test_soak(policy: CapacitySchedulerPolicy) -> None:
     """Every invariant after every step; in the end ids, blocks and queues are at baseline."""
     num_finished = 0

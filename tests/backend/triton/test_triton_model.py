@@ -176,6 +176,7 @@ def test_outputs_follow_the_request(server: Server) -> None:
         ({"input_ids": [1], "stop": True}, "a stop request needs the request id"),
     ],
 )
+@pytest.mark.case(1, 3, 4, 5, 14)
 def test_bad_requests_end_with_invalid_arg(
     server: Server, values: dict[str, Any], message: str
 ) -> None:
@@ -185,6 +186,7 @@ def test_bad_requests_end_with_invalid_arg(
     assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
 
 
+@pytest.mark.case(56, 57)
 def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
     server: Server, gate: threading.Event
 ) -> None:
@@ -228,6 +230,7 @@ def test_stop_of_a_waiting_request(server: Server, gate: threading.Event) -> Non
         assert ids_of(sender) == list(range(2, 32))
 
 
+@pytest.mark.case(58)
 def test_stop_for_an_unknown_id_is_acknowledged(server: Server) -> None:  # case 58
     assert server.ask("never seen", stop=True).responses[0].error is None
 
@@ -313,6 +316,7 @@ def test_drain_refuses_new_requests_and_finishes_running_ones(
     wait_for_phase(server, "drained")
 
 
+@pytest.mark.case(126)
 def test_the_end_of_the_drain_time_stops_what_still_runs(
     server: Server, gate: threading.Event
 ) -> None:
@@ -337,6 +341,7 @@ def wait_for_phase(server: Server, phase: str) -> None:
 
 
 @pytest.mark.parametrize("fails_finally", [False, True])
+@pytest.mark.case(92)
 def test_a_sender_that_raises_ends_its_own_stream_only(
     server: Server, gate: threading.Event, fails_finally: bool
 ) -> None:
@@ -365,6 +370,7 @@ def test_no_feed_of_statistics_is_opened_while_draining(server: Server) -> None:
     assert len(server.ask(stats=True, streaming=False).responses) == 1
 
 
+@pytest.mark.case(77)
 def test_queue_limit_is_a_named_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:

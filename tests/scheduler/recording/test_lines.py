@@ -81,6 +81,7 @@ def test_a_steady_iteration_costs_few_bytes() -> None:
     assert json.loads(line)["+"] == [7, 5]
 
 
+@pytest.mark.case(114)
 def test_no_text_of_the_user_is_in_a_recording() -> None:
     """Numbers, fixed keys and fixed words only."""
     words = set()
@@ -129,6 +130,7 @@ def changed_header(**changes: object) -> str:
         (changed_header(num_blocks=1), "is larger than the whole pool"),
     ],
 )
+@pytest.mark.case(111, 112)
 def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> None:
     with pytest.raises(RecordingError) as caught:
         replay(read(text))
@@ -158,6 +160,7 @@ def test_a_step_that_failed_ends_its_requests() -> None:
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(st.data())
+@pytest.mark.case(111)
 def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     """Bytes changed, lines lost, doubled or moved: a clear error, or an answer; never a crash."""
     content = bytearray(data.draw(st.sampled_from(TEXTS)).encode())

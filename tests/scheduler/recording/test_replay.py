@@ -42,6 +42,7 @@ chunkings = st.none() | st.builds(
     seed=st.integers(0, 2**16),
     is_equal=st.booleans(),
 )
+@pytest.mark.case(113)
 def test_replay_of_our_own_recording_is_identical(
     policy: CapacitySchedulerPolicy,
     num_blocks: int,
@@ -94,6 +95,7 @@ def test_with_reuse_the_middle_is_not_enough(monkeypatch: pytest.MonkeyPatch) ->
         replay(read(world.text))
 
 
+@pytest.mark.case(113)
 def test_one_changed_number_is_found() -> None:
     world = play(SMALL, num_requests=30, seed=5)
     lines = world.text.splitlines(keepends=True)
