@@ -12,8 +12,8 @@ Order of one iteration, and what each part may do:
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
 
-A failing step ends the requests of that step with an error; a failing callback is logged. Neither
-stops the loop.
+A failing step ends the requests of that step with an error; a failing callback is logged; whatever
+else escapes ends all requests with an error. None of them stops the loop (see `LoopHealth`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,8 +32,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.health import LoopHealth
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -131,12 +133,14 @@ class GptManager:
         self._terminate_req_id = terminate_req_id
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch(params)
+        self.health = LoopHealth()
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
         self._num_paused = 0
         self._num_waiting = 0
-        self._failed_callbacks: set[str] = set()
+        guard = CallbackGuard()
+        self._call, self._call_for_list = guard.call, guard.call_for_list
         self._stats = self._measure()
         self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closing = False
@@ -211,9 +215,10 @@ class GptManager:
         while not (self._is_closing and not self._active):
             try:
                 self._iterate()
-            except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
+            except BaseException:  # our bug, or a callback that wants to end the thread
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
-                self._end_all("the batch manager failed while it held this request")
+                with self.health.recovering():
+                    self._start_afresh()
             if self._batch.is_empty:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
@@ -274,10 +279,12 @@ class GptManager:
             advanced = self._batcher.planner.update(self._batch, tokens)
         except Exception:
             _logger.exception("iteration %d failed", self._iteration)
+            self.health.failed()
             self._batcher.recorder.failed()
             for request in self._batcher.planner.discard(self._batch):
                 self._end(request, "the engine failed while it ran this request")
             return
+        self.health.moved()
         for request in advanced:
             self._apply(request)
 
@@ -285,10 +292,15 @@ class GptManager:
         """Send everything this iteration produced; all state of finished requests is free."""
         responses, self._responses = self._responses, []
         for response in responses:
-            request = response.request
-            tensors = [] if response.error else _make_tensors(request, response.is_final)
-            args = (request.request_id, tensors, response.is_final, response.error)
-            self._call("send_response", self._send_cb, *args)
+            request, is_final, error = response.request, response.is_final, response.error
+            try:
+                tensors = [] if error else _make_tensors(request, is_final)
+            except Exception:  # this one ends with an error, the others get theirs
+                _logger.exception("a response of request %d cannot be built", request.request_id)
+                tensors, is_final, error = [], True, "the response could not be built"
+                self._end(request, error)
+                self._responses = [kept for kept in self._responses if kept.request is not request]
+            self._call("send_response", self._send_cb, request.request_id, tensors, is_final, error)
 
     def poll_stop_signals(self) -> None:
         """End the requests named by the stop callback; unknown ids are passed over."""
@@ -336,6 +348,7 @@ class GptManager:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
         if self._active.remove(request):
+            self.health.ended()
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
 
@@ -369,33 +382,27 @@ class GptManager:
             static_batch=self._static_stats,
         )
 
+    def _start_afresh(self) -> None:
+        """Everyone in flight hears of a failure; what it may have spoilt is made anew."""
+        self._batch = _NO_BATCH
+        try:
+            self._end_all("the batch manager failed while it held this request")
+        finally:
+            if self.health.has_failed_again or not self._batcher.is_idle_and_intact():
+                self._batcher = self._batcher.renewed()
+                self._active = self._batcher.active
+
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""
         for request in list(self._active):
             try:
                 self._end(request, error)
-            except Exception:
+            except BaseException:
                 _logger.exception("request %d could not release all it held", request.request_id)
                 self._active.remove(request)
                 self._responses.append(_Response(request, is_final=True, error=error))
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()
-
-    def _call_for_list(
-        self, name: str, callback: Callable[..., Iterable[_Result]], *args: object
-    ) -> list[_Result]:
-        """What a callback returns, as a list; empty if it fails or returns no collection."""
-        return self._call(name, lambda: list(callback(*args) or ())) or []
-
-    def _call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
-        """Call a callback that may fail: logged once per callback, and None instead."""
-        try:
-            return callback(*args)
-        except Exception:
-            if name not in self._failed_callbacks:
-                self._failed_callbacks.add(name)
-                _logger.exception("the %s callback failed (said once)", name)
-            return None
 
 
 def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:

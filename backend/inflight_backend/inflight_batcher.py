@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -110,6 +111,7 @@ class InflightBatcher:
     ) -> None:
         self.engine = engine
         self.policy = policy
+        self._params = params
         self.num_paused = 0
         # Engines without it are asked for nothing but full blocks.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
@@ -138,6 +140,22 @@ class InflightBatcher:
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         return batch
+
+    def is_idle_and_intact(self) -> bool:
+        """True when no request is active and every block and slot is accounted for and free."""
+        if self.active or self.block_manager.num_used_blocks:
+            return False
+        try:
+            self.block_manager.check_integrity()
+            self.planner.slots.check_integrity(())
+        except Exception:
+            return False
+        return True
+
+    def renewed(self) -> InflightBatcher:
+        """A batcher without a past on the same engine; a recording ends here."""
+        self.recorder.close()
+        return InflightBatcher(self.engine, self.policy, replace(self._params, record_file=None))
 
     def explain(self) -> dict[int, WaitReason]:
         """Why the active requests that would not run now do not, by id."""

@@ -50,6 +50,7 @@ class ServerParameters:
     exclude_input_in_output: bool
     cancellation_check_period_ms: int
     stats_check_period_ms: int
+    stall_seconds: float
     device: str
     dtype: str
     status_file: str | None

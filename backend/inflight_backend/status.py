@@ -11,12 +11,14 @@ import json
 import logging
 import os
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Phase = Literal["loading", "ready", "failed", "draining", "drained"]
-"""Chronological, except that ``failed`` may follow any other phase."""
+Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
+"""Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
 
@@ -29,7 +31,7 @@ class ModelStatus:
 
     Fields by phase: *loading* ``loaded_bytes``, ``total_bytes``; *ready* ``model``, ``device``,
     ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``, ``max_batch_size``,
-    ``max_seq_len``; *failed* ``error``.
+    ``max_seq_len``; *failed* and *unhealthy* ``error``.
     """
 
     phase: Phase
@@ -46,6 +48,12 @@ class StatusWriter:
     def __init__(self, path: str | Path | None) -> None:
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
+
+    def beat(self) -> None:
+        """Renew the time of the file: the process lives."""
+        if self._path is not None:
+            with suppress(OSError):
+                os.utime(self._path)
 
     def write(self, phase: Phase, **fields: Any) -> None:
         """Replace the status by ``phase`` with its JSON-serialisable ``fields``."""
@@ -74,3 +82,12 @@ def read_status(path: str | Path) -> ModelStatus | None:
     if not isinstance(content, dict) or content.get("phase") not in PHASES:
         raise ValueError(f"{path} is not a status file")
     return ModelStatus(content["phase"], content["pid"], content["fields"])
+
+
+def seconds_since_beat(path: str | Path) -> float:
+    """Seconds since the status was written or renewed; 0 when there is none."""
+    try:
+        written = Path(path).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+    return max(time.time() - written, 0.0)

@@ -376,6 +376,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         minimum=1,
         maximum=60_000,
     ),
+    ParameterSpec("stall_seconds", "float", "120", "limit of standstill", (), 0.1, 86_400),
     ParameterSpec("device", "choice", "auto", "where the model runs", ("auto", "cpu", "cuda")),
     ParameterSpec(
         "dtype",

@@ -18,6 +18,7 @@ class ArrivalQueue:
         self._stops: set[int] = set()
         self._lock = threading.Lock()
         self._is_draining = False
+        self._refusal = ""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -28,10 +29,12 @@ class ArrivalQueue:
         return self._is_draining
 
     def put(self, request: InferenceRequest) -> None:
-        """Add a request; `CapacityExceeded` when the queue is full or the server drains."""
+        """Add a request; `CapacityExceeded` when the queue is full or nothing is accepted now."""
         with self._lock:
             if self._is_draining:
                 raise CapacityExceeded("the server is shutting down; send the request elsewhere")
+            if self._refusal:
+                raise CapacityExceeded(self._refusal)
             if len(self._waiting) >= self._max_size:
                 raise CapacityExceeded(
                     f"the request queue is full: max_queue_size = {self._max_size}; try again later"
@@ -69,6 +72,11 @@ class ArrivalQueue:
         with self._lock:
             stops, self._stops = self._stops, set()
             return stops
+
+    def refuse(self, reason: str) -> None:
+        """Refuse new requests because of ``reason``; with "" accept them again."""
+        with self._lock:
+            self._refusal = reason
 
     def drain(self) -> None:
         """Refuse everything from now on; what waits already is served."""

@@ -105,6 +105,14 @@ class Frontend:
         for feed in list(self._feeds):
             self._end_feed(feed)
 
+    def fail_all(self, message: str) -> None:
+        """End every stream with an error now, without waiting for whoever works on it."""
+        for number, stream in list(self._live.items()):
+            stream.abort(message)
+            self.stop(number)
+        for feed in list(self._feeds):
+            self._end_feed(feed)
+
     def check_cancelled(self) -> None:
         """Look once at every open stream and stop those whose client has gone."""
         for number, stream in list(self._live.items()):

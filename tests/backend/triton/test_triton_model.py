@@ -13,63 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from fakes import CountingEngine, FakePbUtils, FakeSender
 from tokenizers import Tokenizer, models, pre_tokenizers
+from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
-from inflight_backend.triton_model import TritonPythonModel
-from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.replay import replay
-
-WAIT = 10.0
 
 
 @pytest.fixture(autouse=True)
 def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end this test run when its terminal closes; it has a test of its own."""
     monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
-
-
-class Server:
-    """A loaded `TritonPythonModel` over an engine that counts."""
-
-    def __init__(self, folder: Path, engine: CountingEngine, **parameters: str) -> None:
-        self.engine = engine
-        self.status_file = folder / "status.json"
-        self.drain_file = folder / "drain"
-        parameters = {
-            "gpt_model_path": str(folder),
-            "status_file": str(self.status_file),
-            "drain_file": str(self.drain_file),
-            "cancellation_check_period_ms": "5",
-            "stats_check_period_ms": "5",
-            "max_batch_size": "4",
-            **parameters,
-        }
-        config = {"parameters": {k: {"string_value": v} for k, v in parameters.items()}}
-        self.model = TritonPythonModel()
-        self.model.initialize(
-            {
-                "model_config": json.dumps(config),
-                "model_name": "tensorrt_llm",
-                "model_version": "1",
-            }
-        )
-
-    def send(
-        self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any
-    ) -> FakeSender:
-        request = FakeRequest(make_inputs(values), request_id, outputs)
-        self.model.execute([request])
-        return request.sender
-
-    def ask(self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any) -> FakeSender:
-        sender = self.send(request_id, outputs, **values)
-        assert sender.is_final.wait(WAIT)
-        return sender
 
 
 @pytest.fixture
@@ -99,33 +57,6 @@ def server(
     yield server
     gate.set()
     server.model.finalize()
-
-
-def ids_of(sender: FakeSender) -> list[int]:
-    return [
-        token
-        for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "output_ids"
-        for token in tensor.as_numpy().reshape(-1).tolist()
-    ]
-
-
-def text_of(sender: FakeSender) -> str:
-    return "".join(
-        piece.decode()
-        for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "text_output"
-        for piece in tensor.as_numpy().reshape(-1)
-    )
-
-
-def error_of(sender: FakeSender) -> tuple[str, int]:
-    assert len(sender.responses) == 1
-    error = sender.responses[0].error
-    assert error is not None
-    return str(error), error.code
 
 
 def test_tokens_stream_in_contract_shapes(server: Server) -> None:
