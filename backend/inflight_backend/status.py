@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,10 +83,13 @@ def read_status(path: str | Path) -> ModelStatus | None:
     return ModelStatus(content["phase"], content["pid"], content["fields"])
 
 
-def seconds_since_beat(path: str | Path) -> float:
-    """Seconds since the status was written or renewed; 0 when there is none."""
+def beat_of(path: str | Path) -> int:
+    """A number that changes with every beat and every new status; 0 when there is none.
+
+    Whoever wants to know how long there was no beat times the changes: the time in the file is
+    that of a clock that may jump.
+    """
     try:
-        written = Path(path).stat().st_mtime
+        return Path(path).stat().st_mtime_ns
     except FileNotFoundError:
-        return 0.0
-    return max(time.time() - written, 0.0)
+        return 0

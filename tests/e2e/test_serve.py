@@ -214,16 +214,9 @@ def test_sigterm_while_loading(serve: ServeFactory) -> None:
     assert running.error_lines == []
 
 
-def test_death_of_the_model_process_ends_the_server(serve: ServeFactory) -> None:
-    running = serve()
-    running.kill_model()
-    assert running.wait() == 1
-    (line,) = running.error_lines
-    assert line.startswith("error: the model process died")
-
-
-def test_death_of_tritonserver_ends_the_model_process(serve: ServeFactory) -> None:
-    running = serve()
+@pytest.mark.case(119)
+def test_death_of_the_server_without_restarts(serve: ServeFactory) -> None:
+    running = serve(options=["--max-restarts=0"])
     running.kill_tritonserver()
     assert running.wait() == 1
     (line,) = running.error_lines

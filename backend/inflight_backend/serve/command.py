@@ -43,6 +43,9 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Failures in a row after which a server is started again.")
+    ] = _DEFAULT.max_restarts,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show the log of the server.")
     ] = _DEFAULT.is_verbose,
@@ -61,6 +64,7 @@ def serve(
                 metrics_port=metrics_port,
                 parameters=parse_overrides(set_ or (), folder),
                 drain_seconds=drain_seconds,
+                max_restarts=max_restarts,
                 is_verbose=verbose,
             )
         )

@@ -32,6 +32,7 @@ class ServeSettings:
     metrics_port: int = 8002
     parameters: dict[str, str] = field(default_factory=dict)
     drain_seconds: float = 30.0
+    max_restarts: int = 5
     is_verbose: bool = False
 
     @property

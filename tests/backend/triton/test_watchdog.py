@@ -12,7 +12,7 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import Server, error_of, ids_of, wait_until
 
-from inflight_backend.status import read_status, seconds_since_beat
+from inflight_backend.status import beat_of, read_status
 from inflight_backend.triton.watchdog import Watchdog, Watched
 from inflight_scheduler import ScheduledBatch
 
@@ -148,8 +148,9 @@ def test_the_beat_goes_on_and_a_failing_action_does_not_end_it() -> None:
 def test_the_beat_renews_the_status_file(make_server: MakeServer) -> None:
     server = make_server(CountingEngine(), stall_seconds="0.4")
     os.utime(server.status_file, (1, 1))
-    assert seconds_since_beat(server.status_file) > 1e6
-    wait_until(lambda: seconds_since_beat(server.status_file) < 5)
+    assert beat_of(server.status_file) == 10**9
+    wait_until(lambda: beat_of(server.status_file) > 10**18)
+    assert beat_of(server.status_file.with_name("none")) == 0
 
 
 def test_draining_is_not_ready(make_server: MakeServer) -> None:
