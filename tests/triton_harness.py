@@ -43,9 +43,14 @@ class Server:
         )
 
     def send(
-        self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any
+        self,
+        request_id: str = "",
+        outputs: tuple[str, ...] = (),
+        sender: FakeSender | None = None,
+        **values: Any,
     ) -> FakeSender:
         request = FakeRequest(make_inputs(values), request_id, outputs)
+        request.sender = sender or request.sender
         self.model.execute([request])
         return request.sender
 
