@@ -38,8 +38,8 @@ _GRACE_SECONDS = 5.0
 _STOP_ALL_SECONDS = 3.0
 _STDERR = 2
 # A client that has vanished without closing its connection is noticed after their sum.
-_KEEPALIVE_MS = 10_000
-_KEEPALIVE_TIMEOUT_MS = 10_000
+_KEEPALIVE_MS = 5_000
+_KEEPALIVE_TIMEOUT_MS = 5_000
 
 
 def run(settings: ServeSettings) -> None:
