@@ -161,6 +161,7 @@ def test_a_step_that_failed_ends_its_requests() -> None:
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(st.data())
 @pytest.mark.case(111)
+@pytest.mark.case(122)
 def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     """Bytes changed, lines lost, doubled or moved: a clear error, or an answer; never a crash."""
     content = bytearray(data.draw(st.sampled_from(TEXTS)).encode())
@@ -197,6 +198,7 @@ def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     ),
     st.booleans(),
 )
+@pytest.mark.case(122)
 def test_any_json_is_an_iteration_or_an_error(content: dict[str, object], is_reusing: bool) -> None:
     header = TEXTS[is_reusing].partition("\n")[0] + "\n"
     line = json.dumps({"i": 1, "t": 0, "d": 0, "f": 12, **content}) + "\n"

@@ -9,24 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from e2e.harness import HOST, START_SECONDS, free_ports
+from soak_parts.server import HOST, SHARED_MEMORY, START_SECONDS, Footprint, footprint, free_ports
 
 from inflight_backend.serve.install import environment, locate, prepare_backends
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.repository import assemble
 from inflight_backend.serve.settings import DEMO_MODEL
-
-_SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What a server holds of its machine."""
-
-    resident_mb: float
-    num_threads: int
-    num_descriptors: int
-    num_regions: int
 
 
 @dataclass
@@ -70,15 +58,11 @@ class PlainTriton:
 
     def footprint(self) -> Footprint:
         """Of the server alone: the model process is a new one after each load."""
-        process = Path(f"/proc/{self.process.pid}")
-        fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
-        regions = [each for each in _SHARED_MEMORY.iterdir() if self.shm_prefix in each.name]
-        return Footprint(
-            resident_mb=int(fields["VmRSS"].split()[0]) / 1024,
-            num_threads=int(fields["Threads"]),
-            num_descriptors=len(list((process / "fd").iterdir())),
-            num_regions=len(regions),
-        )
+        return footprint(self.process.pid)
+
+    def num_regions(self) -> int:
+        """Its regions of shared memory."""
+        return len(list(SHARED_MEMORY.glob(f"{self.shm_prefix}*")))
 
 
 @contextmanager
@@ -111,7 +95,7 @@ def plain_triton(
         yield _wait_until_live(PlainTriton(process, http_port, grpc_port, prefix))
     finally:
         process.stop(0.0, lambda: True)
-        for region in _SHARED_MEMORY.glob(f"{prefix}*"):
+        for region in SHARED_MEMORY.glob(f"{prefix}*"):
             region.unlink(missing_ok=True)
 
 
