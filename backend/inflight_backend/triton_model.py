@@ -114,7 +114,7 @@ class TritonPythonModel:
             _MODEL_TYPES[parameters.gpt_model_type.lower()],
             parameters.max_beam_width,
             CapacitySchedulerPolicy[parameters.batch_scheduler_policy.upper()],
-            self._arrivals.take,
+            lambda room: self._arrivals.take(0 if self._dispatcher.is_behind else room),
             self._dispatcher.send_response,
             self._arrivals.poll_stop_signals,
             self._dispatcher.return_stats,

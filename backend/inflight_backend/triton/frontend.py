@@ -32,6 +32,8 @@ _logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+_MAX_FEEDS = 16
+
 _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
     (InvalidRequest, "INVALID_ARG"),
     (RequestInFlight, "ALREADY_EXISTS"),
@@ -119,7 +121,9 @@ class Frontend:
             if stream.is_cancelled():
                 self.stop(number)
         for feed in list(self._feeds):
-            if feed.is_cancelled():
+            if feed.is_closed:
+                self._feeds.remove(feed)
+            elif feed.is_cancelled():
                 self._end_feed(feed)
 
     def _enqueue(
@@ -176,6 +180,11 @@ class Frontend:
         is_feed = is_streaming(inputs) is not False
         if is_feed and self._arrivals.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
+        if is_feed and len(self._feeds) >= _MAX_FEEDS:
+            raise CapacityExceeded(
+                f"{_MAX_FEEDS} feeds of statistics are open, which is the limit; "
+                "ask without streaming, or try again later"
+            )
         last = np.array([[self._stats_json().encode()]], dtype=np.object_)
         stream.send({"stats": last}, is_final=not is_feed)
         if is_feed:
