@@ -17,7 +17,6 @@ from inflight_scheduler import (
     LlmRequest,
     LlmRequestState,
     make_scheduler,
-    refusal_reason,
 )
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
@@ -102,10 +101,7 @@ def test_nothing_that_a_lost_step_has_computed_is_reused(is_running_lost: bool) 
     world.arrive(make_request(0, 8, 4, family=1))
     world.step()
     world.arrive(make_request(1, 8, 4, family=1))
-    for request in world.fail(is_running_lost=is_running_lost):
-        request.finish(FinishReason.CANCELLED)
-        world.end(request)
-    world.check_invariants()
+    fail(world, is_running_lost=is_running_lost)
     assert (world.manager.num_idle_blocks == 0) == is_running_lost
 
 
@@ -157,31 +153,10 @@ def test_answers_are_those_of_a_request_alone(
         chunking=chunking,
     )
     alone: dict[int, list[int]] = {}
-    for number, ((num_prompt, max_new, end_id, *rest), gap) in enumerate(
-        zip(specs, gaps, strict=False)
-    ):
-        min_length, priority, family, salt = rest
-        request = make_request(
-            number,
-            num_prompt,
-            max_new,
-            end_id=end_id,
-            min_length=min(min_length, max_new),
-            priority=priority,
-            family=family,
-            cache_salt=salt,
-        )
-        may_pause = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
-        if refusal_reason(
-            request,
-            block_manager=world.manager,
-            max_num_tokens=None,
-            may_pause=may_pause,
-            may_chunk=chunking is not None,
-        ):
-            continue
-        alone[number] = answer_alone(request)
-        world.arrive(request)
+    for number, (spec, gap) in enumerate(zip(specs, gaps, strict=False)):
+        answer = arrive_if_it_fits(world, number, spec)
+        if answer is not None:
+            alone[number] = answer
         for _ in range(gap):
             world.step()
     for tick in range(21):
@@ -189,10 +164,7 @@ def test_answers_are_those_of_a_request_alone(
         if stopped is not None:
             world.stop(stopped)
         if tick in failures and world.active:
-            for request in world.fail(is_running_lost=failures[tick]):
-                if world.active.get(request.request_id) is request:
-                    request.finish(FinishReason.CANCELLED)
-                    world.end(request)
+            fail(world, is_running_lost=failures[tick])
         world.step()
     world.drain()
     world.step()
@@ -200,7 +172,33 @@ def test_answers_are_those_of_a_request_alone(
     for request in world.finished:
         expected = alone[request.request_id]
         if request.finish_reason is FinishReason.CANCELLED:
-            assert request.tokens == expected[: len(request.tokens)]
-        else:
-            assert request.tokens == expected
+            expected = expected[: len(request.tokens)]
+        assert request.tokens == expected
     assert len(world.finished) == len(alone)
+
+
+def arrive_if_it_fits(world: OverlappedWorld, number: int, spec: Spec) -> list[int] | None:
+    """The answer it must get; None if this world refuses it."""
+    num_prompt, max_new, end_id, min_length, priority, family, salt = spec
+    request = make_request(
+        number,
+        num_prompt,
+        max_new,
+        end_id=end_id,
+        min_length=min(min_length, max_new),
+        priority=priority,
+        family=family,
+        cache_salt=salt,
+    )
+    if not world.manager.can_ever_fit(request):
+        return None
+    world.arrive(request)
+    return answer_alone(request)
+
+
+def fail(world: OverlappedWorld, *, is_running_lost: bool) -> None:
+    """A step fails, and everybody in it ends."""
+    for request in world.fail(is_running_lost=is_running_lost):
+        if world.active.get(request.request_id) is request:
+            world.stop(request)
+    world.check_invariants()
