@@ -13,6 +13,7 @@ from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import RequestLimits
+from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -68,8 +69,15 @@ class StepEngine(Protocol):
     def max_num_tokens(self) -> int:
         """Tokens of one plan, at most."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True when `submit` returns before the step has run."""
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """Run a plan; one token per last context chunk, then one per generation slot."""
+
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Start a step; at most two may be unread, and they are read in order."""
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -121,18 +129,28 @@ class InflightBatcher:
         )
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
+        self._is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
-    def schedule(self) -> ScheduledBatch:
-        """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
+    def make_steps(self) -> PlainSteps | OverlappedSteps:
+        """The loop that the settings ask for, over this batcher."""
+        return OverlappedSteps(self) if self._is_overlapped else PlainSteps(self)
+
+    def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
+        """Decide who runs, pause who must, and return the plan (empty if nobody can run).
+
+        With ``may_pause`` False a decision to pause is dropped, and nobody runs.
+        """
+        self.num_paused = 0
         if not self.active:
-            self.num_paused = 0
             return self.planner.plan((), ())
         context, generation, paused = self._scheduler.schedule_request(self.active, ())
+        if paused and not may_pause:
+            return self.planner.plan((), ())
         self.num_paused = len(paused)
         self.recorder.decided(self.active, context, generation, paused)
         batch = self.planner.plan(context, generation, paused)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.parameters import ServerParameters
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
 
 
@@ -26,11 +27,11 @@ class KvCacheConfig:
 class TrtGptModelOptionalParams:
     """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
 
-    ``record_file``: every decision of the scheduler is written there (`inflight replay`).
-    ``context_chunk_unit`` None means ``tokens_per_block``. ``priority_span``: see
-    `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end requests that have not
-    started, or not finished, so long after they were accepted; None means never, and a deadline
-    that a request brings itself counts instead.
+    ``overlap_scheduler``: see `step_loop`. ``record_file``: every decision of the scheduler is
+    written there (`inflight replay`). ``context_chunk_unit`` None means ``tokens_per_block``.
+    ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
+    requests that have not started, or not finished, so long after they were accepted; None means
+    never, and a deadline that a request brings itself counts instead.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -39,6 +40,7 @@ class TrtGptModelOptionalParams:
     max_seq_len: int | None = None
     max_input_len: int | None = None
     scheduler_class: str | None = None
+    overlap_scheduler: OverlapScheduler = OverlapScheduler.AUTO
     enable_chunked_context: bool = False
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     context_chunk_unit: int | None = None
