@@ -101,6 +101,10 @@ def load_engine(
         tokens_per_block=kv_cache.tokens_per_block,
         max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
         kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
+        kv_cache_dtype=kv_cache.dtype,
+        quantization=params.quantization,
+        attention_backend=params.attention_backend,
+        cuda_graph_mode=params.cuda_graph_mode,
     )
     engine = Engine.load(checkpoint, config, on_progress)
     check_pool(checkpoint, engine)

@@ -15,12 +15,14 @@ class KvCacheConfig:
     """Size of the KV pool. With both a number of tokens and a fraction, the smaller pool wins.
 
     ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text.
+    ``dtype`` is auto (that of the model) or fp8.
     """
 
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
     enable_block_reuse: bool = False
     tokens_per_block: int = 32
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class TrtGptModelOptionalParams:
     max_run_seconds: float | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
+    attention_backend: str = "auto"
+    cuda_graph_mode: bool = True
     record_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +73,7 @@ class TrtGptModelOptionalParams:
                 free_gpu_memory_fraction=parameters.kv_cache_free_gpu_mem_fraction,
                 enable_block_reuse=parameters.enable_kv_cache_reuse,
                 tokens_per_block=parameters.tokens_per_block,
+                dtype=parameters.kv_cache_dtype,
             ),
             max_batch_size=parameters.max_batch_size,
             max_num_tokens=parameters.max_num_tokens,
@@ -77,5 +83,9 @@ class TrtGptModelOptionalParams:
             enable_chunked_context=parameters.enable_chunked_context,
             device=parameters.device,
             dtype=parameters.dtype,
+            quantization=parameters.quantization,
+            attention_backend=parameters.attention_backend,
+            cuda_graph_mode=parameters.cuda_graph_mode,
+            overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
         )
