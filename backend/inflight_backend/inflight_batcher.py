@@ -26,6 +26,7 @@ from inflight_scheduler import (
     WaitReason,
     check_decision,
     explain,
+    explain_left_out,
     make_scheduler,
     refusal_reason,
 )
@@ -124,6 +125,7 @@ class InflightBatcher:
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
+        self._lists: Decision = ([], [], [])
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
@@ -132,21 +134,36 @@ class InflightBatcher:
         if not self.active:
             self.num_paused = 0
             return self.planner.plan((), ())
-        context, generation, paused = self._scheduler.schedule_request(self.active, ())
+        self._lists = self._scheduler.schedule_request(self.active, ())
+        context, generation, paused = self._lists
         self.num_paused = len(paused)
-        self.recorder.decided(self.active, context, generation, paused)
+        is_by_default = isinstance(self._scheduler, GuardedScheduler) and (
+            self._scheduler.is_overruled
+        )
+        self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         return batch
 
     def explain(self) -> dict[int, WaitReason]:
-        """Why the active requests that would not run now do not, by id."""
-        return explain(self._scheduler, self.active)
+        """Why the active requests that would not run now do not, by id.
 
-    def why_waiting(self, request: LlmRequest) -> str:
-        """What stands in the way of an active request, with its numbers."""
-        reason = self.explain().get(request.request_id)
-        return "its turn has just come" if reason is None else str(reason)
+        A user's scheduler is not asked once more, it may count its calls: what it decided last is
+        explained.
+        """
+        scheduler = self._scheduler
+        if not isinstance(scheduler, GuardedScheduler):
+            return explain(scheduler, self.active)
+        if scheduler.is_overruled:
+            return explain(scheduler.default, self.active)
+        return explain_left_out(
+            scheduler.name,
+            self.active,
+            self._lists,
+            block_manager=self.block_manager,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:

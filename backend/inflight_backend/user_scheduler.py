@@ -36,7 +36,8 @@ def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
 class GuardedScheduler(RequestScheduler):
     """Runs the user's scheduler and checks each decision; a refused one is made by the default.
 
-    A decision that lets nobody run is refused too: nothing would ever change.
+    A decision that lets nobody run is refused too: nothing would ever change. ``is_overruled``
+    tells of the last decision.
     """
 
     def __init__(
@@ -49,6 +50,17 @@ class GuardedScheduler(RequestScheduler):
         self._default = default
         self._check = check
         self._has_warned = False
+        self.is_overruled = False
+
+    @property
+    def name(self) -> str:
+        """The user's class."""
+        return type(self._scheduler).__name__
+
+    @property
+    def default(self) -> RequestScheduler:
+        """Who decides when the user's decision is refused."""
+        return self._default
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
@@ -59,14 +71,16 @@ class GuardedScheduler(RequestScheduler):
             checked = self._check(decision, active_requests, inflight_request_ids)
             if not any(checked) and not inflight_request_ids:
                 raise InvalidDecision(f"none of {len(active_requests)} active requests runs")
+            self.is_overruled = False
             return checked
         except Exception as error:
+            self.is_overruled = True
             if not self._has_warned:
                 self._has_warned = True
                 _logger.warning(
                     "the scheduler %s failed and the default takes over while it does (said "
                     "once): %s",
-                    type(self._scheduler).__name__,
+                    self.name,
                     error,
                     exc_info=None if isinstance(error, InvalidDecision) else error,
                 )

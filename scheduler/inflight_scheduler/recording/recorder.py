@@ -111,6 +111,7 @@ class FlightRecorder:
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
         self._has_failed = False
+        self._is_by_default = False
         if sink is not None:
             sink.begin(Header(settings, software, self._started))
 
@@ -126,9 +127,15 @@ class FlightRecorder:
         context_requests: Sequence[LlmRequest],
         generation_requests: Sequence[LlmRequest],
         paused_requests: Sequence[LlmRequest],
+        *,
+        is_by_default: bool = False,
     ) -> None:
-        """A decision, before it is carried out."""
+        """A decision, before it is carried out.
+
+        ``is_by_default``: that of the user's scheduler was refused.
+        """
         self._decided_ns = self._clock()
+        self._is_by_default = is_by_default
         if self._ends:
             self._note_early_ends()
         if self._needs_segment():
@@ -220,6 +227,7 @@ class FlightRecorder:
             tuple(self._ends),
             self._has_failed,
             () if self._texts is None else self._texts.take_growths(),
+            self._is_by_default and self._decision is not None,
         )
         self._arrivals, self._ends, self._places = [], [], {}
         self._has_failed = False

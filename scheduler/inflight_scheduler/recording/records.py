@@ -184,9 +184,10 @@ class Iteration(NamedTuple):
     """One pass of the loop: arrivals, then the decision, the step, then the ends.
 
     ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
-    ``has_failed`` tells of a step that brought no tokens. ``growths`` are known when requests give
-    their blocks back in this iteration. Times are microseconds, ``start_us``
-    since the recording was started; ``num_free_blocks`` is after the decision was carried out.
+    ``has_failed`` tells of a step that brought no tokens. ``is_by_default``: the decision of the
+    user's scheduler was refused, and the default made this one. ``growths`` are known when requests
+    give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
+    recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
 
     number: int
@@ -198,3 +199,4 @@ class Iteration(NamedTuple):
     ends: tuple[End, ...]
     has_failed: bool = False
     growths: tuple[Growth, ...] = ()
+    is_by_default: bool = False
