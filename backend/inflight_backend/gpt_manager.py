@@ -48,7 +48,7 @@ from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import validate
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
-from inflight_backend.why import describe_wait
+from inflight_backend.why import describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     FinishReason,
@@ -162,6 +162,10 @@ class GptManager:
         """The statistics of the last iteration; while idle, those of doing nothing."""
         return self._stats.to_json()
 
+    def describe_load(self) -> str:
+        """How full it is after the last iteration, for the text of a refusal; from any thread."""
+        return describe_load(self._stats)
+
     @property
     def engine(self) -> StepEngine:
         """The engine that runs the plans."""
@@ -249,14 +253,14 @@ class GptManager:
                 self._accept(request)
 
     def finish_timed_out_requests(self) -> None:
-        """End requests past a deadline: never started is an error, else what there is counts."""
-        for expired in self._deadlines.take_expired():
+        """End requests past a deadline; without any token that is an error with the reason."""
+        expired_requests = self._deadlines.take_expired()
+        reasons = self._batcher.explain() if expired_requests else {}  # before anybody makes room
+        for expired in expired_requests:
             request = expired.request
             if self._active.get(request.request_id) is not request:
                 continue  # both its deadlines have passed, and the first one ended it
-            error = ""
-            if expired.is_queue_deadline:
-                error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
+            error = expiry_error(expired, reasons.get(request.request_id))
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)
 

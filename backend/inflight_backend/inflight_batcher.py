@@ -27,6 +27,7 @@ from inflight_scheduler import (
     WaitReason,
     check_decision,
     explain,
+    explain_left_out,
     make_scheduler,
     refusal_reason,
 )
@@ -36,6 +37,9 @@ from inflight_scheduler.recording.records import Settings
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
+
+
+_NOBODY: Decision = ([], [], [])
 
 
 class StepEngine(Protocol):
@@ -137,6 +141,7 @@ class InflightBatcher:
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
+        self._lists: Decision = ([], [], [])
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
@@ -147,28 +152,42 @@ class InflightBatcher:
     def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
         """Decide who runs, pause who must, and return the plan (empty if nobody can run).
 
-        With ``may_pause`` False a decision to pause is dropped, and nobody runs.
+        With ``may_pause`` False nobody is paused: where somebody must be, nobody runs.
         """
         self.num_paused = 0
         if not self.active:
             return self.planner.plan((), ())
-        context, generation, paused = self._scheduler.schedule_request(self.active, ())
-        if paused and not may_pause:
-            return self.planner.plan((), ())
+        lists = self._scheduler.schedule_request(self.active, ())
+        self._lists = _NOBODY if lists[2] and not may_pause else lists
+        context, generation, paused = self._lists
         self.num_paused = len(paused)
-        self.recorder.decided(self.active, context, generation, paused)
+        is_by_default = isinstance(self._scheduler, GuardedScheduler) and (
+            self._scheduler.is_overruled
+        )
+        self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         return batch
 
     def explain(self) -> dict[int, WaitReason]:
-        """Why the active requests that would not run now do not, by id."""
-        return explain(self._scheduler, self.active)
+        """Why the active requests that would not run now do not, by id.
 
-    def why_waiting(self, request: LlmRequest) -> str:
-        """What stands in the way of an active request, with its numbers."""
-        reason = self.explain().get(request.request_id)
-        return "its turn has just come" if reason is None else str(reason)
+        A user's scheduler is not asked once more, it may count its calls: what it decided last is
+        explained.
+        """
+        scheduler = self._scheduler
+        if not isinstance(scheduler, GuardedScheduler):
+            return explain(scheduler, self.active)
+        if scheduler.is_overruled:
+            return explain(scheduler.default, self.active)
+        return explain_left_out(
+            scheduler.name,
+            self.active,
+            self._lists,
+            block_manager=self.block_manager,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
@@ -198,6 +217,7 @@ class InflightBatcher:
             enable_reuse=self.block_manager.enable_reuse,
             may_copy_blocks=self._may_copy_blocks,
             scheduler_class=params.scheduler_class,
+            is_overlapped=self._is_overlapped,
         )
         try:
             sink = RecordingFile(Path(params.record_file)) if params.record_file else None
@@ -205,7 +225,12 @@ class InflightBatcher:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
             ) from None
-        return FlightRecorder(settings, software=version("inflight"), sink=sink)
+        return FlightRecorder(
+            settings,
+            software=version("inflight"),
+            sink=sink,
+            cache_state=self.block_manager.cache_state,
+        )
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
         if not params.enable_chunked_context:

@@ -100,8 +100,8 @@ class OverlappedSteps:
         Nobody is paused while a step runs: such a decision waits for the next turn.
         """
         batcher, before = self._batcher, self._running
-        self._running = None
         batch = batcher.schedule(may_pause=before is None)
+        self._running = None
         failed: list[LlmRequest] = []
         has_failed = False
         if not batch.is_empty:
@@ -129,7 +129,7 @@ class OverlappedSteps:
             return planner.settle(batch, pending.read())
         except Exception:
             _log_failure(batch)
-            self._batcher.recorder.failed()
+            self._batcher.recorder.lost()
             failed += planner.discard(batch)
             if self._running is not None:
                 failed += planner.discard(self._running[0])

@@ -37,8 +37,9 @@ def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
 class GuardedScheduler(RequestScheduler):
     """Runs the user's scheduler and checks each decision; a refused one is made by the default.
 
-    A decision that lets nobody run is refused too: nothing would ever change. Requests whose last
-    token is being computed are not shown to it: they hold cache, and nothing can be decided.
+    A decision that lets nobody run is refused too: nothing would ever change. ``is_overruled``
+    tells of the last decision. Requests whose last token is being computed are not shown to it:
+    they hold cache, and nothing can be decided about them.
     """
 
     def __init__(
@@ -51,6 +52,17 @@ class GuardedScheduler(RequestScheduler):
         self._default = default
         self._check = check
         self._has_warned = False
+        self.is_overruled = False
+
+    @property
+    def name(self) -> str:
+        """The user's class."""
+        return type(self._scheduler).__name__
+
+    @property
+    def default(self) -> RequestScheduler:
+        """Who decides when the user's decision is refused."""
+        return self._default
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
@@ -58,6 +70,7 @@ class GuardedScheduler(RequestScheduler):
         """The user's decision if it can be carried out, else the default scheduler's."""
         shown = [r for r in active_requests if r.state is not _TO_COMPLETE]
         try:
+            self.is_overruled = False
             if not shown:
                 return [], [], []
             decision = self._scheduler.schedule_request(shown, inflight_request_ids)
@@ -67,12 +80,13 @@ class GuardedScheduler(RequestScheduler):
                 raise InvalidDecision(f"none of {len(shown)} active requests runs")
             return checked
         except Exception as error:
+            self.is_overruled = True
             if not self._has_warned:
                 self._has_warned = True
                 _logger.warning(
                     "the scheduler %s failed and the default takes over while it does (said "
                     "once): %s",
-                    type(self._scheduler).__name__,
+                    self.name,
                     error,
                     exc_info=None if isinstance(error, InvalidDecision) else error,
                 )

@@ -21,7 +21,7 @@ from inflight_scheduler.capacity import (
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
-from inflight_scheduler.explain import WaitCode, WaitReason, explain
+from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
@@ -74,6 +74,7 @@ __all__ = [
     "WaitReason",
     "check_decision",
     "explain",
+    "explain_left_out",
     "make_capacity_scheduler",
     "make_scheduler",
     "refusal_reason",

@@ -205,24 +205,30 @@ class BatchPlanner:
         if batch.is_empty:
             return []
         _check_num_tokens(batch, tokens)
-        context_requests, generation_requests = self._planned.pop(batch.iteration)
+        owners = self.token_owners(batch)
+        del self._planned[batch.iteration]
         self._advanced.remove(batch.iteration)
-        token_iterator = iter(tokens)
         settled: list[LlmRequest] = []
-        for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
-            if not chunk.is_last:
-                continue
-            token = next(token_iterator)
+        for request, token in zip(owners, tokens, strict=True):
             if request.num_pending_tokens:
                 request.settle_token(token)
                 settled.append(request)
                 if token < 0:
                     self.block_manager.forget(request.request_id)
-        for request, token in zip(generation_requests, token_iterator, strict=True):
-            if request.num_pending_tokens:
-                request.settle_token(token)
-                settled.append(request)
         return settled
+
+    def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Whose tokens the engine returns for a batch that is not settled, in their order."""
+        context_requests, generation_requests = self._planned[batch.iteration]
+        chunks = zip(context_requests, batch.context_chunks, strict=True)
+        return [*(r for r, chunk in chunks if chunk.is_last), *generation_requests]
+
+    def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
+        """A step that runs already, of which ``requests`` expect the tokens, in this order."""
+        batch = ScheduledBatch(iteration=self._iteration, generation_slots=_slots_of(requests))
+        self._planned[batch.iteration] = ([], list(requests))
+        self._advanced.add(batch.iteration)
+        return batch
 
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Forget a batch whose step failed; return its requests, for the caller to end each.

@@ -14,6 +14,8 @@ from manager_harness import Recorder, request, running
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy
+from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.replay import replay
 
 Folder = Callable[..., Path]
 NUM_REQUESTS = 12
@@ -49,8 +51,11 @@ def answers(
 
 @pytest.mark.parametrize("enable_chunked_context", [False, True])
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
-def test_both_loops_give_the_same_answers(
-    policy: CapacitySchedulerPolicy, enable_chunked_context: bool, checkpoint: Folder
+def test_both_loops_give_the_same_answers_and_replay(
+    policy: CapacitySchedulerPolicy,
+    enable_chunked_context: bool,
+    checkpoint: Folder,
+    tmp_path: Path,
 ) -> None:
     params = TrtGptModelOptionalParams(
         max_batch_size=6,
@@ -59,8 +64,12 @@ def test_both_loops_give_the_same_answers(
         kv_cache_config=KvCacheConfig(max_tokens=128, tokens_per_block=8, enable_block_reuse=True),
         device="cpu",
     )
-    plain, overlapped = (
-        answers(checkpoint(), policy, replace(params, overlap_scheduler=choice))
-        for choice in (OverlapScheduler.OFF, OverlapScheduler.ON)
-    )
-    assert plain == overlapped
+    given = []
+    for choice in (OverlapScheduler.OFF, OverlapScheduler.ON):
+        file = tmp_path / f"{choice.value}.jsonl"
+        settings = replace(params, overlap_scheduler=choice, record_file=str(file))
+        given.append(answers(checkpoint(), policy, settings))
+        with open_recording(file) as reader:
+            assert reader.header.settings.is_overlapped == (choice is OverlapScheduler.ON)
+            assert replay(reader).divergence is None
+    assert given[0] == given[1]
