@@ -7,7 +7,8 @@ import random
 import sys
 import time
 
-from scheduler.world import World, make_request, tokens_alone
+from scheduler.fake_engine import tokens_alone
+from scheduler.world import World, make_request
 
 from inflight_scheduler import (
     BlockManager,

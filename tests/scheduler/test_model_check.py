@@ -10,7 +10,8 @@ import pickle
 from collections.abc import Hashable, Iterator
 
 import pytest
-from scheduler.world import World, make_request, tokens_alone
+from scheduler.fake_engine import tokens_alone
+from scheduler.world import World, make_request
 
 from inflight_scheduler import (
     BlockManager,
