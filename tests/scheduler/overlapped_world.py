@@ -31,6 +31,7 @@ class OverlappedWorld(World):
             self.check_invariants()
         if before is not None:
             self._settle(*before)
+            self.num_running += 1  # that step was on its way
             self.check_invariants()
         return batch if before is None else before[0]
 

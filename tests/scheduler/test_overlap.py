@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scheduler.fake_engine import VOCAB_SIZE, tokens_alone
 from scheduler.overlapped_world import OverlappedWorld
-from scheduler.test_properties import CHUNKINGS, SPECS, Spec
-from scheduler.world import make_request, tokens_alone
+from scheduler.test_properties import CHUNKINGS
+from scheduler.world import make_request
 
 from inflight_scheduler import (
     BlockManager,
@@ -19,6 +20,17 @@ from inflight_scheduler import (
     make_scheduler,
 )
 
+Spec = tuple[int, int, int, int, float, int, bytes]
+# prompt, output, end id, min length, priority, family of prompts, salt
+SPECS = st.tuples(
+    st.integers(1, 8),
+    st.integers(1, 12),
+    st.just(-1) | st.integers(0, VOCAB_SIZE - 1),
+    st.integers(0, 4),
+    st.sampled_from([0.5, 0.1, 0.9]),
+    st.integers(0, 3),
+    st.sampled_from([b"", b"", b"tenant"]),
+)
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 
 
