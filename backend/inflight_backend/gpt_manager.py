@@ -130,7 +130,7 @@ class GptManager:
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
         self._active = self._batcher.active
-        self._deadlines = DeadlineWatch(params)
+        self._deadlines = DeadlineWatch()
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -253,7 +253,7 @@ class GptManager:
             if self._active.get(request.request_id) is not request:
                 continue  # both its deadlines have passed, and the first one ended it
             error = ""
-            if expired.is_queue_deadline:
+            if not request.has_started:
                 error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)

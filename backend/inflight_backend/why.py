@@ -45,11 +45,16 @@ def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
     return answer
 
 
+def why_queued(num_places: int) -> str:
+    """Why a request is still in the queue before the batch manager."""
+    return f"all {num_places} places of max_batch_size are taken"
+
+
 def describe_queued(place: int, num_waiting: int, num_places: int) -> dict[str, Any]:
     """The answer for a request that the batch manager has not taken yet."""
     return {
         "state": "queued",
-        "reason": f"all {num_places} places of max_batch_size are taken",
+        "reason": why_queued(num_places),
         "place": place,
         "num_waiting": num_waiting,
     }

@@ -190,6 +190,12 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
+    # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
+    # (priority, allottedTimeMs); its cacheSaltID is a number, ours a string: tenants have names.
+    _honoured(_scalar("priority", "FP32", "0 to 1, the higher the earlier; default 0.5")),
+    _honoured(_scalar("cache_salt", "STRING", "cached text is shared among equal salts only")),
+    _honoured(_scalar("max_queue_time_ms", "INT32", "error unless started so soon after arrival")),
+    _honoured(_scalar("allotted_time_ms", "INT32", "ends so long after arrival, as far as it is")),
 )
 
 OUTPUTS: tuple[TensorSpec, ...] = (
@@ -266,6 +272,10 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "lora_config": "lora_config",
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
+    "priority": "priority",
+    "cache_salt": "cache_salt",
+    "max_queue_time_ms": "max_queue_time_ms",
+    "allotted_time_ms": "allotted_time_ms",
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 
@@ -389,6 +399,45 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
     ParameterSpec(
         "enable_chunked_context", "bool", "false", "a prompt may be computed in several iterations"
+    ),
+    ParameterSpec(
+        "context_chunking_policy",
+        "choice",
+        "first_come_first_served",
+        "who gets how much of the token budget, with chunked context",
+        ("first_come_first_served", "equal_progress", "force_chunk"),
+    ),
+    ParameterSpec(
+        "context_chunk_unit",
+        "int",
+        "",
+        "chunks are multiples of so many tokens; default: tokens_per_block",
+        minimum=1,
+        maximum=2**20,
+    ),
+    ParameterSpec(
+        "priority_span",
+        "float",
+        "1000",
+        "later requests of priority 1 that may pass one of priority 0",
+        minimum=0,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "max_queue_seconds",
+        "float",
+        "",
+        "upper bound, and default, of max_queue_time_ms; default: none",
+        minimum=0.001,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "max_run_seconds",
+        "float",
+        "",
+        "upper bound, and default, of allotted_time_ms; default: none",
+        minimum=0.001,
+        maximum=1e9,
     ),
     ParameterSpec(
         "enable_kv_cache_reuse", "bool", "false", "share KV blocks with requests that begin alike"

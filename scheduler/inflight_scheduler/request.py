@@ -89,10 +89,12 @@ class LlmRequest:
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
-    is its place in `ActiveRequests`, which is also its ``tracker``.
+    is its place in `ActiveRequests`, which is also its ``tracker``; ``arrival`` is its number among
+    all requests, if a queue before that has counted it.
     """
 
     __slots__ = (
+        "arrival",
         "beam_width",
         "block_keys",
         "cache_salt",
@@ -163,6 +165,7 @@ class LlmRequest:
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
+        self.arrival: int | None = None
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None
 

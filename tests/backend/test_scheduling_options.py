@@ -26,6 +26,7 @@ from inflight_scheduler import (
 )
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
 REUSE = KvCacheConfig(enable_block_reuse=True)
 
 
@@ -158,22 +159,12 @@ def test_a_request_past_its_run_deadline_ends_with_what_it_has() -> None:
     assert recorder.responses[1] == [([2], False, ""), ([], True, "")]
 
 
-def test_a_deadline_of_its_own_counts_instead() -> None:
-    own = request(1, [1], 40)
-    own.llm_request = LlmRequest(
-        1, [1], 40, is_streaming=True, run_deadline=time.monotonic() + 10 * WAIT
-    )
-    recorder = Recorder([own])
-    with running(recorder, params=params(max_run_seconds=1e-6)):
-        recorder.wait_for_finals(1)
-    assert recorder.tokens(1) == list(range(2, 42))
-
-
 def test_requests_that_have_ended_are_not_watched_for_ever() -> None:
     active = ActiveRequests(BlockManager(4, 4))
-    watch = DeadlineWatch(params(max_queue_seconds=1000, max_run_seconds=1000))
+    watch = DeadlineWatch()
+    far = time.monotonic() + 1000
     for request_id in range(5000):
-        ended = LlmRequest(request_id, [1], 1)
+        ended = LlmRequest(request_id, [1], 1, queue_deadline=far, run_deadline=far)
         active.add(ended)
         watch.add(ended)
         active.remove(ended)
@@ -192,15 +183,12 @@ def test_a_failed_request_and_its_deadlines_do_not_touch_the_next_with_its_id() 
         if batch.iteration == 2:
             raise RuntimeError("once")
 
-    recorder = Recorder([request(1, [1], 10)])
-    options = params(max_queue_seconds=0.05, max_run_seconds=0.05)
-    with running(recorder, CountingEngine(before_step=fail_once), params=options):
+    recorder = Recorder([request(1, [1], 10, max_queue_time_ms=50, allotted_time_ms=50)])
+    with running(recorder, CountingEngine(before_step=fail_once), params=params()):
         recorder.wait_for_finals(1)
+        assert recorder.responses[1][-1][2] == "the engine failed while it ran this request"
         recorder.responses.clear()
         again = request(1, [50], 100)
-        again.llm_request = LlmRequest(
-            1, [50], 100, is_streaming=True, run_deadline=time.monotonic() + 10 * WAIT
-        )
         # 100 tokens, 1 ms each: the deadlines of the first one pass meanwhile.
         recorder.on_response = lambda request_id, is_final: time.sleep(0.001)
         recorder.pending.append(again)
@@ -214,11 +202,7 @@ def test_priority_decides_who_starts_first() -> None:
     with running(recorder, engine):
         assert engine.has_begun.wait(WAIT)
         for request_id, priority in ((2, 0.1), (3, 0.9), (4, 0.5)):
-            waiting = request(request_id, [1], 9)
-            waiting.llm_request = LlmRequest(
-                request_id, [1], 9, is_streaming=True, priority=priority
-            )
-            recorder.pending.append(waiting)
+            recorder.pending.append(request(request_id, [1], 9, priority=priority))
         engine.go_on.set()
         recorder.wait_for_finals(1, 2, 3, 4)
     started = [setup.request_id for batch in engine.batches for setup in batch.setups]
@@ -231,6 +215,15 @@ def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
         params(**{name: 0})
     with pytest.raises(ConfigurationError, match="priority_span must be at least 0"):
         params(priority_span=-1)
+    for values in ({"context_chunk_unit": 8}, {"context_chunking_policy": EQUAL_PROGRESS}):
+        with pytest.raises(ConfigurationError, match="set enable_chunked_context to true"):
+            params(**values)
+    unit = params(enable_chunked_context=True, context_chunk_unit=17)
+    with (
+        pytest.raises(ConfigurationError, match="unit is 17, more than max_num_tokens = 16"),
+        running(Recorder(), CountingEngine(max_num_tokens=16), params=unit),
+    ):
+        pass
 
 
 def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
