@@ -18,7 +18,7 @@ class KvCacheConfig:
 
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
-    enable_block_reuse: bool = False
+    enable_block_reuse: bool = True
     tokens_per_block: int = 32
 
 
