@@ -183,7 +183,12 @@ class InflightBatcher:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
             ) from None
-        return FlightRecorder(settings, software=version("inflight"), sink=sink)
+        return FlightRecorder(
+            settings,
+            software=version("inflight"),
+            sink=sink,
+            cache_state=self.block_manager.cache_state,
+        )
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
         if not params.enable_chunked_context:

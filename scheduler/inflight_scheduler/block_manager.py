@@ -15,10 +15,12 @@ free, since it is given up when room is needed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.blocks import BlockPool
+from inflight_scheduler.cache_state import CacheContent, CacheState
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.reuse import NO_MATCH, PrefixMatch, ReuseIndex
 
@@ -50,8 +52,10 @@ class BlockManager:
         "_num_held",
         "_num_missed",
         "_num_reused",
+        "_places",
         "_pool",
         "_tables",
+        "_text_numbers",
         "tokens_per_block",
     )
 
@@ -73,6 +77,10 @@ class BlockManager:
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
+        # Which block of which text each block holds, as far as it is kept.
+        num_origins = num_blocks if enable_reuse else 0
+        self._text_numbers = array("q", [-1]) * num_origins
+        self._places = array("q", [0]) * num_origins
         self._num_held = 0  # sum of the lengths of all tables
         self._num_reused = self._num_missed = 0
 
@@ -169,6 +177,8 @@ class BlockManager:
         for index in range(num_full):
             if self._index.add(request, index, table[index]):
                 self._pool.keep(table[index])
+                self._text_numbers[table[index]] = request.text_number
+                self._places[table[index]] = index
 
     def match_prefix(self, request: LlmRequest) -> PrefixMatch:
         """What of the prompt is cached, for a context that holds nothing yet; O(prompt blocks)."""
@@ -273,6 +283,37 @@ class BlockManager:
     def can_ever_fit(self, request: LlmRequest) -> bool:
         """True unless ``request`` alone needs more blocks than there are."""
         return self.get_blocks_at_completion(request) <= self._pool.num_blocks
+
+    def cache_state(self) -> CacheState | None:
+        """What is cached now, copied; None without block reuse. See `CacheState` for the cost."""
+        if self._index is None:
+            return None
+        return CacheState(
+            tables={request_id: tuple(table) for request_id, table in self._tables.items()},
+            is_kept=self._pool.kept_flags(),
+            text_numbers=self._text_numbers[:],
+            places=self._places[:],
+            idle_links=self._pool.idle_links(),
+            beginnings=self._index.beginnings,
+        )
+
+    def restore_cache(self, content: CacheContent) -> None:
+        """Become what ``content`` says; for a manager with block reuse that holds nothing yet.
+
+        `ValueError` when it contradicts itself; then this manager is of no use any more.
+        """
+        assert self._index is not None, "there is no cache without block reuse"
+        kept: set[int] = set()
+        for block_id, request, place in content.kept:
+            if block_id in kept or not self._index.add(request, place, block_id):
+                raise ValueError(f"block {block_id} is kept twice, or its text is")
+            self._text_numbers[block_id], self._places[block_id] = request.text_number, place
+            kept.add(block_id)
+        if self._index.may_copy:
+            self._index.keep_beginnings(content.beginnings)
+        self._tables = {key: list(table) for key, table in content.tables.items() if table}
+        self._num_held = sum(map(len, self._tables.values()))
+        self._pool.restore(self._tables.values(), kept, content.idle)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` with the reason unless all books agree; O(blocks).

@@ -85,7 +85,8 @@ class LlmRequest:
     ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
     `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed or was
     found cached. Requests share cached blocks only if their ``cache_salt`` is the same;
-    ``block_keys`` is the memory of `ReuseIndex` for this text.
+    ``block_keys`` is the memory of `ReuseIndex` for this text, and ``text_number`` what the flight
+    recorder calls it (-1: nothing).
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
@@ -120,6 +121,7 @@ class LlmRequest:
         "sampling",
         "seq_slot",
         "state",
+        "text_number",
         "tokens",
         "tracker",
     )
@@ -155,6 +157,7 @@ class LlmRequest:
         self.priority = priority
         self.cache_salt = cache_salt
         self.block_keys: list[bytes] = []
+        self.text_number = -1
         self.state = LlmRequestState.CONTEXT_INIT
         self.finish_reason = FinishReason.NOT_FINISHED
         self.context_current_position = 0

@@ -15,7 +15,7 @@ from enum import IntEnum
 from inflight_scheduler.explain import WaitCode, WaitReason, explain
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.lines import Header
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.records import Iteration, Settings
 from inflight_scheduler.recording.simulation import Lists, MakeScheduler, Simulation
 from inflight_scheduler.request import LlmRequest
@@ -127,7 +127,9 @@ class _Follower:
         self._history = history
         self._with_reasons = with_reasons and make_scheduler is not None
         active = history.header.active
-        self._simulation = Simulation(history.settings, active, make_scheduler)
+        self._simulation = Simulation(
+            history.settings, active, make_scheduler, history.header.cache
+        )
         self._rows: dict[int, Row] = {}
         self._num_spans = 0
         for request in self._simulation.active:

@@ -72,6 +72,16 @@ class _Tree:
             node = child
         return best
 
+    def owners(self) -> set[int]:
+        """Everybody who was the first with some tokens."""
+        found: set[int] = set()
+        pending = list(self.roots.values())
+        while pending:
+            node = pending.pop()
+            found.add(node.owner)
+            pending.extend(node.children.values())
+        return found
+
     def add(self, salt: bytes, tokens: Sequence[int], owner: int) -> None:
         """Enter a text; what is there already keeps its owner."""
         node = self.roots.setdefault(salt, _Node((), owner))
@@ -128,6 +138,10 @@ class TextIndex:
             self._old, self._young = self._young, _Tree()
         return found
 
+    def numbers(self) -> set[int]:
+        """The texts that a later one can be found to be like."""
+        return self._young.owners() | self._old.owners()
+
 
 class _Piece(NamedTuple):
     """A text goes on up to ``end`` as the text ``source`` does, or (None) as no other.
@@ -143,14 +157,15 @@ class _Piece(NamedTuple):
 class TextBook:
     """Texts made up so that they agree as far as they are said to, and no further."""
 
-    def __init__(self) -> None:
-        self._pieces: list[list[_Piece]] = []
+    def __init__(self, num_texts: int = 0) -> None:
+        """``num_texts`` were there before; of those nothing is known unless it is told."""
+        self._num_texts = num_texts
+        self._pieces: dict[int, list[_Piece]] = {}
         self._time = 0
 
     def add(self, likeness: Likeness = NO_LIKENESS) -> int:
         """A new text; its number."""
-        self._pieces.append([])
-        number = len(self._pieces) - 1
+        number, self._num_texts = self._num_texts, self._num_texts + 1
         self.extend(number, likeness, 0)
         return number
 
@@ -159,10 +174,10 @@ class TextBook:
 
         `RecordingError` if there is no such text.
         """
-        pieces = self._pieces[number]
         if likeness.length > start:
-            if not 0 <= likeness.number < len(self._pieces):
+            if not 0 <= likeness.number < self._num_texts:
                 raise RecordingError(f"there is no text {likeness.number} to be like")
+            pieces = self._pieces.setdefault(number, [])
             if start > (pieces[-1].end if pieces else 0):
                 pieces.append(_Piece(start, None, self._tick()))
             pieces.append(_Piece(likeness.length, likeness.number, self._tick()))
@@ -177,7 +192,7 @@ class TextBook:
             if num_steps > MAX_STEPS:
                 raise RecordingError("the texts lean on one another in too many pieces")
             text, first, last, before = pending.pop()
-            for piece in self._pieces[text]:
+            for piece in self._pieces.get(text, ()):
                 if piece.time >= before or first >= last:
                     break
                 if piece.end <= first:

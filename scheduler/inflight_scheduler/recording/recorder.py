@@ -11,21 +11,23 @@ nothing is formatted or written here. The calls of one iteration, in order::
     finish_iteration()                       the record is complete
 
 The last iterations are kept in a ring of segments. A segment begins with the state of all active
-requests, so it can be replayed without those before it; the oldest is dropped when there are too
-many.
+requests and, with block reuse, of the cache (some 20 bytes per block of the pool), so it can be
+replayed without those before it; the oldest is dropped when there are too many.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Protocol
 
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextIndex
-from inflight_scheduler.recording.lines import Header, LineWriter
+from inflight_scheduler.cache_state import CacheState
+from inflight_scheduler.recording.header import Header
+from inflight_scheduler.recording.likeness import NO_LIKENESS
+from inflight_scheduler.recording.lines import LineWriter
 from inflight_scheduler.recording.records import (
     ERROR,
     NOT_FINITE,
@@ -33,11 +35,11 @@ from inflight_scheduler.recording.records import (
     Chunk,
     Decision,
     End,
-    Growth,
     Iteration,
     RequestState,
     Settings,
 )
+from inflight_scheduler.recording.texts import CacheMark, RecordedTexts
 from inflight_scheduler.request import FinishReason, LlmRequest
 
 SEGMENT_ITERATIONS = 512
@@ -65,6 +67,7 @@ class RecordingSink(Protocol):
 @dataclass(slots=True)
 class _Segment:
     active: tuple[RequestState, ...]
+    cache: CacheMark | None
     iterations: list[Iteration] = field(default_factory=list)
     num_numbers: int = 0
 
@@ -79,8 +82,13 @@ class FlightRecorder:
         software: str = "",
         sink: RecordingSink | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        cache_state: Callable[[], CacheState | None] | None = None,
     ) -> None:
-        """``clock`` counts nanoseconds."""
+        """``clock`` counts nanoseconds.
+
+        ``cache_state`` is that of the `BlockManager`: without it, a ring with block reuse that has
+        dropped its beginning cannot be replayed.
+        """
         self.settings = settings
         self._software = software
         self._sink = sink
@@ -92,7 +100,10 @@ class FlightRecorder:
         self._arrivals: list[LlmRequest] = []
         self._came_ns: dict[int, int] = {}
         self._ends: list[End] = []
-        self._texts = _Texts(settings) if settings.enable_reuse else None
+        self._cache_state = cache_state
+        self._texts: RecordedTexts | None = None
+        if settings.enable_reuse:
+            self._texts = RecordedTexts(settings.num_blocks * settings.tokens_per_block)
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
@@ -101,7 +112,7 @@ class FlightRecorder:
         self._decided_ns = 0
         self._has_failed = False
         if sink is not None:
-            sink.begin(self._header(()))
+            sink.begin(Header(settings, software, self._started))
 
     def arrived(self, request: LlmRequest, came_ns: int | None = None) -> None:
         """``request`` is active from now on; it came at ``came_ns`` on the recorder's clock."""
@@ -176,8 +187,8 @@ class FlightRecorder:
 
         Call it on the thread that records; the lines may be taken on another one.
         """
-        segments = [(segment.active, list(segment.iterations)) for segment in self._segments]
-        return self._format(segments)
+        iterations = [i for segment in self._segments for i in segment.iterations]
+        return self._format(self._segments[0] if self._segments else None, iterations)
 
     def close(self) -> None:
         """Close the sink."""
@@ -237,17 +248,15 @@ class FlightRecorder:
             for request in self._arrivals:
                 self._texts.add(request)
 
-    def _format(
-        self, segments: Sequence[tuple[tuple[RequestState, ...], list[Iteration]]]
-    ) -> Iterator[str]:
+    def _format(self, first: _Segment | None, iterations: list[Iteration]) -> Iterator[str]:
         writer = LineWriter()
-        yield writer.header(self._header(segments[0][0] if segments else ()))
-        for _, iterations in segments:
-            for iteration in iterations:
-                yield writer.iteration(iteration)
-
-    def _header(self, active: tuple[RequestState, ...]) -> Header:
-        return Header(self.settings, self._software, self._started, active)
+        header = Header(self.settings, self._software, self._started)
+        if first is not None and iterations and iterations[0].number > 1:
+            cache = None if first.cache is None else first.cache.start(iterations)
+            header = replace(header, active=first.active, cache=cache)
+        yield writer.header(header)
+        for iteration in iterations:
+            yield writer.iteration(iteration)
 
     def _needs_segment(self) -> bool:
         if not self._segments:
@@ -259,53 +268,13 @@ class FlightRecorder:
 
     def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
         new_ids = {request.request_id for request in self._arrivals}
-        states = [RequestState.of(r) for r in active_requests if r.request_id not in new_ids]
-        self._segments.append(_Segment(tuple(states), num_numbers=9 * len(states)))
-
-
-class _Texts:
-    """Whom the texts in flight are like; the request ids are those of active requests."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._index = TextIndex(settings.num_blocks * settings.tokens_per_block)
-        self._num_texts = 0
-        self._numbers: dict[int, int] = {}
-        self._likenesses: dict[int, Likeness] = {}
-        self._growths: list[Growth] = []
-
-    def add(self, request: LlmRequest) -> None:
-        """A prompt, as it came."""
-        number, self._num_texts = self._num_texts, self._num_texts + 1
-        self._numbers[request.request_id] = number
-        found = self._index.add(request.cache_salt, request.tokens, number)
-        self._likenesses[request.request_id] = found
-
-    def likeness(self, request: LlmRequest) -> Likeness:
-        """What was found when the prompt came; to be asked once."""
-        return self._likenesses.pop(request.request_id, NO_LIKENESS)
-
-    def grow(self, request: LlmRequest, *, is_last: bool = False) -> None:
-        """``request`` gives its blocks back; everything it has generated belongs to its text."""
-        number = self._numbers.get(request.request_id)
-        if number is None:
-            return  # it ended before it was registered
-        if is_last:
-            del self._numbers[request.request_id]
-        if request.tokens[-1] < 0 or request.num_tokens == request.prompt_len:
-            return
-        found = self._index.add(request.cache_salt, request.tokens, number)
-        if found.length > request.prompt_len:
-            self._growths.append(Growth(request.request_id, found))
-
-    def forget(self, request_ids: Iterable[int]) -> None:
-        """These have ended before anything was decided about them."""
-        for request_id in request_ids:
-            self._numbers.pop(request_id, None)
-
-    def take_growths(self) -> tuple[Growth, ...]:
-        """Those since the last call."""
-        growths, self._growths = tuple(self._growths), []
-        return growths
+        requests = [r for r in active_requests if r.request_id not in new_ids]
+        mark: CacheMark | None = None
+        state = None if self._cache_state is None else self._cache_state()
+        if self._texts is not None and state is not None:
+            mark = self._texts.mark(requests, state)
+        states = tuple([RequestState.of(request) for request in requests])
+        self._segments.append(_Segment(states, mark, num_numbers=9 * len(states)))
 
 
 def _places(

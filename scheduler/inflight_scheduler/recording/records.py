@@ -104,6 +104,43 @@ class RequestState(NamedTuple):
         )
 
 
+class TextPart(NamedTuple):
+    """From ``start`` to ``length`` the text ``number`` goes on like the earlier text ``source``."""
+
+    number: int
+    source: int
+    length: int
+    start: int
+
+
+class KeptBlock(NamedTuple):
+    """The block ``block_id`` holds block ``place`` of the text ``text_number``."""
+
+    block_id: int
+    text_number: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStart:
+    """With block reuse: what was cached when the recording began, and with which texts.
+
+    ``num_texts`` had been numbered; ``parts`` say which of those that still matter agree, in the
+    order in which that became known. ``text_numbers`` and ``tables`` (block ids in token order)
+    have one entry per active request. ``kept`` are the blocks whose content is kept, ``idle`` those
+    of them that nobody held, the one to be given up first in front, and ``beginnings`` those that
+    are found by their first token.
+    """
+
+    num_texts: int
+    parts: tuple[TextPart, ...]
+    text_numbers: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    kept: tuple[KeptBlock, ...]
+    idle: tuple[int, ...]
+    beginnings: tuple[int, ...]
+
+
 class Chunk(NamedTuple):
     """``num_tokens`` of the context of a request run."""
 

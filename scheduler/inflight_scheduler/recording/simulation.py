@@ -7,7 +7,7 @@ recorded ones: `arrive`, `decide`, then `carry_out` (which also runs the step), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, SupportsIndex, overload
+from typing import NamedTuple
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
@@ -15,11 +15,13 @@ from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import TextBook
+from inflight_scheduler.recording.made_up import MadeUpText, make_book, restore_cache
 from inflight_scheduler.recording.records import (
     MAX_NUM_REQUESTS,
     NOT_FINITE,
     TOKEN_ENDS,
     Arrival,
+    CacheStart,
     Chunk,
     Decision,
     Iteration,
@@ -46,42 +48,6 @@ class Step(NamedTuple):
     num_free_blocks: int
     advanced: list[LlmRequest]
     ended: list[LlmRequest]
-
-
-class MadeUpText(list[int]):
-    """The tokens of a request without tokens: constant memory, whatever the length.
-
-    Without a book all are 0. With one, texts agree where the book says so (block reuse).
-    ``is_broken``: the last token is the one that says that the model's numbers failed.
-    """
-
-    __slots__ = ("_book", "is_broken", "length", "number")
-
-    def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
-        super().__init__()
-        self.length = length
-        self.number = number
-        self.is_broken = False
-        self._book = book
-
-    def __len__(self) -> int:
-        return self.length
-
-    def append(self, _: int) -> None:
-        """One token more."""
-        self.length += 1
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
-        if not isinstance(index, slice):
-            return -1 if self.is_broken else 0
-        start, end, _ = index.indices(self.length)
-        if self._book is None:
-            return [0] * max(end - start, 0)
-        return self._book.tokens(self.number, start, end)
 
 
 def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
@@ -121,6 +87,7 @@ class Simulation:
         settings: Settings,
         active: Sequence[RequestState] = (),
         scheduler: MakeScheduler | None = default_scheduler,
+        cache: CacheStart | None = None,
     ) -> None:
         """``scheduler`` None: nothing is decided here, decisions come from elsewhere."""
         self.settings = settings
@@ -132,16 +99,20 @@ class Simulation:
         )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         self.scheduler = scheduler(settings, self.planner) if scheduler else None
-        self._book = TextBook() if settings.enable_reuse else None
-        if active and settings.enable_reuse:
+        self._book: TextBook | None = None
+        if settings.enable_reuse:
+            self._book = TextBook() if cache is None else make_book(cache)
+        if active and settings.enable_reuse and cache is None:
             raise RecordingError(
-                "the recording begins in the middle: with block reuse nobody knows what was "
-                "cached then; record to a file from the start (record_file)"
+                "the recording begins in the middle and does not say what was cached then; with "
+                "block reuse that is needed: record to a file from the start (record_file)"
             )
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
-        for state in active:
-            self._restore(state)
+        for index, state in enumerate(active):
+            self._restore(state, None if cache is None else cache.text_numbers[index])
+        if cache is not None and self._book is not None:
+            restore_cache(self.block_manager, self._book, cache, self.active)
 
     def find(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
@@ -253,22 +224,30 @@ class Simulation:
         self._by_id[request.request_id] = request
         self.active.insert(len(self.active) if place is None else place, request)
 
-    def _restore(self, state: RequestState) -> None:
-        """A request in the middle of its life, with the blocks it held then."""
+    def _restore(self, state: RequestState, text_number: int | None) -> None:
+        """A request in the middle of its life, with the blocks it held then.
+
+        With a ``text_number`` the blocks come from elsewhere, since some may be shared.
+        """
         request = _make(state, state.prompt_len, state.max_new_tokens)
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {state.request_id} is larger than the whole pool")
         self._add(request, None)
         request.orig_prompt_len = state.orig_prompt_len
         request.num_pauses = state.num_pauses
+        if text_number is not None:
+            request.tokens = MadeUpText(state.num_tokens, self._book, text_number)
         if state.num_computed == 0:
             return
         request.context_chunk_size = state.num_computed
         request.move_to_next_context_chunk()
-        request.tokens = MadeUpText(state.num_tokens)
-        num_cached = max(state.prompt_len, request.num_cached_tokens)
-        blocks = self.block_manager.allocate(state.request_id, num_cached)
-        if blocks is None or self.planner.num_free_slots == 0:
+        has_room = self.planner.num_free_slots > 0
+        if text_number is None:
+            request.tokens = MadeUpText(state.num_tokens)
+            num_cached = max(state.prompt_len, request.num_cached_tokens)
+            blocks = self.block_manager.allocate(state.request_id, num_cached)
+            has_room = has_room and blocks is not None
+        if not has_room:
             raise RecordingError("the requests at the start hold more than there is")
         request.seq_slot = self.planner.slots.assign()
 

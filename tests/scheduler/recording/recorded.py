@@ -39,7 +39,9 @@ class RecordedWorld:
         self.active = ActiveRequests(self.manager, priority_span=5)
         self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
         self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
-        self.recorder = FlightRecorder(settings, software="test")
+        self.recorder = FlightRecorder(
+            settings, software="test", cache_state=self.manager.cache_state
+        )
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
 
@@ -100,15 +102,21 @@ def play(
     seed: int = 0,
     world: RecordedWorld | None = None,
     priorities: Sequence[float] = (0.5,),
+    salts: Sequence[bytes] = (b"",),
+    max_iterations: int | None = None,
 ) -> RecordedWorld:
-    """Random requests through a world until all have ended, some by a stop, some by an end id."""
+    """Random requests through a world, some ended by a stop, some by an end id.
+
+    Until all have ended, or for ``max_iterations``.
+    """
     rng = random.Random(seed)
     world = world or RecordedWorld(settings)
     longest = settings.num_blocks * settings.tokens_per_block
     if settings.max_num_tokens is not None and settings.chunking is None:
         longest = min(longest, settings.max_num_tokens)
     next_id = 1
-    while next_id <= num_requests or world.active:
+    num_left = max_iterations
+    while (next_id <= num_requests or world.active) and num_left != 0:
         while next_id <= num_requests and rng.random() < 0.4:
             num_prompt = rng.randint(1, max(1, longest // 2))
             max_new = rng.randint(1, max(1, longest - num_prompt))
@@ -120,6 +128,7 @@ def play(
                     end_id=rng.choice([-1, 3]),
                     priority=rng.choice(priorities),
                     family=rng.randint(1, 3) if settings.enable_reuse else None,
+                    cache_salt=rng.choice(salts),
                 )
             )
             next_id += 1
@@ -127,5 +136,6 @@ def play(
             continue
         stops = [request for request in world.active if rng.random() < 0.02]
         world.iterate(stops)
+        num_left = None if num_left is None else num_left - 1
     assert all(request.finish_reason != FinishReason.NOT_FINISHED for request in world.finished)
     return world

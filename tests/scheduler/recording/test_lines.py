@@ -13,8 +13,9 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 
 from inflight_scheduler import ContextChunking
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
+from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.records import (
     Arrival,
     Chunk,
