@@ -13,7 +13,8 @@ from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
 class KvCacheConfig:
     """Size of the KV pool. With both a number of tokens and a fraction, the smaller pool wins.
 
-    ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text.
+    ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text
+    and have the same ``cache_salt``.
     """
 
     max_tokens: int | None = None

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_scheduler import (
     ActiveRequests,
     BlockManager,
@@ -27,7 +26,6 @@ from inflight_scheduler import (
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
-REUSE = KvCacheConfig(enable_block_reuse=True)
 
 
 def params(**values: Any) -> TrtGptModelOptionalParams:
@@ -86,7 +84,7 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     prompt = list(range(20))
     engine = CountingEngine(tokens_per_block=4)
     recorder = Recorder([request(1, prompt, 3)])
-    with running(recorder, engine, params=params(kv_cache_config=REUSE)):
+    with running(recorder, engine):
         recorder.wait_for_finals(1)
         recorder.pending.append(request(2, prompt, 3))
         recorder.wait_for_finals(2)
@@ -96,38 +94,6 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     assert recorder.stats[-1]["Reused KV cache blocks"] == 4
     assert recorder.stats[-1]["KV cache hit rate"] == 4 / 10
     assert not any(batch.block_copies for batch in engine.batches), "this engine cannot copy"
-
-
-@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_the_engine_answers_alike_with_reuse_chunks_and_pauses(
-    policy: CapacitySchedulerPolicy, tmp_path: Path
-) -> None:
-    """The real engine on shared prompts: everything on against everything off."""
-    folder = write_checkpoint(tmp_path / "model")
-    system = [(7 * i) % 50 for i in range(21)]
-    prompts = [[*system[: 5 * i], i, *system[:i]] for i in range(1, 5)] * 3
-    config = EngineConfig(
-        device="cpu", max_batch_size=8, tokens_per_block=4, max_tokens_in_paged_kv_cache=128
-    )
-
-    def answers(**options: Any) -> tuple[list[list[int]], Recorder]:
-        recorder = Recorder([request(i, prompt, 12) for i, prompt in enumerate(prompts)])
-        engine: Any = Engine.load(folder, config)
-        with running(recorder, engine, policy, params=params(**options)):
-            recorder.wait_for_finals(*range(len(prompts)))
-        return [recorder.tokens(i) for i in range(len(prompts))], recorder
-
-    plain, _ = answers()
-    assert all(len(tokens) == 12 for tokens in plain)
-    reused, recorder = answers(
-        kv_cache_config=REUSE, enable_chunked_context=True, context_chunk_unit=3
-    )
-    assert reused == plain
-    num_computed = sum(stats["Total Context Tokens"] for stats in recorder.stats)
-    if policy == GUARANTEED:
-        assert num_computed < sum(map(len, prompts))
-    else:
-        assert sum(stats["Paused Requests"] for stats in recorder.stats) > 0
 
 
 def test_a_request_that_never_starts_in_time_hears_why() -> None:
@@ -240,9 +206,7 @@ def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
     engine = Engine.load(demo_model, config)
     prompt = [20 + k % 10 for k in range(100)]
     recorder = Recorder([request(0, prompt, 4)])
-    options = params(
-        max_batch_size=32, kv_cache_config=REUSE, enable_chunked_context=True, max_seq_len=128
-    )
+    options = params(max_batch_size=32, enable_chunked_context=True, max_seq_len=128)
     with running(recorder, engine, MAX_UTILIZATION, params=options) as manager:
         recorder.wait_for_finals(0)
         recorder.pending.extend(request(i, prompt, 4) for i in range(1, 33))

@@ -263,12 +263,14 @@ def lines_of(feed: FakeSender) -> list[bytes]:
 
 
 def test_metrics_have_the_peers_names(server: Server) -> None:
-    server.ask(input_ids=[1, 2, 3], request_output_len=5)
+    for _ in range(2):  # the second one finds the first block of 4 of its 6 tokens
+        server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
     blocks = FakePbUtils.families["nv_trt_llm_kv_cache_block_metrics"]
     label = "model=tensorrt_llm,version=1,kv_cache_block_type="
     deadline = time.monotonic() + WAIT
-    while blocks.values.get(f"{label}free") != 64 and time.monotonic() < deadline:
+    while blocks.values.get(f"{label}reused") != 1 and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert blocks.values[f"{label}hit_rate"] == 0.25
     assert blocks.values[f"{label}max"] == 64
     assert blocks.values[f"{label}tokens_per"] == 4
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
