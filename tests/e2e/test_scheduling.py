@@ -75,7 +75,7 @@ def have_ended(num_requests: int) -> Callable[[list[dict[str, Any]]], bool]:
 
     def is_enough(stats: list[dict[str, Any]]) -> bool:
         num_contexts = sum(each["Context Requests"] for each in stats)
-        return num_contexts >= num_requests and stats[-1]["Active Request Count"] == 0
+        return num_contexts >= num_requests and not stats[-1]["Active Request Count"]
 
     return is_enough
 
@@ -142,12 +142,12 @@ def test_the_allotted_time_ends_an_answer_with_what_there_is(server: ServeProces
 
 
 def test_the_command_line_sends_them(server: ServeProcess) -> None:
-    command = [Path(sys.executable).parent / "inflight", "generate", "1 2 3", "--max-tokens=12"]
+    command = [str(Path(sys.executable).parent / "inflight"), "generate", "1 2 3"]
+    command += ["--max-tokens=12", f"--url={server.grpc_url}"]
     options = ["--priority=0.9", "--cache-salt=me", "--max-queue-time-ms=60000"]
-    address = [f"--url={server.grpc_url}"]
-    done = subprocess.run([*command, *options, *address], capture_output=True, text=True)
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
     assert done.stdout == " 4 5 6 7 8 9\n"
-    bad = subprocess.run([*command, "--priority=7", *address], capture_output=True, text=True)
+    bad = subprocess.run([*command, "--priority=7"], capture_output=True, text=True)
     assert bad.returncode == 1
     assert "'priority' is 7; it must be a finite number, 0..1" in bad.stderr
 
