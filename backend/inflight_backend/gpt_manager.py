@@ -132,7 +132,7 @@ class GptManager:
         self._terminate_req_id = terminate_req_id
         self._steps = self._batcher.make_steps()
         self._active = self._batcher.active
-        self._deadlines = DeadlineWatch(params)
+        self._deadlines = DeadlineWatch()
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH

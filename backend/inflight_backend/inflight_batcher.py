@@ -235,6 +235,11 @@ class InflightBatcher:
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
         if not params.enable_chunked_context:
             return None
+        if (params.context_chunk_unit or 0) > self.engine.max_num_tokens:
+            raise ConfigurationError(
+                f"context_chunk_unit is {params.context_chunk_unit}, more than max_num_tokens = "
+                f"{self.engine.max_num_tokens}: such a chunk would never run"
+            )
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
             params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
@@ -274,6 +279,8 @@ class InflightBatcher:
             max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
             max_seq_len=self.engine.max_seq_len,
             exclude_input_in_output=False,
+            max_queue_seconds=params.max_queue_seconds,
+            max_run_seconds=params.max_run_seconds,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

@@ -61,6 +61,11 @@ class ServerParameters:
     drain_file: str | None
     record_file: str | None
     enable_chunked_context: bool
+    context_chunking_policy: str
+    context_chunk_unit: int | None
+    priority_span: float
+    max_queue_seconds: float | None
+    max_run_seconds: float | None
     enable_kv_cache_reuse: bool
 
 

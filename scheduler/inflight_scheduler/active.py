@@ -17,7 +17,8 @@ which can bring it several at once, is looked at in the next step.
 its priority; the lowest rank comes first. So among requests that arrive close together priority
 decides, and with equal priorities arrival does; but nobody waits for ever: a request of priority
 ``p`` is passed by fewer than ``priority_span * (1 - p)`` later ones, whatever arrives. Ranks never
-change, so ageing costs nothing.
+change, so ageing costs nothing. Arrivals are counted here, or by the queue before this one, which
+then has given the request its number: one order from the first queue to the last.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ DEFAULT_PRIORITY_SPAN = 1000
 """How many later arrivals of priority 1 may pass a request of priority 0."""
 
 _rank = attrgetter("rank")
+
+
+def rank_at_arrival(arrival: int, priority: float, priority_span: float) -> float:
+    """Where request number ``arrival`` stands among the others; the lowest comes first."""
+    return arrival - priority * priority_span
 
 
 class Phase(IntEnum):
@@ -121,10 +127,9 @@ class ActiveRequests(Sequence[LlmRequest]):
                 f"request {request.request_id}: priority is {request.priority}, outside 0..1"
             )
         self._num_arrivals += 1
-        request.rank = (
-            self._num_arrivals - request.priority * self.priority_span,
-            self._num_arrivals,
-        )
+        arrival = self._num_arrivals if request.arrival is None else request.arrival
+        rank = rank_at_arrival(arrival, request.priority, self.priority_span)
+        request.rank = (rank, self._num_arrivals)
         request.tracker = self
         self._by_id[request.request_id] = request
         self._order.insert(request)

@@ -101,7 +101,8 @@ class LlmRequest:
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
-    is its place in `ActiveRequests`, which is also its ``tracker``.
+    is its place in `ActiveRequests`, which is also its ``tracker``; ``arrival`` is its number among
+    all requests, if a queue before that has counted it.
 
     ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
     of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
@@ -110,6 +111,7 @@ class LlmRequest:
     """
 
     __slots__ = (
+        "arrival",
         "beam_width",
         "block_keys",
         "cache_salt",
@@ -195,6 +197,7 @@ class LlmRequest:
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
+        self.arrival: int | None = None
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None
 
@@ -216,8 +219,8 @@ class LlmRequest:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated since the request arrived; a pause does not change it."""
-        return len(self.tokens) - self.orig_prompt_len
+        """Tokens generated and known since the request arrived; a pause does not change it."""
+        return self.num_drawn_tokens - self.orig_prompt_len
 
     @property
     def num_cached_tokens(self) -> int:

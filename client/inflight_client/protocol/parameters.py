@@ -134,7 +134,46 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "enable_chunked_context", "bool", "false", "a prompt may be computed in several iterations"
     ),
     ParameterSpec(
-        "enable_kv_cache_reuse", "bool", "false", "share KV blocks with requests that begin alike"
+        "context_chunking_policy",
+        "choice",
+        "first_come_first_served",
+        "who gets how much of the token budget, with chunked context",
+        ("first_come_first_served", "equal_progress", "force_chunk"),
+    ),
+    ParameterSpec(
+        "context_chunk_unit",
+        "int",
+        "",
+        "chunks are multiples of so many tokens; default: tokens_per_block",
+        minimum=1,
+        maximum=2**20,
+    ),
+    ParameterSpec(
+        "priority_span",
+        "float",
+        "1000",
+        "later requests of priority 1 that may pass one of priority 0",
+        minimum=0,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "max_queue_seconds",
+        "float",
+        "",
+        "upper bound, and default, of max_queue_time_ms; default: none",
+        minimum=0.001,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "max_run_seconds",
+        "float",
+        "",
+        "upper bound, and default, of allotted_time_ms; default: none",
+        minimum=0.001,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "enable_kv_cache_reuse", "bool", "true", "share KV blocks with requests that begin alike"
     ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),
