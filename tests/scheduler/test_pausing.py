@@ -9,7 +9,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler.world import World, make_request, tokens_alone
+from scheduler.fake_engine import tokens_alone
+from scheduler.world import World, make_request
 
 from inflight_scheduler import (
     BlockManager,

@@ -6,7 +6,8 @@ import io
 import random
 from collections.abc import Iterable, Sequence
 
-from scheduler.world import draw, make_request
+from scheduler.fake_engine import draw
+from scheduler.world import make_request
 
 from inflight_scheduler import (
     ActiveRequests,
