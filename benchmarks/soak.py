@@ -48,7 +48,8 @@ _IDLE_SECONDS = 30.0
 _RECOVERY_SECONDS = 60.0
 _MAX_SLOPE_MB_PER_HOUR = 40.0
 _SLOPE_NEEDS_SECONDS = 300.0
-_MAX_GROWTH_MB = 40.0  # where the time is too short for a slope
+# Where the time is too short for a slope: the ring of the recorder and the caches of torch fill.
+_MAX_GROWTH_MB = 100.0
 
 Kill = tuple[str, str, signal.Signals]
 KILLS: tuple[Kill, ...] = (

@@ -55,6 +55,13 @@ class LoopHealth:
         """A step failed."""
         self._num_failures_in_a_row += 1
 
+    def note(self, *, is_completed: bool, has_failed: bool) -> None:
+        """What one turn of the loop did: it may have completed one step and failed in the next."""
+        if is_completed:
+            self.moved()
+        if has_failed:
+            self.failed()
+
     @contextmanager
     def recovering(self) -> Iterator[None]:
         """Around the rescue after a failure of the loop; what the rescue raises is logged only."""

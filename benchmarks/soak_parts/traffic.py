@@ -169,7 +169,7 @@ class Traffic:
         else:
             async for message in _with_limit(call, SILENCE_SECONDS):
                 if message.error_message:
-                    self._count_error(message.error_message)
+                    await self._count_error(message.error_message)
                     return
                 num_read += 1
                 if num_read == num_wanted:
@@ -206,8 +206,8 @@ class Traffic:
         told = [error for error in errors if expected in error]
         if len(told) == 1:
             self.tally.outcomes["refused by name"] += 1
-        elif any("queue is full" in error or "shutting down" in error for error in errors):
-            self._count_error("".join(errors))
+        elif any("Maximum queue size" in error or "shutting down" in error for error in errors):
+            await self._count_error("".join(errors))
         else:
             self.tally.wrong.append(f"bad input was answered with {errors}")
 
@@ -237,7 +237,7 @@ class Traffic:
                 await on_message()
         self.tally.finals[num_finals] += 1
         if error:
-            self._count_error(error)
+            await self._count_error(error)
         elif not _counts(values["text_input"], text):
             self.tally.wrong.append(f"{values['text_input']!r} was continued with {text[:80]!r}")
         else:
@@ -255,10 +255,11 @@ class Traffic:
         self.names = [*self.names[-200:], name]
         return name
 
-    def _count_error(self, error: str) -> None:
-        for known in ("queue is full", "shutting down", "makes no progress", "not healthy"):
+    async def _count_error(self, error: str) -> None:
+        for known in ("Maximum queue size", "shutting down", "makes no progress", "not healthy"):
             if known in error:
                 self.tally.outcomes[f"refused: {known}"] += 1
+                await asyncio.sleep(0.2)  # as a client does that is told to try again later
                 return
         self.tally.wrong.append(f"unexpected error: {error}")
 
