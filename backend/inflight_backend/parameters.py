@@ -52,6 +52,11 @@ class ServerParameters:
     stats_check_period_ms: int
     device: str
     dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    attention_backend: str
+    cuda_graph_mode: bool
+    overlap_scheduler: str
     status_file: str | None
     drain_file: str | None
     record_file: str | None

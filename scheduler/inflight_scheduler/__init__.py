@@ -22,7 +22,7 @@ from inflight_scheduler.capacity import (
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
-from inflight_scheduler.explain import WaitCode, WaitReason, explain
+from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
@@ -90,6 +90,7 @@ __all__ = [
     "WindowBlocks",
     "check_decision",
     "explain",
+    "explain_left_out",
     "make_capacity_scheduler",
     "make_scheduler",
     "rank_at_arrival",

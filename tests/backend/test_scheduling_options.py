@@ -125,6 +125,25 @@ def test_a_request_past_its_run_deadline_ends_with_what_it_has() -> None:
     assert recorder.responses[1] == [([2], False, ""), ([], True, "")]
 
 
+def test_a_run_deadline_without_a_start_says_what_was_in_the_way() -> None:
+    """An empty answer would look like a short one."""
+    engine = GatedEngine(num_blocks=8, tokens_per_block=4)
+    recorder = Recorder([request(1, [1], 30), request(2, [9], 30)])
+    with running(recorder, engine, params=params(max_run_seconds=0.02)) as manager:
+        assert engine.has_begun.wait(WAIT)
+        time.sleep(0.03)
+        engine.go_on.set()
+        recorder.wait_for_finals(1, 2)
+        load = manager.describe_load()
+    assert recorder.responses[1][-1] == ([], True, "")
+    assert recorder.responses[2] == [
+        ([], True, "not started before its deadline: waiting for KV blocks: needs 8, free 0")
+    ]
+    assert load == (
+        "0 of 8 places are taken, 0 of those requests wait, and 8 of 8 KV blocks are free"
+    )
+
+
 def test_requests_that_have_ended_are_not_watched_for_ever() -> None:
     active = ActiveRequests(BlockManager(4, 4))
     watch = DeadlineWatch()

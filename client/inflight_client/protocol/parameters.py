@@ -100,6 +100,33 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "type of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU",
         ("auto", "float32", "bfloat16", "float16"),
     ),
+    ParameterSpec(
+        "quantization",
+        "choice",
+        "none",
+        "fp8: quantise the linears' weights at load, and what they read",
+        ("none", "fp8"),
+    ),
+    ParameterSpec(
+        "kv_cache_dtype", "choice", "auto", "type of the KV cache; auto: dtype", ("auto", "fp8")
+    ),
+    ParameterSpec(
+        "attention_backend",
+        "choice",
+        "auto",
+        "attention kernels; auto: triton on a GPU, torch on a CPU",
+        ("auto", "torch", "triton"),
+    ),
+    ParameterSpec(
+        "cuda_graph_mode", "bool", "true", "generation steps on a GPU are recorded and replayed"
+    ),
+    ParameterSpec(
+        "overlap_scheduler",
+        "choice",
+        "auto",
+        "plan an iteration while the one before runs; auto: on a GPU",
+        ("auto", "on", "off"),
+    ),
     ParameterSpec("status_file", "str", "", "file in which the model reports loading and state"),
     ParameterSpec("drain_file", "str", "", "file whose appearance makes the model drain"),
     ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
@@ -178,7 +205,6 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec("gpu_weights_percent", "float", "1.0", "weight offload", is_honoured=False),
     ParameterSpec("enable_context_fmha_fp32_acc", "bool", "false", "kernels", is_honoured=False),
     ParameterSpec("multi_block_mode", "bool", "true", "kernels", is_honoured=False),
-    ParameterSpec("cuda_graph_mode", "bool", "false", "kernels", is_honoured=False),
     ParameterSpec("cuda_graph_cache_size", "int", "0", "kernels", is_honoured=False),
     ParameterSpec(
         "speculative_decoding_fast_logits", "bool", "false", "speculation", is_honoured=False

@@ -2,8 +2,7 @@
 
 ::
 
-    {"inflight_recording": 1, "software": "0.1.0", "started": "2026-01-31T12:00:00Z",
-     "settings": {...}, "active": [[id, ...], ...]}
+    {"inflight_recording": 1, "settings": {...}, "active": [[id, ...], ...], ...}
     {"i": 1, "t": 17, "d": 2150, "a": [[1, 9, 64]], "c": [1, 9], "f": 61}
     {"i": 2, "t": 2190, "d": 803, "g": [1], "f": 61}
     {"i": 3, "t": 3002, "d": 799, "f": 61, "e": [[1, "cancelled"]]}
@@ -11,8 +10,9 @@
 ``i`` number, ``t`` start and ``d`` duration of the step in microseconds, ``a`` arrivals, ``c``
 context chunks (id, tokens, id, tokens ...), ``p`` paused ids, ``f`` free blocks, ``e`` ends. Who
 generates is told when it changes: ``g`` the whole list, or ``-`` who left it and ``+`` who joined
-(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed. ``l``: with
-block reuse, who goes on like which text (id, text, tokens).
+(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed, ``z`` 1: the one before
+it did. ``b`` 1: the user's scheduler was overruled by the default. ``l``: with block reuse, who
+goes on like which text (id, text, tokens). The header is described in `header`.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -53,7 +53,7 @@ from inflight_scheduler.recording.values import (
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_ITERATION_KEYS = frozenset("itdacg-+pfexyl")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyzlb")
 
 _NUM_NEEDED = 3
 _OPTIONAL: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -104,10 +104,14 @@ class LineWriter:
         content["f"] = iteration.num_free_blocks
         if iteration.ends:
             content["e"] = iteration.ends
-        if iteration.has_failed:
-            content["y"] = 1
         if iteration.growths:
             content["l"] = [[growth.request_id, *growth.likeness] for growth in iteration.growths]
+        flags = {
+            "y": iteration.has_failed,
+            "z": iteration.has_lost,
+            "b": iteration.is_by_default,
+        }
+        content.update((key, 1) for key, is_set in flags.items() if is_set)
         return _dump(content)
 
 
@@ -147,6 +151,8 @@ class LineReader:
             growths=tuple(
                 _growth(fields) for fields in read_list(content, "l", 2 * MAX_NUM_REQUESTS)
             ),
+            is_by_default="b" in content,
+            has_lost="z" in content,
         )
         self._number, self._start_us = number, start_us
         return iteration

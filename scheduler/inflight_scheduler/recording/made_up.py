@@ -45,6 +45,14 @@ class MadeUpText(list[int]):
         """One token more."""
         self.length += 1
 
+    def __setitem__(self, index: object, token: object) -> None:
+        """A token that was expected has come; which one does not matter."""
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        """Tokens that were expected are not wanted any more."""
+        assert isinstance(index, slice)
+        self.length -= len(range(*index.indices(self.length)))
+
     @overload
     def __getitem__(self, index: SupportsIndex) -> int: ...
     @overload
