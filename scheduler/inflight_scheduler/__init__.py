@@ -1,6 +1,6 @@
 """Decides what runs in each iteration: requests, blocks, capacity, micro-batch. Pure Python."""
 
-from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests
+from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests, rank_at_arrival
 from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.batch import (
     BlockAssignment,
@@ -22,7 +22,7 @@ from inflight_scheduler.capacity import (
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
-from inflight_scheduler.explain import WaitCode, WaitReason, explain
+from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
@@ -90,7 +90,9 @@ __all__ = [
     "WindowBlocks",
     "check_decision",
     "explain",
+    "explain_left_out",
     "make_capacity_scheduler",
     "make_scheduler",
+    "rank_at_arrival",
     "refusal_reason",
 ]

@@ -21,10 +21,12 @@ free, since it is given up when room is needed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.blocks import BlockPool
+from inflight_scheduler.cache_state import CacheContent, CacheState
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.reuse import NO_MATCH, PrefixMatch, ReuseIndex
 
@@ -59,8 +61,10 @@ class BlockManager:
         "_num_held",
         "_num_missed",
         "_num_reused",
+        "_places",
         "_pool",
         "_tables",
+        "_text_numbers",
         "tokens_per_block",
         "window_size",
     )
@@ -87,6 +91,10 @@ class BlockManager:
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
+        # Which block of which text each block holds, as far as it is kept.
+        num_origins = num_blocks if enable_reuse else 0
+        self._text_numbers = array("q", [-1]) * num_origins
+        self._places = array("q", [0]) * num_origins
         self._num_held = 0  # sum of the lengths of all tables
         self._num_reused = self._num_missed = 0
 
@@ -175,10 +183,13 @@ class BlockManager:
     def store(self, request: LlmRequest) -> None:
         """Enter the full, computed blocks of ``request`` for reuse; it goes on holding them.
 
-        A negative last token marks a request whose numbers failed; nothing of it is kept.
+        A negative last token marks a request whose numbers failed; nothing of it is kept. That of
+        a running step is no such mark.
         """
         table = self._tables.get(request.request_id)
-        if self._index is None or table is None or request.tokens[-1] < 0:
+        if self._index is None or table is None:
+            return
+        if request.tokens[request.num_drawn_tokens - 1] < 0:
             return
         if self._may_outgrow_window(request):
             return
@@ -186,6 +197,24 @@ class BlockManager:
         for index in range(num_full):
             if self._index.add(request, index, table[index]):
                 self._pool.keep(table[index])
+                self._text_numbers[table[index]] = request.text_number
+                self._places[table[index]] = index
+
+    def forget(self, request_id: int) -> None:
+        """Keep nothing of what the request holds now: its numbers have turned out to be wrong."""
+        if self._index is None:
+            return
+        for block_id in self._tables.get(request_id, ()):
+            if self._pool.unkeep(block_id):
+                self._index.forget(block_id)
+
+    def forget_all(self) -> None:
+        """Keep nothing at all; O(blocks)."""
+        if self._index is None:
+            return
+        for block_id in self._pool.kept_blocks():
+            self._pool.unkeep(block_id)
+            self._index.forget(block_id)
 
     def match_prefix(self, request: LlmRequest) -> PrefixMatch:
         """What of the prompt is cached, for a context that holds nothing yet; O(prompt blocks)."""
@@ -318,6 +347,37 @@ class BlockManager:
     def can_ever_fit(self, request: LlmRequest) -> bool:
         """True unless ``request`` alone needs more blocks than there are."""
         return self.get_blocks_at_completion(request) <= self._pool.num_blocks
+
+    def cache_state(self) -> CacheState | None:
+        """What is cached now, copied; None without block reuse. See `CacheState` for the cost."""
+        if self._index is None:
+            return None
+        return CacheState(
+            tables={request_id: tuple(table) for request_id, table in self._tables.items()},
+            is_kept=self._pool.kept_flags(),
+            text_numbers=self._text_numbers[:],
+            places=self._places[:],
+            idle_links=self._pool.idle_links(),
+            beginnings=self._index.beginnings,
+        )
+
+    def restore_cache(self, content: CacheContent) -> None:
+        """Become what ``content`` says; for a manager with block reuse that holds nothing yet.
+
+        `ValueError` when it contradicts itself; then this manager is of no use any more.
+        """
+        assert self._index is not None, "there is no cache without block reuse"
+        kept: set[int] = set()
+        for block_id, request, place in content.kept:
+            if block_id in kept or not self._index.add(request, place, block_id):
+                raise ValueError(f"block {block_id} is kept twice, or its text is")
+            self._text_numbers[block_id], self._places[block_id] = request.text_number, place
+            kept.add(block_id)
+        if self._index.may_copy:
+            self._index.keep_beginnings(content.beginnings)
+        self._tables = {key: list(table) for key, table in content.tables.items() if table}
+        self._num_held = sum(map(len, self._tables.values()))
+        self._pool.restore(self._tables.values(), kept, content.idle)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` with the reason unless all books agree; O(blocks).

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.capacity import (
     CapacityResult,
     CapacityScheduler,
@@ -21,7 +22,7 @@ from inflight_scheduler.capacity import (
     is_started_context,
 )
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.resources import Books, Lack
 from inflight_scheduler.scheduler import RequestScheduler, SimpleScheduler
 
@@ -44,7 +45,29 @@ class WaitCode(Enum):
     TOKENS = "tokens"
     BEAMS = "beams"
     STATE = "state"
+    LEFT_OUT = "left_out"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What is known of the decision of a scheduler that nobody here has written.
+
+    How many requests and tokens it lets run, each with the limit (None: there is none).
+    """
+
+    scheduler: str
+    num_requests: int
+    max_batch_size: int
+    num_tokens: int
+    max_num_tokens: int | None = None
+
+    def __str__(self) -> str:
+        budget = "" if self.max_num_tokens is None else f" of {self.max_num_tokens}"
+        return (
+            f"{self.num_requests} of {self.max_batch_size} places and {self.num_tokens}{budget} "
+            "tokens are taken"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +78,7 @@ class WaitReason:
     same of the request ``behind_id``, for which this one was paused (0 needed: it took the place
     or something else than blocks). MAX_REQUESTS and BATCH: the limit is
     ``num_available``. BEHIND: ``behind_id`` waits first, and ``num_ahead`` wait before this one.
+    LEFT_OUT: the blocks its next step needs and those free, beside ``left_out``.
     """
 
     code: WaitCode
@@ -62,6 +86,7 @@ class WaitReason:
     num_available: int = 0
     behind_id: int | None = None
     num_ahead: int = 0
+    left_out: LeftOut | None = None
     resource: str = ""
 
     def __str__(self) -> str:
@@ -87,6 +112,8 @@ _TEXTS = {
     WaitCode.TOKENS: "token budget: needs {0.num_needed} tokens, {0.num_available} left",
     WaitCode.BEAMS: "its beam width differs from that of request {0.behind_id}, which runs",
     WaitCode.STATE: "not in a state that can run",
+    WaitCode.LEFT_OUT: "left out by the scheduler {0.left_out.scheduler}: needs {0.num_needed} KV "
+    "blocks, free {0.num_available}; {0.left_out}",
     WaitCode.UNKNOWN: "the scheduler does not say why",
 }
 
@@ -122,6 +149,39 @@ def explain(
         _explain_idle(scheduler.micro_batch_scheduler, fitting, decision, inflight_request_ids)
     )
     return reasons
+
+
+def explain_left_out(
+    name: str,
+    active_requests: Sequence[LlmRequest],
+    decision: Lists,
+    *,
+    block_manager: BlockManager,
+    max_batch_size: int,
+    max_num_tokens: int | None,
+    num_free_blocks: int | None = None,
+) -> dict[int, WaitReason]:
+    """What can be said of those whom the foreign scheduler ``name`` does not let run, by id.
+
+    ``num_free_blocks`` are left when the decision is carried out; None: it is, and those free now.
+    """
+    context, generation, paused = decision
+    running = {id(request) for request in (*context, *generation)}
+    num_tokens = sum(r.context_chunk_size for r in context) + sum(r.beam_width for r in generation)
+    facts = LeftOut(name, len(running), max_batch_size, num_tokens, max_num_tokens)
+    free = block_manager.num_free_blocks if num_free_blocks is None else num_free_blocks
+    pausing = {id(request) for request in paused}
+
+    def needed(request: LlmRequest) -> int:
+        if id(request) in pausing and not request.is_context_init_state:  # it starts anew
+            return -(-request.num_tokens // block_manager.tokens_per_block)
+        return block_manager.get_needed_blocks_one_step(request)
+
+    return {
+        request.request_id: WaitReason(WaitCode.LEFT_OUT, needed(request), free, left_out=facts)
+        for request in active_requests
+        if id(request) not in running
+    }
 
 
 class _CapacityWalk:
@@ -247,6 +307,8 @@ def _explain_idle(
         if id(request) in running:
             walk.count(request)
             continue
+        if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
+            continue  # its last token is being computed
         if first_id is not None:
             reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_idle)
         else:
