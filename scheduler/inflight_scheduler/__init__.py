@@ -25,8 +25,9 @@ from inflight_scheduler.explain import WaitCode, WaitReason, explain
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState, SamplingParams
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.reuse import PrefixMatch
+from inflight_scheduler.sampling import SamplingParams
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,

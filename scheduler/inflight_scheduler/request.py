@@ -15,9 +15,10 @@ The life of the token list (beam width 1)::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+from inflight_scheduler.sampling import SamplingParams
 
 
 class LlmRequestState(IntEnum):
@@ -53,23 +54,6 @@ class FinishReason(IntEnum):
     LENGTH = 3
     TIMED_OUT = 4
     CANCELLED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn. Both ``top_k`` and ``top_p`` at 0 (off) mean greedy."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    seed: int = 0
-    min_length: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when the most likely token is always taken (TensorRT-LLM's rule)."""
-        no_filter = self.top_k == 0 and self.top_p == 0.0
-        return self.temperature == 0.0 or self.top_k == 1 or no_filter
 
 
 class PhaseTracker(Protocol):
