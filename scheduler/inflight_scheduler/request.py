@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from inflight_scheduler.sampling import SamplingParams
+from inflight_scheduler.sampling import SamplingParams, Word
 
 
 class LlmRequestState(IntEnum):
@@ -72,7 +72,8 @@ class LlmRequest:
     ``block_keys`` is the memory of `ReuseIndex` for this text.
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
-    have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
+    have finished, on the clock of `time.monotonic`; the owner of the loop watches them, and
+    ``stop_words`` too. ``rank``
     is its place in `ActiveRequests`, which is also its ``tracker``.
     """
 
@@ -102,6 +103,7 @@ class LlmRequest:
         "sampling",
         "seq_slot",
         "state",
+        "stop_words",
         "tokens",
         "tracker",
     )
@@ -122,6 +124,7 @@ class LlmRequest:
         cache_salt: bytes = b"",
         queue_deadline: float | None = None,
         run_deadline: float | None = None,
+        stop_words: tuple[Word, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.tokens = list(input_tokens)
@@ -147,6 +150,7 @@ class LlmRequest:
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
+        self.stop_words = stop_words
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None
 

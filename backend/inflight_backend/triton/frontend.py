@@ -125,7 +125,7 @@ class Frontend:
         assert limits is not None, "start() comes before the first request"
         number = self._ids.reserve(name)
         try:
-            request = make_request(number, inputs, self._codec, limits.max_input_len)
+            request = make_request(number, inputs, self._codec, limits)
             validate(request, limits)
             token_stream = make_token_stream(stream, request, inputs, requested, self._codec)
             self._dispatcher.open(number, token_stream)

@@ -26,6 +26,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("total_draft_tokens", "INT32", (1,), "draft tokens"),
     TensorSpec("num_input_tokens", "INT32", (1,), "tokens of the prompt"),
     TensorSpec("num_output_tokens", "INT32", (1,), "tokens generated"),
+    TensorSpec("finish_reason", "STRING", (1,), "why the answer ended", is_honoured=True),
     TensorSpec("text_output", "STRING", (-1,), "text of each beam", is_honoured=True),
     TensorSpec("stats", "STRING", (-1,), "statistics, one JSON per iteration", is_honoured=True),
     TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON", is_honoured=True),
