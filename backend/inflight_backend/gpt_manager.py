@@ -40,6 +40,7 @@ from inflight_backend.inference_request import (
 from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import validate
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
@@ -129,6 +130,7 @@ class GptManager:
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch(params)
         self._stop_words = StopWordWatch()
+        self._gatherer = OutputGatherer()
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -267,6 +269,7 @@ class GptManager:
         if self._batch.is_empty:
             return
         self._iteration += 1
+        self._gatherer.planned(self._batch)
         try:
             tokens = self._batcher.engine.execute(self._batch)
             advanced = self._batcher.planner.update(self._batch, tokens)
@@ -276,6 +279,7 @@ class GptManager:
             for request in self._batcher.planner.discard(self._batch):
                 self._end(request, "the engine failed while it ran this request")
             return
+        self._gatherer.executed(advanced, self._batcher.take_outputs())
         self._stop_words.check()
         for request in advanced:
             self._apply(request)
@@ -285,7 +289,11 @@ class GptManager:
         responses, self._responses = self._responses, []
         for response in responses:
             request = response.request
-            tensors = [] if response.error else make_tensors(request, response.is_final)
+            tensors = []
+            if response.error:
+                self._gatherer.discard(request.request_id)
+            else:
+                tensors = make_tensors(request, response.is_final, self._gatherer)
             args = (request.request_id, tensors, response.is_final, response.error)
             self._call("send_response", self._send_cb, *args)
 
@@ -321,6 +329,7 @@ class GptManager:
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
         self._stop_words.add(llm_request, llm_request.stop_words)
+        self._gatherer.add(llm_request, request.created_ns)
         self._batcher.recorder.arrived(llm_request, request.created_ns)
 
     def _apply(self, request: LlmRequest) -> None:

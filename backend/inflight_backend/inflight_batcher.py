@@ -13,6 +13,7 @@ from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import RequestLimits
+from inflight_backend.step_outputs import StepOutputs
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -113,6 +114,10 @@ class InflightBatcher:
         self.num_paused = 0
         # Engines without it are asked for nothing but full blocks.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
+        # Engines without it are asked for nothing but tokens.
+        self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
+            engine, "take_outputs", None
+        )
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
@@ -138,6 +143,10 @@ class InflightBatcher:
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         return batch
+
+    def take_outputs(self) -> StepOutputs | None:
+        """What the step that ran last brought beside tokens; None if no request asked."""
+        return None if self._take_outputs is None else self._take_outputs()
 
     def explain(self) -> dict[int, WaitReason]:
         """Why the active requests that would not run now do not, by id."""
@@ -227,6 +236,7 @@ class InflightBatcher:
             max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
             max_seq_len=self.engine.max_seq_len,
             exclude_input_in_output=False,
+            is_observable=self._take_outputs is not None,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

@@ -6,6 +6,7 @@ no value of a request may raise inside the loop.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_outputs import check_outputs, read_outputs
 from inflight_backend.request_values import flag, integer
 from inflight_backend.sampling_validation import read_sampling, read_words
 from inflight_client import protocol
@@ -32,8 +34,8 @@ class RequestLimits:
     """What the loaded model and the configuration allow; all lengths in tokens.
 
     ``may_stream`` False: streaming requests are treated as the others (V1 batching).
-    ``refusal_reason`` says why a request, valid in itself, could never finish here (KV pool, token
-    budget); None if it can.
+    ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
+    request, valid in itself, could never finish here (KV pool, token budget); None if it can.
     """
 
     vocab_size: int
@@ -42,6 +44,7 @@ class RequestLimits:
     exclude_input_in_output: bool
     refusal_reason: Callable[[LlmRequest], str | None]
     may_stream: bool = True
+    is_observable: bool = False
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -60,6 +63,14 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     tokens = _prompt(request, limits)
     max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
     _check_lengths(len(tokens), max_new_tokens, request.sent_name("request_output_len"), limits)
+    outputs = read_outputs(request)
+    check_outputs(
+        outputs,
+        len(tokens),
+        max_new_tokens,
+        limits.vocab_size,
+        is_observable=limits.is_observable,
+    )
     llm_request = LlmRequest(
         request.request_id,
         tokens,
@@ -71,6 +82,9 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         exclude_input_in_output=flag(
             request, "exclude_input_in_output", limits.exclude_input_in_output
         ),
+        # Logits of a cached prefix would never be computed, so this prompt shares nothing.
+        cache_salt=secrets.token_bytes(16) if outputs.context_logits else b"",
+        outputs=outputs,
         stop_words=read_words(request, "stop_words_list", limits.vocab_size),
     )
     if (reason := limits.refusal_reason(llm_request)) is not None:

@@ -8,10 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.inference_request import NamedTensor
+from inflight_backend.request_outputs import OutputGatherer
 from inflight_scheduler import FinishReason, LlmRequest
 
 
-def make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
+def make_tensors(
+    request: LlmRequest, is_final: bool, gatherer: OutputGatherer
+) -> list[NamedTensor]:
     """New tokens when streaming, else prompt (if wanted) and answer; why it ended, at the end.
 
     The end id is not part of the answer (as in TensorRT-LLM, whose sequence length counts only
@@ -29,6 +32,7 @@ def make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
         NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
         NamedTensor("sequence_length", _length_tensor(len(ids))),
     ]
+    tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
     if is_final:
         tensors.append(NamedTensor("finish_reason", finish_reason_tensor(request.finish_reason)))
     return tensors

@@ -27,7 +27,7 @@ from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
 from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.reuse import PrefixMatch
-from inflight_scheduler.sampling import SamplingParams
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -39,6 +39,7 @@ from inflight_scheduler.scheduler import (
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",
+    "NO_OUTPUTS",
     "ActiveRequests",
     "BatchPlanner",
     "BlockAssignment",
@@ -60,6 +61,7 @@ __all__ = [
     "MaxRequestsScheduler",
     "MaxUtilizationScheduler",
     "MicroBatchScheduler",
+    "OutputParams",
     "PrefixMatch",
     "RequestScheduler",
     "ReuseStats",

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
-from inflight_scheduler.sampling import SamplingParams, Word
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams, Word
 
 
 class LlmRequestState(IntEnum):
@@ -93,6 +93,7 @@ class LlmRequest:
         "num_reused_blocks",
         "num_sent_tokens",
         "orig_prompt_len",
+        "outputs",
         "pad_id",
         "priority",
         "prompt_len",
@@ -125,6 +126,7 @@ class LlmRequest:
         queue_deadline: float | None = None,
         run_deadline: float | None = None,
         stop_words: tuple[Word, ...] = (),
+        outputs: OutputParams = NO_OUTPUTS,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(input_tokens)
@@ -151,6 +153,7 @@ class LlmRequest:
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
         self.stop_words = stop_words
+        self.outputs = outputs
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None
 

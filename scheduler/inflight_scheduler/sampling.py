@@ -65,3 +65,19 @@ class SamplingParams:
             or self.no_repeat_ngram_size > 0
             or any(len(word) > 1 for word in self.bad_words)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParams:
+    """What a request wants to know beside its tokens (TensorRT-LLM's ``OutputConfig``)."""
+
+    log_probs: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
+    perf_metrics: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+
+
+NO_OUTPUTS = OutputParams()
+"""Tokens only."""

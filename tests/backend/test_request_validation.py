@@ -61,7 +61,7 @@ def error_of(**values: Any) -> str:
         ({"beam_width": 0}, "'beam_width' is not supported"),  # 27
         ({"num_return_sequences": 10**6}, "'num_return_sequences' is not supported"),  # 29
         ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
-        ({"return_log_probs": True}, "'return_log_probs' is not supported"),
+        ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
         ({"draft_input_ids": [3]}, "'draft_input_ids' is not supported"),
         ({"guided_decoding_guide": "{}"}, "'guided_decoding_guide' is not supported"),
     ],

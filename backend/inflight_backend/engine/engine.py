@@ -27,6 +27,7 @@ from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
 from inflight_backend.engine.parameters import (
     decoder_parameters,
@@ -38,6 +39,7 @@ from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slo
 from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.step_outputs import StepOutputs
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -71,6 +73,8 @@ class Engine:
             config.device,
             self._ops,
         )
+        self._observer = Observer(config.max_batch_size, config.device)
+        self._outputs: StepOutputs | None = None
         self._pool = _make_pool(config, model_config)
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._attention = ATTENTION_BACKENDS[config.attention_backend](
@@ -155,11 +159,19 @@ class Engine:
 
         -1 stands for a row whose logits are not finite; the other rows are not affected.
         """
-        return self.submit(batch).read()
+        pending = self.submit(batch)
+        tokens = pending.read()
+        self._outputs = pending.read_outputs()
+        return tokens
+
+    def take_outputs(self) -> StepOutputs | None:
+        """What the plan executed last brought beside tokens; None if no request asked."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
 
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
-        return self._reader.send(self.enqueue(batch))
+        return self._reader.send(self.enqueue(batch), self._observer.take())
 
     @torch.inference_mode()
     def enqueue(self, batch: ScheduledBatch) -> Tensor:
@@ -174,13 +186,20 @@ class Engine:
             self._pool.clean(words.block_ids.long())
         self._slots.set_up(batch, words)
         self._adjustments.set_up(batch.setups)
+        self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
         if self._runner is not None and not batch.context_chunks:
             return self._replay(self._runner, batch, words)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
-        hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
+        observed = self._observer.observed_chunks(batch.context_chunks)
+        if observed:
+            hidden = self._decoder.forward(step.tokens, attention, None)
+            self._observer.keep_context(observed, hidden, self._decoder.logits)
+            hidden = hidden[step.sample_rows]
+        else:
+            hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
         return self._finish(hidden, step.sampling, drawing_slots(batch))
 
     def memory_usage(self) -> MemoryUsage:
@@ -193,21 +212,26 @@ class Engine:
         """A step of generations alone."""
         self._slots.book_generation(batch)
         num_rows = len(batch.generation_slots)
-        if not self._adjustments.features(batch.generation_slots):
+        slots = batch.generation_slots
+        if not (self._adjustments.features(slots) or self._observer.wants_draw(slots)):
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
         sampling = self._slots.sampling(words.generation_slots.long())
-        return self._finish(hidden, sampling, batch.generation_slots)
+        return self._finish(hidden, sampling, slots)
 
     def _finish(self, hidden: Tensor, sampling: SamplingInputs, slots: Sequence[int]) -> Tensor:
         """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
         features = self._adjustments.features(slots)
-        if not features:
+        is_observed = self._observer.wants_draw(slots)
+        if not (features or is_observed):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
+        original = logits.clone() if is_observed else logits
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
         tokens = self._choose(logits, sampling, has_min_p=bool(features & MIN_P))
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
+        if is_observed:
+            self._observer.keep_draw(slots, original, tokens)
         self._slots.store(sampling.slots, tokens)
         return tokens
 

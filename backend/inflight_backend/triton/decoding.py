@@ -23,8 +23,15 @@ Array = npt.NDArray[Any]
 _ALL_OUTPUTS = frozenset(protocol.names(protocol.OUTPUTS))
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
-_OUTPUTS = _TOKEN_OUTPUTS | _TEXT_OUTPUTS | {"finish_reason"}
+_ANSWERS = frozenset({"stats", "why", "recording"})
+_OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
+# Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
+_BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
+_BY_INPUT = _OUTPUTS - _TOKEN_OUTPUTS - _TEXT_OUTPUTS - _BY_NAME_ONLY
 _ENSEMBLE_OUTPUTS = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
+
+
+_FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence_index")}
 
 
 def read_inputs(triton_request: Any) -> dict[str, Array]:
@@ -94,13 +101,15 @@ def make_request(
 
 
 def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:
-    """The tensors to send. A client that names none gets those of the kind of its prompt.
+    """The tensors to send, as far as there are any: inputs like ``return_log_probs`` decide that.
+
+    A client that names none gets those of the kind of its prompt.
 
     A token prompt needs ``output_ids`` or ``text_output``; the peer's rule that ``output_ids`` and
     ``sequence_length`` come together holds for clients that name one of them.
     """
     if not requested or requested in (_ALL_OUTPUTS, _ENSEMBLE_OUTPUTS):
-        return _TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS
+        return (_TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS) | _BY_INPUT
     if not requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS):
         raise InvalidRequest(
             "none of the requested outputs can be sent; request 'output_ids' with "
@@ -124,7 +133,7 @@ def make_token_stream(
     # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
     is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
     includes_prompt = is_whole and not llm_request.exclude_input_in_output
-    token_stream = TokenStream(stream, outputs)
+    token_stream = TokenStream(stream, outputs, constants=_FIRST)
     if is_whole and llm_request.is_streaming:
         token_stream.is_whole = True
         token_stream.ids = list(llm_request.tokens) if includes_prompt else []

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from inflight_backend.inference_request import Array, NamedTensor
+from inflight_backend.triton.extras import merge
 
 
 @dataclass(slots=True)
@@ -18,11 +19,12 @@ class Piece:
     error: str = ""
 
     def add(self, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
-        """Append one response: tokens go on, of all else the last word counts."""
+        """Append one response."""
         for name, tensor in tensors:
             if name == "output_ids":
                 self.ids.extend(tensor.reshape(-1).tolist())
-            elif name != "sequence_length":  # follows from the ids
-                self.extras[name] = tensor
+        if len(tensors) > 2:  # sequence_length follows from the ids
+            extras = {n: t for n, t in tensors if n not in ("output_ids", "sequence_length")}
+            self.extras = merge(self.extras, extras)
         self.is_final = is_final or bool(error)
         self.error = self.error or error

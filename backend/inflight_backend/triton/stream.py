@@ -50,6 +50,19 @@ class ResponseFactory:
         )
 
 
+class Stream(Protocol):
+    """What a generation needs of its way back; `ResponseStream` is one."""
+
+    def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
+        """Send one response with ``tensors``."""
+
+    def send_error(self, message: str, code: str = "INTERNAL") -> None:
+        """End the stream with an error."""
+
+    def abandon(self, message: str) -> None:
+        """After a send that raised: end the stream, and never raise."""
+
+
 class ResponseStream:
     """Sends the responses of one Triton request, one at a time, and nothing after the last.
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from inflight_backend.response_tensors import finish_reason_tensor
 from inflight_backend.text import IncrementalDetokenizer
+from inflight_backend.triton.extras import after_the_end, merge, without_last
 from inflight_backend.triton.stop_text import StopText, StopTokens
-from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.triton.stream import Stream
 from inflight_scheduler import FinishReason
 
 Array = npt.NDArray[Any]
@@ -69,19 +70,21 @@ class TextWriter:
 
 @dataclass(slots=True)
 class TokenStream:
-    """The way back of one request.
+    """The way back of one request, or of one sequence of it.
 
     ``outputs`` are the names of the tensors to send; ``text`` is set when text is among them.
     ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
-    begin with the prompt if it is part of the answer.
+    begin with the prompt if it is part of the answer. ``constants`` go with every response.
     """
 
-    stream: ResponseStream
+    stream: Stream
     outputs: frozenset[str]
     text: TextWriter | None = None
     is_whole: bool = False
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    extras: dict[str, Array] = field(default_factory=dict)
+    constants: Mapping[str, Array] = field(default_factory=dict)
     is_stopped: bool = False
 
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
@@ -90,21 +93,26 @@ class TokenStream:
         True: the text has come to a stop word just now, and the request should be stopped.
         """
         was_stopped, text = self.is_stopped, ""
-        if was_stopped:
-            ids = ()  # generated before the stop could be heard
+        if was_stopped:  # these were generated before the stop could be heard
+            ids, extras = (), after_the_end(extras, self.extras)
         elif self.text is not None:
             text, num_ids = self.text.write(ids, is_final)
-            ids, self.is_stopped = ids[:num_ids], self.text.is_stopped
+            self.is_stopped = self.text.is_stopped
+            if self.is_stopped:
+                extras = without_last(extras, len(ids) - num_ids)
+                ids = ids[:num_ids]
+        if self.is_whole or self.is_stopped:
+            self.extras = merge(self.extras, extras)
         is_hit = self.is_stopped and not was_stopped and not is_final
         if self.is_whole:
             self.ids.extend(ids)
             self.texts.append(text)
             if not is_final:
                 return is_hit
-            ids, text = self.ids, "".join(self.texts)
+            ids, text, extras = self.ids, "".join(self.texts), self.extras
         tensors = self._tensors(ids, text, extras, is_final)
         # A stream of text alone has nothing to say while a token completes no character.
-        if text or is_final or self.outputs != {"text_output"}:
+        if text or is_final or len(tensors) != 1 or "text_output" not in tensors:
             self.stream.send(tensors, is_final=is_final)
         return is_hit
 
@@ -120,6 +128,10 @@ class TokenStream:
             tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
         if "finish_reason" in self.outputs:
             tensors["finish_reason"] = self._finish_reason(extras, is_final)
+        for name in self.outputs & extras.keys() - {"finish_reason"}:
+            tensors[name] = extras[name]
+        for name in self.outputs & self.constants.keys():
+            tensors[name] = self.constants[name]
         return tensors
 
     def _finish_reason(self, extras: Mapping[str, Array], is_final: bool) -> Array:
