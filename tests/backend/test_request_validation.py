@@ -59,7 +59,6 @@ def error_of(**values: Any) -> str:
         ({"pad_id": -2}, "'pad_id' is -2"),
         ({"beam_width": 2}, "'beam_width' is not supported by this server; leave it out or send 1"),
         ({"beam_width": 0}, "'beam_width' is not supported"),  # 27
-        ({"num_return_sequences": 10**6}, "'num_return_sequences' is not supported"),  # 29
         ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
         ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
         ({"draft_input_ids": [3]}, "'draft_input_ids' is not supported"),

@@ -27,16 +27,17 @@ class ArrivalQueue:
         """True once `drain` was called."""
         return self._is_draining
 
-    def put(self, request: InferenceRequest) -> None:
-        """Add a request; `CapacityExceeded` when the queue is full or the server drains."""
+    def put(self, *requests: InferenceRequest) -> None:
+        """Add requests, all or none; `CapacityExceeded` when there is no room or when draining."""
         with self._lock:
             if self._is_draining:
                 raise CapacityExceeded("the server is shutting down; send the request elsewhere")
-            if len(self._waiting) >= self._max_size:
+            if len(self._waiting) + len(requests) > self._max_size:
                 raise CapacityExceeded(
                     f"the request queue is full: max_queue_size = {self._max_size}; try again later"
                 )
-            self._waiting[request.request_id] = request
+            for request in requests:
+                self._waiting[request.request_id] = request
 
     def take(self, max_num_requests: int) -> list[InferenceRequest]:
         """The get-inference-requests callback; a negative number takes all."""

@@ -13,7 +13,7 @@ from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
 from inflight_backend.triton.stop_text import StopText, StopTokens
-from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.triton.stream import Stream
 from inflight_backend.triton.texts import MAX_STOP_WORDS, read_texts, set_text_tensors
 from inflight_backend.triton.token_stream import TextWriter, TokenStream
 from inflight_client import protocol
@@ -119,7 +119,7 @@ def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str
 
 
 def make_token_stream(
-    stream: ResponseStream,
+    stream: Stream,
     request: InferenceRequest,
     inputs: Mapping[str, Array],
     requested: frozenset[str],

@@ -87,6 +87,12 @@ class TokenStream:
     constants: Mapping[str, Array] = field(default_factory=dict)
     is_stopped: bool = False
 
+    def set_index(self, index: int, *, is_asked: bool) -> None:
+        """This is sequence ``index`` of its request; ``is_asked``: say so in every response."""
+        self.constants = {**self.constants, "sequence_index": np.array([[index]], dtype=np.int32)}
+        if is_asked:
+            self.outputs |= {"sequence_index"}
+
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
         """Send what is new since the last call as one response.
 
