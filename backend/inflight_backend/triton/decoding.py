@@ -100,6 +100,14 @@ def make_request(
     return request
 
 
+def names_none(requested: frozenset[str]) -> bool:
+    """True for a client that names no output: Triton then requests all there are.
+
+    Through the ensemble it always does, and keeps those from the client that it did not name.
+    """
+    return not requested or requested in (_ALL_OUTPUTS, _ENSEMBLE_OUTPUTS)
+
+
 def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:
     """The tensors to send, as far as there are any: inputs like ``return_log_probs`` decide that.
 
@@ -108,7 +116,7 @@ def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str
     A token prompt needs ``output_ids`` or ``text_output``; the peer's rule that ``output_ids`` and
     ``sequence_length`` come together holds for clients that name one of them.
     """
-    if not requested or requested in (_ALL_OUTPUTS, _ENSEMBLE_OUTPUTS):
+    if names_none(requested):
         return (_TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS) | _BY_INPUT
     if not requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS):
         raise InvalidRequest(
@@ -134,6 +142,8 @@ def make_token_stream(
     is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
     includes_prompt = is_whole and not llm_request.exclude_input_in_output
     token_stream = TokenStream(stream, outputs, constants=_FIRST)
+    if requested == _ENSEMBLE_OUTPUTS:  # perhaps the client has named them
+        token_stream.final_outputs = _BY_NAME_ONLY
     if is_whole and llm_request.is_streaming:
         token_stream.is_whole = True
         token_stream.ids = list(llm_request.tokens) if includes_prompt else []

@@ -18,6 +18,7 @@ from inflight_backend.triton.decoding import (
     is_streaming,
     make_request,
     make_token_stream,
+    names_none,
     read_flag,
     read_inputs,
 )
@@ -150,7 +151,7 @@ class Frontend:
                 validate(one, limits)
                 token_stream = make_token_stream(way, one, inputs, requested, self._codec)
                 if num_sequences > 1:
-                    token_stream.set_index(index, is_asked=not requested)
+                    token_stream.set_index(index, is_asked=names_none(requested))
                 self._dispatcher.open(one.request_id, token_stream)
             self._live[number] = stream
             stream.on_final(lambda: self._forget(number, name))

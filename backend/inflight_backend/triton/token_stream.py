@@ -72,7 +72,8 @@ class TextWriter:
 class TokenStream:
     """The way back of one request, or of one sequence of it.
 
-    ``outputs`` are the names of the tensors to send; ``text`` is set when text is among them.
+    ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
+    last response; ``text`` is set when text is among them.
     ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
     begin with the prompt if it is part of the answer. ``constants`` go with every response.
     """
@@ -80,6 +81,7 @@ class TokenStream:
     stream: Stream
     outputs: frozenset[str]
     text: TextWriter | None = None
+    final_outputs: frozenset[str] = frozenset()
     is_whole: bool = False
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -126,17 +128,18 @@ class TokenStream:
         self, ids: Sequence[int], text: str, extras: Mapping[str, Array], is_final: bool
     ) -> dict[str, Array]:
         tensors: dict[str, Array] = {}
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
         if "output_ids" in self.outputs:
             tensors["output_ids"] = np.array([[ids]], dtype=np.int32)
         if "sequence_length" in self.outputs:
             tensors["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
         if "text_output" in self.outputs:
             tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
-        if "finish_reason" in self.outputs:
+        if "finish_reason" in outputs:
             tensors["finish_reason"] = self._finish_reason(extras, is_final)
-        for name in self.outputs & extras.keys() - {"finish_reason"}:
+        for name in outputs & extras.keys() - {"finish_reason"}:
             tensors[name] = extras[name]
-        for name in self.outputs & self.constants.keys():
+        for name in outputs & self.constants.keys():
             tensors[name] = self.constants[name]
         return tensors
 

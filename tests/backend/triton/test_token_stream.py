@@ -63,7 +63,7 @@ def test_everything_ends_at_the_stop_word(codec: TextCodec, is_whole: bool) -> N
     """The answer counts from 1, three tokens at a time; "5 6" is never to be seen."""
     sent = Sent()
     writer = TextWriter(IncrementalDetokenizer(codec, [40]), stop_text=StopText(["5 6"]))
-    stream = TokenStream(sent, OUTPUTS, writer, is_whole, ids=[40] if is_whole else [])
+    stream = TokenStream(sent, OUTPUTS, writer, is_whole=is_whole, ids=[40] if is_whole else [])
     hits = [
         stream.send(list(range(first, first + 3)), extras_of(first, 3), is_final=False)
         for first in (1, 4, 7)
