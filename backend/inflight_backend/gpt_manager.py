@@ -7,7 +7,8 @@ Order of one iteration, and what each part may do:
 
 1. *get* new requests, at most as many as there is room for; end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
-3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold;
+3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
+   (in the overlapped loop these are the tokens of the step before, see `step_loop`);
 4. *send* what was produced: only now, so that a final response finds everything free already;
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
@@ -40,12 +41,11 @@ from inflight_backend.inference_request import (
 from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import validate
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.stop_words import StopWordWatch
-from inflight_backend.why import describe_wait
+from inflight_backend.why import describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     FinishReason,
@@ -127,10 +127,11 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
+        self._steps = self._batcher.make_steps()
         self._active = self._batcher.active
-        self._deadlines = DeadlineWatch(params)
+        self._deadlines = DeadlineWatch()
         self._stop_words = StopWordWatch()
-        self._gatherer = OutputGatherer()
+        self._gatherer = self._batcher.gatherer
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -159,6 +160,10 @@ class GptManager:
     def stats_json(self) -> str:
         """The statistics of the last iteration; while idle, those of doing nothing."""
         return self._stats.to_json()
+
+    def describe_load(self) -> str:
+        """How full it is after the last iteration, for the text of a refusal; from any thread."""
+        return describe_load(self._stats)
 
     @property
     def engine(self) -> StepEngine:
@@ -214,7 +219,7 @@ class GptManager:
             except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 self._end_all("the batch manager failed while it held this request")
-            if self._batch.is_empty:
+            if self._batch.is_empty and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
         self._batcher.recorder.close()
@@ -247,42 +252,33 @@ class GptManager:
                 self._accept(request)
 
     def finish_timed_out_requests(self) -> None:
-        """End requests past a deadline: never started is an error, else what there is counts."""
-        for expired in self._deadlines.take_expired():
+        """End requests past a deadline; without any token that is an error with the reason."""
+        expired_requests = self._deadlines.take_expired()
+        reasons = self._batcher.explain() if expired_requests else {}  # before anybody makes room
+        for expired in expired_requests:
             request = expired.request
             if self._active.get(request.request_id) is not request:
                 continue  # both its deadlines have passed, and the first one ended it
-            error = ""
-            if expired.is_queue_deadline:
-                error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
+            error = expiry_error(expired, reasons.get(request.request_id))
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)
 
     def step(self) -> None:
         """Schedule, execute, update; nothing when no request is active."""
-        self._batch = self._batcher.schedule()
+        outcome = self._steps.turn()
+        self._batch = outcome.batch
         self._num_paused = self._batcher.num_paused
         batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
         self._num_waiting = len(self._active) - batch_size
         if self._static_tally is not None:
             self._static_stats = self._static_tally.count(self._batch)
-        if self._batch.is_empty:
-            return
-        self._iteration += 1
-        self._gatherer.planned(self._batch)
-        try:
-            tokens = self._batcher.engine.execute(self._batch)
-            advanced = self._batcher.planner.update(self._batch, tokens)
-        except Exception:
-            _logger.exception("iteration %d failed", self._iteration)
-            self._batcher.recorder.failed()
-            for request in self._batcher.planner.discard(self._batch):
-                self._end(request, "the engine failed while it ran this request")
-            return
-        self._gatherer.executed(advanced, self._batcher.take_outputs())
+        self._iteration += not self._batch.is_empty
+        self._gatherer.executed(outcome.advanced, outcome.outputs)
         self._stop_words.check()
-        for request in advanced:
+        for request in outcome.advanced:
             self._apply(request)
+        for request in outcome.failed:
+            self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
         """Send everything this iteration produced; all state of finished requests is free."""
@@ -334,7 +330,7 @@ class GptManager:
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
-        if request.tokens[-1] == _NON_FINITE:
+        if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
             self._end(
                 request,
                 "no token could be drawn: the model's logits are not finite numbers, or "

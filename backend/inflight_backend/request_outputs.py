@@ -110,8 +110,11 @@ class OutputGatherer:
             if gathered is not None:
                 gathered.first_token_ns = gathered.first_token_ns or now
                 gathered.last_token_ns = now
-        if outputs is not None:
-            self._keep(outputs)
+                if outputs is not None:
+                    _keep_draw(gathered, outputs)
+        for context in () if outputs is None else outputs.context_logits:
+            if context.request_id in self._gathered:
+                _keep_context(self._gathered[context.request_id], context)
 
     def take(self, request: LlmRequest, num_tokens: int, is_final: bool) -> list[NamedTensor]:
         """The tensors that go with the next ``num_tokens`` tokens of the answer."""
@@ -127,16 +130,13 @@ class OutputGatherer:
         """Forget a request."""
         self._gathered.pop(request_id, None)
 
-    def _keep(self, outputs: StepOutputs) -> None:
-        for request_id, log_prob in outputs.log_probs.items():
-            if request_id in self._gathered:
-                self._gathered[request_id].log_probs.append(log_prob)
-        for request_id, logits in outputs.generation_logits.items():
-            if request_id in self._gathered:
-                self._gathered[request_id].logits.append(logits)
-        for context in outputs.context_logits:
-            if context.request_id in self._gathered:
-                _keep_context(self._gathered[context.request_id], context)
+
+def _keep_draw(gathered: _Gathered, outputs: StepOutputs) -> None:
+    request_id = gathered.request.request_id
+    if request_id in outputs.log_probs:
+        gathered.log_probs.append(outputs.log_probs[request_id])
+    if request_id in outputs.generation_logits:
+        gathered.logits.append(outputs.generation_logits[request_id])
 
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_outputs import check_outputs, read_outputs
-from inflight_backend.request_values import flag, integer
+from inflight_backend.request_scheduling import deadline_of, read_cache_salt
+from inflight_backend.request_values import flag, integer, number
 from inflight_backend.sampling_validation import read_sampling, read_words
 from inflight_client import protocol
 from inflight_client.protocol import TensorSpec
@@ -36,6 +37,7 @@ class RequestLimits:
     ``may_stream`` False: streaming requests are treated as the others (V1 batching).
     ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
+    Seconds bound the waiting and the whole life of a request.
     """
 
     vocab_size: int
@@ -45,6 +47,8 @@ class RequestLimits:
     refusal_reason: Callable[[LlmRequest], str | None]
     may_stream: bool = True
     is_observable: bool = False
+    max_queue_seconds: float | None = None
+    max_run_seconds: float | None = None
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -82,8 +86,20 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         exclude_input_in_output=flag(
             request, "exclude_input_in_output", limits.exclude_input_in_output
         ),
-        # Logits of a cached prefix would never be computed, so this prompt shares nothing.
-        cache_salt=secrets.token_bytes(16) if outputs.context_logits else b"",
+        priority=number(request, "priority", 0.5, 0.0, 1.0),
+        # Logits of a cached prefix would never be computed, so such a prompt shares nothing.
+        cache_salt=read_cache_salt(request)
+        + (secrets.token_bytes(16) if outputs.context_logits else b""),
+        queue_deadline=deadline_of(
+            request,
+            integer(request, "max_queue_time_ms", 0, 1, _INT32_MAX),
+            limits.max_queue_seconds,
+        ),
+        run_deadline=deadline_of(
+            request,
+            integer(request, "allotted_time_ms", 0, 1, _INT32_MAX),
+            limits.max_run_seconds,
+        ),
         outputs=outputs,
         stop_words=read_words(request, "stop_words_list", limits.vocab_size),
     )

@@ -23,7 +23,7 @@ def make_tensors(
     start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
     if request.is_streaming:
         start = request.orig_prompt_len + request.num_sent_tokens
-    end = request.num_tokens
+    end = request.num_drawn_tokens
     if is_final and request.finish_reason == FinishReason.END_ID:
         end -= 1
     ids = request.tokens[start:end]

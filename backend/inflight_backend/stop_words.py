@@ -45,12 +45,12 @@ class StopWordWatch:
         """Watch ``request`` from now on, until it has finished."""
         if finder_words := tuple(words):
             finder = WordFinder(finder_words)
-            self._watched[request.request_id] = (request, finder, request.num_tokens)
+            self._watched[request.request_id] = (request, finder, request.num_drawn_tokens)
 
     def check(self) -> None:
         """Look at the tokens that came since the last call."""
         for request_id, (request, finder, num_seen) in list(self._watched.items()):
-            num_tokens = request.num_tokens
+            num_tokens = request.num_drawn_tokens
             for end in range(num_seen + 1, num_tokens + 1):
                 if finder.longest_at(request.tokens, end, request.orig_prompt_len):
                     _finish(request, end)
@@ -65,6 +65,7 @@ def _finish(request: LlmRequest, end: int) -> None:
     """The answer ends at ``end``, whatever else the last step has brought."""
     if request.is_finished and request.finish_reason is not FinishReason.LENGTH:
         return
+    request.drop_pending_tokens()
     del request.tokens[end:]
     if request.is_finished:
         request.finish_reason = FinishReason.STOP_WORDS

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.request import LlmRequest
@@ -103,6 +103,26 @@ class ReuseIndex:
             parent, tokens = self._starts.pop(block_id)
             if self._beginnings.get((parent, tokens[0])) == block_id:
                 del self._beginnings[parent, tokens[0]]
+
+    @property
+    def beginnings(self) -> list[int]:
+        """The blocks that a partial match finds, in no special order."""
+        return list(self._beginnings.values())
+
+    def keep_beginnings(self, block_ids: Collection[int]) -> None:
+        """Of all blocks in the index a partial match finds these, and no others.
+
+        ``ValueError`` for blocks that are not here, or two of them with the same beginning.
+        """
+        self._version += 1
+        self._beginnings.clear()
+        for block_id in block_ids:
+            if block_id not in self._starts:
+                raise ValueError(f"block {block_id} is not kept")
+            parent, tokens = self._starts[block_id]
+            self._beginnings[parent, tokens[0]] = block_id
+        if len(self._beginnings) != len(block_ids):
+            raise ValueError("two blocks have the same beginning")
 
     def match(self, request: LlmRequest) -> PrefixMatch:
         """The longest cached beginning of the prompt, without its last token.

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.inference_request import NamedTensor
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_backend.stop_words import StopWordWatch
 from inflight_scheduler import FinishReason, LlmRequest
 
@@ -67,7 +69,8 @@ def test_an_answer_ends_with_the_first_word_in_it(
     assert llm_request.finish_reason is reason
 
 
-def test_requests_end_with_their_reason() -> None:
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+def test_requests_end_with_their_reason(overlap: OverlapScheduler) -> None:
     """The engine counts. Word by word, at the last token, at an end id, and cut by the limit."""
     recorder = ReasonRecorder(
         [
@@ -78,7 +81,8 @@ def test_requests_end_with_their_reason() -> None:
             request(5, [5, 6], 50, stop_words_list=words_list([6, 7], [8])),  # 6 is the prompt's
         ]
     )
-    with running(recorder):
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    with running(recorder, params=params):
         recorder.wait_for_finals(1, 2, 3, 4, 5)
     assert recorder.tokens(1) == [2, 3, 4, 5, 6, 7, 8]
     assert recorder.tokens(2) == [1, 2, 3, 4, 5, 6]

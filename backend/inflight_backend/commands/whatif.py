@@ -110,7 +110,7 @@ def _variants(
 ) -> Iterator[Variant]:
     """The recorded settings, then every combination of the others."""
     from inflight_scheduler import CapacitySchedulerPolicy
-    from inflight_scheduler.recording.lines import check_settings
+    from inflight_scheduler.recording.header import check_settings
     from inflight_scheduler.recording.whatif import Variant
 
     yield Variant("as recorded", settings)

@@ -39,6 +39,10 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
+    "priority": "priority",
+    "cache_salt": "cache_salt",
+    "max_queue_time_ms": "max_queue_time_ms",
+    "allotted_time_ms": "allotted_time_ms",
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 

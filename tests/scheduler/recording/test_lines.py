@@ -13,8 +13,9 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 
 from inflight_scheduler import ContextChunking
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.lines import Header, LineReader, LineWriter
+from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.records import (
     Arrival,
     Chunk,
@@ -24,7 +25,6 @@ from inflight_scheduler.recording.records import (
     Settings,
 )
 from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.simulation import default_scheduler
 from inflight_scheduler.recording.svg import write_svg
 from inflight_scheduler.recording.workload import read_workload
 
@@ -140,7 +140,7 @@ def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> No
 def outcome(text: str) -> str:
     """What a user reads about this recording, whichever way it is read."""
     with suppress(RecordingError):
-        write_svg(build_history(read(text), default_scheduler))
+        write_svg(build_history(read(text)))
     with suppress(RecordingError):
         read_workload(read(text))
     try:

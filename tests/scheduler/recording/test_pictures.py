@@ -18,7 +18,6 @@ from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
 from inflight_scheduler.recording.page import write_page
 from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.simulation import default_scheduler
 from inflight_scheduler.recording.svg import write_svg
 from inflight_scheduler.recording.trace import write_trace
 
@@ -32,7 +31,7 @@ def world() -> RecordedWorld:
 
 @pytest.fixture(scope="module")
 def history(world: RecordedWorld) -> History:
-    return build_history(read(world.text), default_scheduler)
+    return build_history(read(world.text))
 
 
 def test_rows_tell_what_the_world_did(world: RecordedWorld, history: History) -> None:
@@ -97,7 +96,7 @@ def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.Monke
         world = RecordedWorld(SETTINGS)
         monkeypatch.setattr("inflight_scheduler.recording.recorder.NUM_SEGMENTS", 1000)
         play(SETTINGS, num_requests=number, seed=1, world=world)
-        history = build_history(read(world.text), default_scheduler, with_reasons=False)
+        history = build_history(read(world.text), with_reasons=False)
         picture = write_svg(history)
         ElementTree.fromstring(picture)
         sizes.append(len(picture))
@@ -149,7 +148,7 @@ def test_a_hostile_name_is_only_text(write) -> None:  # type: ignore[no-untyped-
     while world.active:
         world.iterate()
     text = world.text.replace('"scheduler_class":null', f'"scheduler_class":{json.dumps(name)}')
-    picture = "".join(write(build_history(read(text), None)))
+    picture = "".join(write(build_history(read(text))))
     assert "<script>alert" not in picture
     assert str(2**63) in picture
 
@@ -170,4 +169,4 @@ def test_the_trace_has_one_slice_per_span_and_three_counters(history: History) -
 def test_an_empty_recording_is_no_picture() -> None:
     text = RecordedWorld(SETTINGS).text
     with pytest.raises(RecordingError, match="holds no request"):
-        build_history(read(text), default_scheduler)
+        build_history(read(text))
