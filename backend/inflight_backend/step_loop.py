@@ -13,10 +13,12 @@ signal); what that step draws for it is dropped.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from inflight_backend.step_outputs import StepOutputs
 from inflight_scheduler import LlmRequest, ScheduledBatch
 
 if TYPE_CHECKING:
@@ -51,12 +53,14 @@ class StepOutcome:
     """What one turn of a loop did.
 
     ``batch`` was started; ``advanced`` got a token, of that step or of the one before; the steps of
-    ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well.
+    ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well. ``outputs`` came
+    with the tokens, for requests that asked.
     """
 
     batch: ScheduledBatch
     advanced: list[LlmRequest] = field(default_factory=list)
     failed: list[LlmRequest] = field(default_factory=list)
+    outputs: StepOutputs | None = None
 
 
 class PlainSteps:
@@ -75,7 +79,8 @@ class PlainSteps:
             return StepOutcome(batch)
         try:
             tokens = batcher.engine.execute(batch)
-            return StepOutcome(batch, batcher.planner.update(batch, tokens))
+            advanced = batcher.planner.update(batch, tokens)
+            return StepOutcome(batch, advanced, outputs=batcher.take_outputs())
         except Exception:
             _log_failure(batch)
             batcher.recorder.failed()
@@ -112,10 +117,11 @@ class OverlappedSteps:
                 _log_failure(batch)
                 has_failed, self._running = True, None
         advanced = self._settle(before, failed)
+        outputs = None if before is None or failed else read_outputs(before[1])
         if has_failed:
             batcher.recorder.failed()
             failed += batcher.planner.discard(batch)
-        return StepOutcome(batch, advanced, failed)
+        return StepOutcome(batch, advanced, failed, outputs)
 
     def _settle(
         self, before: tuple[ScheduledBatch, PendingStep] | None, failed: list[LlmRequest]
@@ -135,6 +141,12 @@ class OverlappedSteps:
                 failed += planner.discard(self._running[0])
                 self._running = None
             return []
+
+
+def read_outputs(step: PendingStep) -> StepOutputs | None:
+    """What a step whose tokens were read has brought beside them; None if no request asked."""
+    read: Callable[[], StepOutputs | None] | None = getattr(step, "read_outputs", None)
+    return None if read is None else read()
 
 
 def _log_failure(batch: ScheduledBatch) -> None:
