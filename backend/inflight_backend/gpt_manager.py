@@ -25,13 +25,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
@@ -40,7 +36,6 @@ from inflight_backend.health import LoopHealth
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
-    NamedTensor,
     PollStopSignalCallback,
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
@@ -49,7 +44,9 @@ from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import validate
+from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
+from inflight_backend.stop_words import StopWordWatch
 from inflight_backend.why import describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -136,6 +133,8 @@ class GptManager:
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
+        self._stop_words = StopWordWatch()
+        self._gatherer = self._batcher.gatherer
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -280,6 +279,8 @@ class GptManager:
             self._static_stats = self._static_tally.count(self._batch)
         self._iteration += not self._batch.is_empty
         self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
+        self._gatherer.executed(outcome.advanced, outcome.outputs)
+        self._stop_words.check()
         for request in outcome.advanced:
             self._apply(request)
         for request in outcome.failed:
@@ -291,12 +292,14 @@ class GptManager:
         for response in responses:
             request, is_final, error = response.request, response.is_final, response.error
             try:
-                tensors = [] if error else _make_tensors(request, is_final)
+                tensors = [] if error else make_tensors(request, is_final, self._gatherer)
             except Exception:  # this one ends with an error, the others get theirs
                 _logger.exception("a response of request %d cannot be built", request.request_id)
                 tensors, is_final, error = [], True, "the response could not be built"
                 self._end(request, error)
                 self._responses = [kept for kept in self._responses if kept.request is not request]
+            if error:
+                self._gatherer.discard(request.request_id)
             self._call("send_response", self._send_cb, request.request_id, tensors, is_final, error)
 
     def poll_stop_signals(self) -> None:
@@ -330,12 +333,18 @@ class GptManager:
             return
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
+        self._stop_words.add(llm_request, llm_request.stop_words)
+        self._gatherer.add(llm_request, request.created_ns)
         self._batcher.recorder.arrived(llm_request, request.created_ns)
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
         if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
-            self._end(request, "the model's logits are not finite numbers")
+            self._end(
+                request,
+                "no token could be drawn: the model's logits are not finite numbers, or "
+                "'bad_words_list', 'embedding_bias' and the other rules forbid every token",
+            )
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming:
@@ -346,6 +355,7 @@ class GptManager:
         self._batcher.planner.release(request)
         if self._active.remove(request):
             self.health.ended()
+            self._stop_words.forget(request)
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
 
@@ -391,6 +401,7 @@ class GptManager:
             if self.health.has_failed_again or not is_intact:
                 self._batcher = self._batcher.renewed()
                 self._steps, self._active = self._batcher.make_steps(), self._batcher.active
+                self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
 
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""
@@ -410,31 +421,3 @@ def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
         future.set_result(question())
     except Exception as error:  # a question may fail, the loop goes on
         future.set_exception(error)
-
-
-def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
-    """What a response carries: new tokens when streaming, else prompt (if wanted) and answer.
-
-    The token that ended the request is not part of the answer (as in TensorRT-LLM, whose sequence
-    length counts only tokens to be output).
-    """
-    start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
-    if request.is_streaming:
-        start = request.orig_prompt_len + request.num_sent_tokens
-    end = request.num_drawn_tokens
-    if is_final and request.finish_reason == FinishReason.END_ID:
-        end -= 1
-    ids = request.tokens[start:end]
-    request.num_sent_tokens += len(ids)
-    return [
-        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
-        NamedTensor("sequence_length", _length_tensor(len(ids))),
-    ]
-
-
-@lru_cache(maxsize=64)
-def _length_tensor(length: int) -> npt.NDArray[np.int32]:
-    """[[length]], made once: a stream sends the same one with every token."""
-    tensor = np.array([[length]], dtype=np.int32)
-    tensor.flags.writeable = False
-    return tensor

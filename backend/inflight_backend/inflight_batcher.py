@@ -13,8 +13,10 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
+from inflight_backend.step_outputs import StepOutputs
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -131,12 +133,17 @@ class InflightBatcher:
         self.num_paused = 0
         # Engines without it are asked for nothing but full blocks.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
+        # Engines without it are asked for nothing but tokens.
+        self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
+            engine, "take_outputs", None
+        )
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse,
             may_copy_blocks=self._may_copy_blocks,
         )
+        self.gatherer = OutputGatherer()
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
         self._is_overlapped = params.overlap_scheduler.is_on(engine)
@@ -169,6 +176,7 @@ class InflightBatcher:
         self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
+        self.gatherer.planned(batch)
         return batch
 
     def is_idle_and_intact(self) -> bool:
@@ -186,6 +194,10 @@ class InflightBatcher:
         """A batcher without a past on the same engine; a recording ends here."""
         self.recorder.close()
         return InflightBatcher(self.engine, self.policy, replace(self._params, record_file=None))
+
+    def take_outputs(self) -> StepOutputs | None:
+        """What the plan executed last brought beside tokens; None if no request asked."""
+        return None if self._take_outputs is None else self._take_outputs()
 
     def explain(self) -> dict[int, WaitReason]:
         """Why the active requests that would not run now do not, by id.
@@ -299,6 +311,7 @@ class InflightBatcher:
             exclude_input_in_output=False,
             max_queue_seconds=params.max_queue_seconds,
             max_run_seconds=params.max_run_seconds,
+            is_observable=self._take_outputs is not None,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

@@ -13,11 +13,13 @@ signal); what that step draws for it is dropped.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from inflight_backend.step_outputs import StepOutputs
 from inflight_scheduler import LlmRequest, ScheduledBatch
 
 if TYPE_CHECKING:
@@ -52,13 +54,14 @@ class StepOutcome:
     """What one turn of a loop did.
 
     ``batch`` was started; ``advanced`` got a token, of that step or of the one before; the steps of
-    ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well. ``is_completed``:
-    the tokens of a step were read and applied.
+    ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well. ``outputs`` came
+    with the tokens, for requests that asked. ``is_completed``: the tokens of a step were applied.
     """
 
     batch: ScheduledBatch
     advanced: list[LlmRequest] = field(default_factory=list)
     failed: list[LlmRequest] = field(default_factory=list)
+    outputs: StepOutputs | None = None
     is_completed: bool = False
 
 
@@ -81,7 +84,9 @@ class PlainSteps:
             return StepOutcome(batch)
         try:
             tokens = batcher.engine.execute(batch)
-            return StepOutcome(batch, batcher.planner.update(batch, tokens), is_completed=True)
+            advanced = batcher.planner.update(batch, tokens)
+            outputs = batcher.take_outputs()
+            return StepOutcome(batch, advanced, outputs=outputs, is_completed=True)
         except Exception:
             _log_failure(batch)
             batcher.recorder.failed()
@@ -126,10 +131,11 @@ class OverlappedSteps:
                 has_failed, self._running = True, None
         advanced = self._settle(before, failed)
         is_completed = before is not None and not failed
+        outputs = read_outputs(before[1]) if before is not None and is_completed else None
         if has_failed:
             batcher.recorder.failed()
             failed += batcher.planner.discard(batch)
-        return StepOutcome(batch, advanced, failed, is_completed)
+        return StepOutcome(batch, advanced, failed, outputs, is_completed)
 
     def _settle(
         self, before: tuple[ScheduledBatch, PendingStep] | None, failed: list[LlmRequest]
@@ -149,6 +155,12 @@ class OverlappedSteps:
                 failed += planner.discard(self._running[0])
                 self._running = None
             return []
+
+
+def read_outputs(step: PendingStep) -> StepOutputs | None:
+    """What a step whose tokens were read has brought beside them; None if no request asked."""
+    read: Callable[[], StepOutputs | None] | None = getattr(step, "read_outputs", None)
+    return None if read is None else read()
 
 
 def _log_failure(batch: ScheduledBatch) -> None:

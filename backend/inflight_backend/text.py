@@ -64,6 +64,11 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a word inside a text: nothing is added to it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of some tokens, special tokens left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)

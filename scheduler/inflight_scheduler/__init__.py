@@ -26,7 +26,7 @@ from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_le
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState, SamplingParams
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.resources import (
     CrossBlocks,
     Forecast,
@@ -35,6 +35,7 @@ from inflight_scheduler.resources import (
     WindowBlocks,
 )
 from inflight_scheduler.reuse import PrefixMatch
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -47,6 +48,7 @@ from inflight_scheduler.scheduler import (
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",
+    "NO_OUTPUTS",
     "ActiveRequests",
     "BatchPlanner",
     "BlockAssignment",
@@ -71,6 +73,7 @@ __all__ = [
     "MaxRequestsScheduler",
     "MaxUtilizationScheduler",
     "MicroBatchScheduler",
+    "OutputParams",
     "PeftPages",
     "PrefixMatch",
     "RequestScheduler",

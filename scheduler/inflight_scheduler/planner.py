@@ -289,6 +289,9 @@ class BatchPlanner:
             sampling=request.sampling,
             end_id=request.end_id,
             min_end_position=request.orig_prompt_len + request.sampling.min_length,
+            prompt_len=request.orig_prompt_len,
+            tokens=tuple(request.tokens) if request.sampling.looks_back else (),
+            outputs=request.outputs,
         )
 
     def _plan_context(

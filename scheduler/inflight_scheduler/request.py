@@ -15,9 +15,10 @@ The life of the token list (beam width 1)::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams, Word
 
 
 class LlmRequestState(IntEnum):
@@ -60,23 +61,6 @@ class FinishReason(IntEnum):
     CANCELLED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn. Both ``top_k`` and ``top_p`` at 0 (off) mean greedy."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    seed: int = 0
-    min_length: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when the most likely token is always taken (TensorRT-LLM's rule)."""
-        no_filter = self.top_k == 0 and self.top_p == 0.0
-        return self.temperature == 0.0 or self.top_k == 1 or no_filter
-
-
 class PhaseTracker(Protocol):
     """Who wants to hear that a request has moved on (`ActiveRequests`)."""
 
@@ -100,9 +84,9 @@ class LlmRequest:
     are `PENDING_TOKEN`: they count wherever tokens are counted, and nobody has seen them.
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
-    have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
-    is its place in `ActiveRequests`, which is also its ``tracker``; ``arrival`` is its number among
-    all requests, if a queue before that has counted it.
+    have finished, on the clock of `time.monotonic`; the owner of the loop watches them, and
+    ``stop_words`` too. ``rank`` is its place in `ActiveRequests`, which is also its ``tracker``;
+    ``arrival`` is its number among all requests, if a queue before that has counted it.
 
     ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
     of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
@@ -132,6 +116,7 @@ class LlmRequest:
         "num_reused_blocks",
         "num_sent_tokens",
         "orig_prompt_len",
+        "outputs",
         "pad_id",
         "priority",
         "prompt_len",
@@ -142,6 +127,7 @@ class LlmRequest:
         "sampling",
         "seq_slot",
         "state",
+        "stop_words",
         "text_number",
         "tokens",
         "tracker",
@@ -166,6 +152,8 @@ class LlmRequest:
         lora_task_id: int | None = None,
         encoder_length: int = 0,
         draft_tokens: Sequence[int] = (),
+        stop_words: tuple[Word, ...] = (),
+        outputs: OutputParams = NO_OUTPUTS,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(input_tokens)
@@ -197,6 +185,8 @@ class LlmRequest:
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
+        self.stop_words = stop_words
+        self.outputs = outputs
         self.arrival: int | None = None
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None

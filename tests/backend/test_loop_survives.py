@@ -18,6 +18,8 @@ from inflight_backend.gpt_manager import GptManager
 from inflight_backend.health import MAX_FAILURES_IN_A_ROW, LoopHealth
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.response_tensors import make_tensors
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch
 
 FAILED = "the batch manager failed while it held this request"
@@ -79,14 +81,14 @@ def test_a_callback_that_ends_the_thread_does_not(name: str) -> None:
 def test_a_response_that_cannot_be_built_ends_its_request_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = gpt_manager._make_tensors
+    real = make_tensors
 
-    def make(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
+    def make(request: LlmRequest, is_final: bool, *more: Any) -> list[NamedTensor]:
         if request.request_id == 1 and request.num_tokens == 6:
             raise MemoryError
-        return real(request, is_final)
+        return real(request, is_final, *more)
 
-    monkeypatch.setattr(gpt_manager, "_make_tensors", make)
+    monkeypatch.setattr(gpt_manager, "make_tensors", make)
     recorder = Recorder([request(i, [100 * i], 20) for i in (1, 2)])
     with running(recorder) as manager:
         recorder.wait_for_finals(1, 2)
@@ -98,13 +100,18 @@ def test_a_response_that_cannot_be_built_ends_its_request_only(
 @pytest.mark.case(89, 118)
 @pytest.mark.parametrize("error", [AssertionError("ours"), SystemExit("out"), MemoryError()])
 @pytest.mark.parametrize("place", ["schedule", "update", "release", "measure", "plan"])
-def test_whatever_escapes_ends_all_and_starts_afresh(place: str, error: BaseException) -> None:
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+def test_whatever_escapes_ends_all_and_starts_afresh(
+    overlap: OverlapScheduler, place: str, error: BaseException
+) -> None:
     recorder = Recorder()
-    with running(recorder) as manager:
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    with running(recorder, params=params) as manager:
         batcher = manager._batcher
+        update = "update" if overlap is OverlapScheduler.OFF else "settle"
         once = {
             "schedule": lambda: replace(batcher, "schedule", error),
-            "update": lambda: replace(batcher.planner, "update", error),
+            "update": lambda: replace(batcher.planner, update, error),
             "plan": lambda: replace(batcher.planner, "plan", error),
             "release": lambda: replace(batcher.block_manager, "release", error),
             "measure": lambda: replace(manager, "_measure", error),

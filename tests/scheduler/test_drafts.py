@@ -155,6 +155,20 @@ class TestPlan:
             planner.update(planner.plan([], active.generation), [1])
             assert manager.num_blocks_of(1) == num_blocks
 
+    def test_others_open_their_blocks_in_time(self) -> None:
+        """The calendar of who opens a block is not read in a step with drafts."""
+        manager = BlockManager(8, 4)
+        active = ActiveRequests(manager)
+        planner = BatchPlanner(manager, 2, active)
+        plain, guessing = make_request(1, 2, 9), make_request(2, 1, 9)
+        for request in (plain, guessing):
+            active.add(request)
+        planner.update(planner.plan([plain, guessing], []), [1, 1])
+        for _ in range(3):  # tokens 3 to 5 of the plain one
+            drafting(guessing, 1 if plain.num_tokens == 3 else 0)
+            planner.update(planner.plan([], active.generation), [1, 1])
+        assert (plain.num_cached_tokens, manager.num_blocks_of(1)) == (5, 2)
+
     def test_a_pause_drops_them(self) -> None:
         request = running(1, 3)
         request.pause()

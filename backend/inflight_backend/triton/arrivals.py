@@ -59,28 +59,32 @@ class ArrivalQueue:
         """True once `drain` was called."""
         return self._is_draining
 
-    def put(self, request: InferenceRequest) -> None:
-        """Add a request; `CapacityExceeded` when the queue is full or nothing is accepted."""
-        llm_request = request.llm_request
-        assert llm_request is not None, "validate the request first"
+    def put(self, *requests: InferenceRequest) -> None:
+        """Add requests, all or none; `CapacityExceeded` when there is no room or when draining."""
         with self._lock:
             if self._is_draining:
                 raise CapacityExceeded("the server is shutting down; send the request elsewhere")
             if self._refusal:
                 raise CapacityExceeded(self._refusal)
-            if len(self._order) >= self._max_size:
+            if len(self._order) + len(requests) > self._max_size:
                 raise CapacityExceeded(
                     f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
                     "try again later"
                 )
-            self._num_arrivals += 1
-            arrival = llm_request.arrival = self._num_arrivals
-            rank = rank_at_arrival(arrival, llm_request.priority, self._priority_span)
-            entry = self._entries[request.request_id] = (rank, arrival, request)
-            insort(self._order, entry)
-            deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
-            if known := [deadline for deadline in deadlines if deadline is not None]:
-                self._watch(min(known), arrival, request.request_id)
+            for request in requests:
+                self._add(request)
+
+    def _add(self, request: InferenceRequest) -> None:
+        llm_request = request.llm_request
+        assert llm_request is not None, "validate the request first"
+        self._num_arrivals += 1
+        arrival = llm_request.arrival = self._num_arrivals
+        rank = rank_at_arrival(arrival, llm_request.priority, self._priority_span)
+        entry = self._entries[request.request_id] = (rank, arrival, request)
+        insort(self._order, entry)
+        deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
+        if known := [deadline for deadline in deadlines if deadline is not None]:
+            self._watch(min(known), arrival, request.request_id)
 
     def take(self, max_num_requests: int) -> list[InferenceRequest]:
         """The get-inference-requests callback; a negative number takes all."""

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
+from fakes import CountedStep, CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_harness import WAIT, Server, ids_of, wait_until
@@ -50,6 +50,13 @@ class SteppedEngine(CountingEngine):
         self.is_free = True
         self._granted.release()
 
+    def submit(self, batch: ScheduledBatch) -> CountedStep:
+        """What goes wrong is heard of late, when the step is read."""
+        try:
+            return super().submit(batch)
+        except Exception as error:
+            return LostStep(error)
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
         if not self.is_free:
             assert self._granted.acquire(timeout=WAIT)
@@ -62,6 +69,16 @@ class SteppedEngine(CountingEngine):
         if kind == "not a number":
             return [-1] * len(tokens)
         return tokens[:-1] if kind == "wrong count" else tokens
+
+
+class LostStep(CountedStep):
+    """A submitted step that fails."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def read(self) -> list[int]:
+        raise self._error
 
 
 class StrictSender(FakeSender):
@@ -157,7 +174,7 @@ class Story:
 
 
 @contextmanager
-def story(policy: str) -> Iterator[Story]:
+def story(policy: str, overlap: str) -> Iterator[Story]:
     """Four places, chunks of 8 tokens, and a pool that two long requests fill."""
     engine = SteppedEngine(num_blocks=16, max_num_tokens=8, max_seq_len=64)
     patches = (
@@ -173,6 +190,7 @@ def story(policy: str) -> Iterator[Story]:
             enable_chunked_context="true",
             enable_kv_cache_reuse="true",
             max_queue_size="3",
+            overlap_scheduler=overlap,
         )
         yield Story(server, engine)
 
@@ -191,10 +209,13 @@ acts = st.one_of(
 
 @pytest.mark.case(56, 57, 58, 59, 60, 61, 62, 66, 67, 86, 87, 89, 99, 117, 118)
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.parametrize("overlap", ["off", "on"])
 @settings(max_examples=60, deadline=None)
 @given(story_acts=st.lists(acts, min_size=4, max_size=40), is_unloaded=st.booleans())
-def test_one_final_whatever_happens(policy: str, story_acts: list[Any], is_unloaded: bool) -> None:
-    with story(policy) as told:
+def test_one_final_whatever_happens(
+    overlap: str, policy: str, story_acts: list[Any], is_unloaded: bool
+) -> None:
+    with story(policy, overlap) as told:
         for act, *arguments in story_acts:
             getattr(told, act)(*arguments)
         told.finish(is_unloaded)
