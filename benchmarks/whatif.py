@@ -77,12 +77,12 @@ def one_round(requests: list[TimedRequest], folder: Path) -> tuple[float, dict[s
     trials = {}
     for name, changes in {"as recorded": {}, **OTHERS}.items():
         changed = replace(settings, **changes)
-        predictions = [
+        predicted, fast, slow = (
             predict(changed, workload.jobs, cost.scaled(factor)) for factor in (1.0, 0.9, 1.1)
-        ]
+        )
         first = measured if not changes else measure(requests, folder / "other.jsonl", changes)
         again = measure(requests, folder / "other.jsonl", changes)
-        trials[name] = Trial(*predictions, first, again)
+        trials[name] = Trial(predicted, fast, slow, first, again)
     return cost.relative_error, trials
 
 
