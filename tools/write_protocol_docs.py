@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
 HEAD = """\
 # Tensors and parameters
 
-Written by `python tools/write_protocol_docs.py` from `inflight_client/protocol.py`; do not edit.
+Written by `python tools/write_protocol_docs.py` from `inflight_client/protocol`; do not edit.
 
 Shapes are without the batch dimension, as in `config.pbtxt`: a client sends `[1, ...]`. *Refused*
 means that a request which carries the tensor ends with an error that names it, unless its value

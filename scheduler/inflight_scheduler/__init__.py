@@ -12,6 +12,7 @@ from inflight_scheduler.batch import (
 from inflight_scheduler.block_manager import BlockManager, ReuseStats
 from inflight_scheduler.blocks import BlockPool
 from inflight_scheduler.capacity import (
+    CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
@@ -26,10 +27,18 @@ from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
 from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState, SamplingParams
+from inflight_scheduler.resources import (
+    CrossBlocks,
+    Forecast,
+    PeftPages,
+    Resource,
+    WindowBlocks,
+)
 from inflight_scheduler.reuse import PrefixMatch
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
+    ScheduleResult,
     SimpleScheduler,
     TrtGptModelType,
     make_capacity_scheduler,
@@ -45,13 +54,16 @@ __all__ = [
     "BlockForecast",
     "BlockManager",
     "BlockPool",
+    "CapacityResult",
     "CapacityScheduler",
     "CapacitySchedulerPolicy",
     "ContextChunk",
     "ContextChunking",
     "ContextChunkingPolicy",
     "ContextTooLong",
+    "CrossBlocks",
     "FinishReason",
+    "Forecast",
     "GuaranteedNoEvictScheduler",
     "InvalidDecision",
     "LlmRequest",
@@ -59,10 +71,13 @@ __all__ = [
     "MaxRequestsScheduler",
     "MaxUtilizationScheduler",
     "MicroBatchScheduler",
+    "PeftPages",
     "PrefixMatch",
     "RequestScheduler",
+    "Resource",
     "ReuseStats",
     "SamplingParams",
+    "ScheduleResult",
     "ScheduledBatch",
     "SchedulerError",
     "SimpleScheduler",
@@ -72,6 +87,7 @@ __all__ = [
     "TrtGptModelType",
     "WaitCode",
     "WaitReason",
+    "WindowBlocks",
     "check_decision",
     "explain",
     "explain_left_out",

@@ -10,7 +10,8 @@ the work of deciding should grow with what changed. `ActiveRequests` hears of ev
   ``tokens_per_block`` does, and nobody else needs to be looked at.
 
 The calendar may be early, never late: a running request gains at most one token per plan, so an
-entry is a lower bound, looked at again when its time has come.
+entry is a lower bound, looked at again when its time has come. Whoever gets or loses draft tokens,
+which can bring it several at once, is looked at in the next step.
 
 **Order and waiting.** The rank of a request is its number of arrival minus ``priority_span`` times
 its priority; the lowest rank comes first. So among requests that arrive close together priority
@@ -63,7 +64,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         "_phases",
         "block_manager",
         "num_blocks_at_completion",
-        "num_with_beams",
+        "num_with_beams_or_adapter",
+        "num_with_drafts",
         "priority_span",
     )
 
@@ -75,7 +77,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         self.block_manager = block_manager
         self.priority_span = priority_span
         self.num_blocks_at_completion = 0  # of all started contexts and generations
-        self.num_with_beams = 0
+        self.num_with_beams_or_adapter = 0
+        self.num_with_drafts = 0
         self._num_arrivals = 0
         self._by_id: dict[int, LlmRequest] = {}
         self._order = _Line()
@@ -118,7 +121,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         request.tracker = self
         self._by_id[request.request_id] = request
         self._order.insert(request)
-        self.num_with_beams += request.beam_width != 1
+        self.num_with_beams_or_adapter += _has_beams_or_adapter(request)
+        self.num_with_drafts += request.num_draft_tokens > 0
         self._enter(request, _phase(request))
 
     def remove(self, request: LlmRequest) -> bool:
@@ -128,7 +132,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         del self._by_id[request.request_id]
         request.tracker = None
         self._order.remove(request)
-        self.num_with_beams -= request.beam_width != 1
+        self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
+        self.num_with_drafts -= request.num_draft_tokens > 0
         self._leave(request)
         return True
 
@@ -138,6 +143,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         if phase is not self._phase_of[request.request_id]:
             self._leave(request)
             self._enter(request, phase)
+
+    def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
+        """What a request calls when it has other draft tokens."""
+        self.num_with_drafts += (request.num_draft_tokens > 0) - (num_before > 0)
+        if request.request_id in self._border_at:
+            self._set_border(request, 0)
 
     @property
     def fresh(self) -> Sequence[LlmRequest]:
@@ -162,11 +173,10 @@ class ActiveRequests(Sequence[LlmRequest]):
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
         due: dict[int, LlmRequest] = {}
-        tokens_per_block = self.block_manager.tokens_per_block
         for request_id, request in self._borders.pop(self._clock, {}).items():
             if self._border_at.get(request_id) != self._clock:
                 continue  # it has left generation meanwhile
-            num_places_left = -request.num_cached_tokens % tokens_per_block
+            num_places_left = self.block_manager.num_places_left(request)
             if num_places_left == 0:
                 due[request_id] = request
             else:
@@ -176,7 +186,10 @@ class ActiveRequests(Sequence[LlmRequest]):
         return list(due.values())
 
     def tick(self, have_all_run: bool) -> None:
-        """A plan was made, for everybody who generates or not: the next one is another step."""
+        """A plan was made; the next one is another step.
+
+        ``have_all_run``: it gives everybody who generates one token.
+        """
         due = self._borders.pop(self._clock, {})
         last = self._clock
         self._clock += 1
@@ -200,7 +213,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         running = [*self.started, *self.generation]
         num_blocks = sum(map(manager.get_blocks_at_completion, running))
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
-        assert self.num_with_beams == sum(request.beam_width != 1 for request in requests)
+        assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
+        assert self.num_with_drafts == sum(request.num_draft_tokens > 0 for request in requests)
         due = {request.request_id for request in self.due_requests()}
         at_border = [r.request_id for r in self.generation if manager.num_places_left(r) == 0]
         assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
@@ -251,6 +265,10 @@ class _Line:
         if self._view is None:
             self._view = list(self.requests)
         return self._view
+
+
+def _has_beams_or_adapter(request: LlmRequest) -> bool:
+    return request.beam_width != 1 or request.lora_task_id is not None
 
 
 def _phase(request: LlmRequest) -> Phase:

@@ -3,8 +3,8 @@
 `capacity` and `micro_batch` are the rules. Here are their results for the usual case, read off the
 sums of `ActiveRequests`: everybody who runs goes on, and the first waiting requests start if there
 is room. Each function answers None when it is not the usual case (somebody must be paused, the
-batch is full, beams, steps still in flight, ...); then the rules walk. That both always decide
-alike is tested as a property.
+batch is full, beams, adapters, drafts, further resources, steps still in flight, ...); then the
+rules walk. That both always decide alike is tested as a property.
 """
 
 from __future__ import annotations
@@ -47,10 +47,16 @@ def decide(
 
 
 def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
-    """True for schedulers whose rules are known here; not for subclasses, nor moved gates."""
+    """True for schedulers whose rules are known here.
+
+    Not for subclasses, moved gates, further resources and attention windows.
+    """
     policies = (GuaranteedNoEvictScheduler, StaticBatchScheduler, MaxUtilizationScheduler)
     return (
-        type(capacity) in policies
+        isinstance(capacity, policies)
+        and type(capacity) in policies
+        and not capacity.resources
+        and capacity.block_manager.window_size is None
         and type(micro_batch) is MicroBatchScheduler
         and capacity.no_schedule_until_state == LlmRequestState.CONTEXT_INIT
         and capacity.no_schedule_after_state == LlmRequestState.GENERATION_COMPLETE
@@ -64,7 +70,8 @@ def _is_usual(capacity: CapacityScheduler, active: ActiveRequests) -> bool:
     num_running = len(active.started) + len(active.generation)
     return (
         active.num_others == 0
-        and active.num_with_beams == 0
+        and active.num_with_beams_or_adapter == 0
+        and active.num_with_drafts == 0
         and num_running <= capacity.max_num_requests
         and num_running == active.block_manager.num_holders
     )

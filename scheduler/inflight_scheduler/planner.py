@@ -3,7 +3,9 @@
 Order of side effects in `BatchPlanner.plan`: paused requests give back blocks and slots, then
 fresh contexts take a slot and share the cached blocks (before anybody allocates, so that none of
 these can be evicted), then contexts take the other blocks of their whole prompt, then generation
-steps take the block their token opens. There is no rollback, since a decision that was made by our
+steps take the block their token opens. Draft tokens take room like tokens that are sure; those for
+which a last chunk has no room are dropped, and `BatchPlanner.update` drops all of the step, since
+they have been verified then. There is no rollback, since a decision that was made by our
 schedulers, or has passed `check_decision`, always has room; if it has not, that is our bug and an
 `AssertionError`.
 
@@ -134,7 +136,7 @@ class BatchPlanner:
             generation = generation_requests if is_everybody else list(generation_requests)
             self._planned[batch.iteration] = (list(context_requests), generation)
             if self.active is not None:
-                self.active.tick(is_everybody)
+                self.active.tick(is_everybody and self.active.num_with_drafts == 0)
         return batch
 
     def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
@@ -163,16 +165,16 @@ class BatchPlanner:
                 continue
             request.move_to_next_context_chunk()
             if token is not None:
-                request.add_new_token(token)
+                _advance(request, token)
                 self.block_manager.store(request)
                 advanced.append(request)
-        if is_complete:
+        if is_complete and self.active is not None and self.active.num_with_drafts == 0:
             add_new_tokens(generation_requests, token_iterator)
             return [*advanced, *generation_requests]
         slots = batch.generation_slots
         for request, slot, token in zip(generation_requests, slots, token_iterator, strict=True):
             if request.seq_slot == slot and not request.is_finished:
-                request.add_new_token(token)
+                _advance(request, token)
                 advanced.append(request)
         return advanced
 
@@ -230,7 +232,10 @@ class BatchPlanner:
         slot = request.seq_slot
         assert slot is not None
         first_own = len(new_blocks)
-        self._grow(request, slot, request.prompt_len, new_blocks)
+        if request.is_last_context_chunk and request.num_chunk_drafts < request.num_draft_tokens:
+            request.set_draft_tokens(request.draft_tokens[: request.num_chunk_drafts])
+        num_tokens = self.block_manager.num_tokens_after_step(request)
+        self._grow(request, slot, num_tokens, new_blocks)
         if request.request_id in sources:
             destination = new_blocks[first_own].block_id
             copies.append(BlockCopy(sources[request.request_id], destination))
@@ -245,26 +250,25 @@ class BatchPlanner:
     def _plan_generation(
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
     ) -> tuple[int, ...]:
-        """Slots of ``requests``; who opens a block gets one."""
-        if self.active is not None and self._is_everybody(requests):
-            due: Sequence[LlmRequest] = self.active.due_requests()
+        """Slots of ``requests``; who opens blocks gets them."""
+        manager, active = self.block_manager, self.active
+        if active is not None and self._is_everybody(requests) and active.num_with_drafts == 0:
+            due: Sequence[LlmRequest] = active.due_requests()
             if requests is not self._generation:
                 self._generation, self._generation_slots = requests, _slots_of(requests)
             slots = self._generation_slots
         else:
-            num_places_left = self.block_manager.num_places_left
-            due = [request for request in requests if num_places_left(request) == 0]
+            num_places_left = manager.num_places_left
+            due = [r for r in requests if num_places_left(r) == 0 or r.draft_tokens]
             slots = _slots_of(requests)
-        tokens_per_block = self.block_manager.tokens_per_block
         for request in due:
-            slot, request_id = request.seq_slot, request.request_id
+            slot = request.seq_slot
             assert slot is not None
-            # A step that is still running may have opened the block already.
-            num_places = self.block_manager.num_blocks_of(request_id) * tokens_per_block
-            if request.num_cached_tokens < num_places:
+            if request.draft_tokens or manager.window_size is not None:
+                self._grow(request, slot, manager.num_tokens_after_step(request), new_blocks)
                 continue
-            appended = self.block_manager.append_block(request_id)
-            assert appended is not None, _no_room(request, num_places + 1, self.block_manager)
+            appended = manager.append_block(request.request_id)
+            assert appended is not None, _no_room(request, request.num_tokens, manager)
             new_blocks.append(BlockAssignment(slot, *appended))
         return slots
 
@@ -278,6 +282,13 @@ class BatchPlanner:
             BlockAssignment(slot, index, block_id)
             for index, block_id in enumerate(block_ids, start=first_index)
         )
+
+
+def _advance(request: LlmRequest, token: int) -> None:
+    """The step has run: its drafts are verified, and the text goes on with ``token``."""
+    if request.draft_tokens:
+        request.set_draft_tokens(())
+    request.add_new_token(token)
 
 
 def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:

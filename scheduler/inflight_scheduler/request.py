@@ -38,8 +38,10 @@ class LlmRequestState(IntEnum):
 
 
 # The loops of the scheduler read states some thousand times per iteration.
+_ENCODER_INIT = LlmRequestState.ENCODER_INIT
+_DISAGG_GENERATION_INIT = LlmRequestState.DISAGG_GENERATION_INIT
+_TRANS_COMPLETE = LlmRequestState.DISAGG_GENERATION_TRANS_COMPLETE
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
-_GENERATION_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
@@ -78,6 +80,9 @@ class PhaseTracker(Protocol):
     def phase_changed(self, request: LlmRequest) -> None:
         """The state or the place in the context of ``request`` is another one now."""
 
+    def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
+        """``request`` has other draft tokens now than the ``num_before`` it had."""
+
 
 class LlmRequest:
     """One request inside the batch manager: its tokens, limits and progress.
@@ -91,6 +96,11 @@ class LlmRequest:
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
     is its place in `ActiveRequests`, which is also its ``tracker``.
+
+    ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
+    of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
+    next, verified by its next step; treat them as read-only and set them with
+    `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context.
     """
 
     __slots__ = (
@@ -99,12 +109,16 @@ class LlmRequest:
         "cache_salt",
         "context_chunk_size",
         "context_current_position",
+        "draft_tokens",
+        "encoder_length",
         "end_id",
         "exclude_input_in_output",
         "finish_reason",
         "is_streaming",
+        "lora_task_id",
         "max_new_tokens",
         "max_num_tokens",
+        "num_chunk_drafts",
         "num_pauses",
         "num_reused_blocks",
         "num_sent_tokens",
@@ -140,6 +154,9 @@ class LlmRequest:
         cache_salt: bytes = b"",
         queue_deadline: float | None = None,
         run_deadline: float | None = None,
+        lora_task_id: int | None = None,
+        encoder_length: int = 0,
+        draft_tokens: Sequence[int] = (),
     ) -> None:
         self.request_id = request_id
         self.tokens = list(input_tokens)
@@ -156,7 +173,11 @@ class LlmRequest:
         self.cache_salt = cache_salt
         self.block_keys: list[bytes] = []
         self.text_number = -1
-        self.state = LlmRequestState.CONTEXT_INIT
+        self.lora_task_id = lora_task_id
+        self.encoder_length = encoder_length
+        self.draft_tokens = tuple(draft_tokens)
+        self.num_chunk_drafts = len(self.draft_tokens)
+        self.state = self._first_state
         self.finish_reason = FinishReason.NOT_FINISHED
         self.context_current_position = 0
         self.context_chunk_size = self.prompt_len
@@ -203,9 +224,24 @@ class LlmRequest:
         return self.state is _CONTEXT_INIT
 
     @property
+    def is_encoder_init_state(self) -> bool:
+        """True while the encoder has not run."""
+        return self.state is _ENCODER_INIT
+
+    @property
+    def is_disagg_generation_init_state(self) -> bool:
+        """True while its context is computed elsewhere and its KV has not begun to come."""
+        return self.state is _DISAGG_GENERATION_INIT
+
+    @property
     def is_generation_in_progress_state(self) -> bool:
-        """True while tokens are generated one step at a time."""
-        return _GENERATION_IN_PROGRESS <= self.state <= _GENERATION_TO_COMPLETE
+        """True while tokens are generated step by step (also right after the KV has come)."""
+        return _TRANS_COMPLETE <= self.state <= _GENERATION_TO_COMPLETE
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Guesses that its next step verifies."""
+        return len(self.draft_tokens)
 
     @property
     def has_started(self) -> bool:
@@ -246,6 +282,29 @@ class LlmRequest:
             self.state = LlmRequestState.GENERATION_IN_PROGRESS
         self._tell_phase()
 
+    def finish_encoder(self) -> None:
+        """The encoder has run: the context comes next."""
+        self.state = LlmRequestState.CONTEXT_INIT
+        self._tell_phase()
+
+    def set_draft_tokens(self, tokens: Sequence[int]) -> None:
+        """Take ``tokens`` as the guesses of the next step, instead of those it had.
+
+        A context that has started reserved room for the drafts it had then, so it may only drop
+        some: `ValueError` for more. Keep beam width + drafts within the token budget.
+        """
+        num_before = len(self.draft_tokens)
+        has_reserved = self.is_context_init_state and self.seq_slot is not None
+        if has_reserved and len(tokens) > num_before:
+            raise ValueError(
+                f"request {self.request_id}: {len(tokens)} draft tokens, but its context started "
+                f"with {num_before}; give no more until it generates"
+            )
+        self.draft_tokens = tuple(tokens)
+        self.num_chunk_drafts = len(self.draft_tokens)
+        if self.tracker is not None:
+            self.tracker.drafts_changed(self, num_before)
+
     def add_new_token(self, token: int) -> None:
         """Append a generated token and finish on ``end_id`` or at ``max_new_tokens``."""
         self.tokens.append(token)
@@ -261,20 +320,29 @@ class LlmRequest:
         self._tell_phase()
 
     def pause(self) -> None:
-        """Go back to the context phase with all tokens so far as prompt (beam width 1).
+        """Go back to the first phase with all tokens so far as prompt.
 
-        The caller frees blocks and slot. What was sent stays counted in ``num_sent_tokens``, so a
-        streaming client sees neither a gap nor a duplicate after the resume.
+        With beams these are thrown away and generated again. Drafts are dropped. The caller frees
+        blocks and slot. What was sent stays counted in ``num_sent_tokens``, so a streaming client
+        sees neither a gap nor a duplicate after the resume.
         """
+        if self.beam_width > 1:
+            del self.tokens[self.prompt_len :]
         moved = len(self.tokens) - self.prompt_len
         self.prompt_len += moved
         self.max_new_tokens -= moved
+        if self.draft_tokens:
+            self.set_draft_tokens(())
         self.context_current_position = 0
         self.context_chunk_size = self.prompt_len
         self.seq_slot = None
         self.num_pauses += 1
-        self.state = LlmRequestState.CONTEXT_INIT
+        self.state = self._first_state
         self._tell_phase()
+
+    @property
+    def _first_state(self) -> LlmRequestState:
+        return LlmRequestState.CONTEXT_INIT if self.encoder_length == 0 else _ENCODER_INIT
 
     def _tell_phase(self) -> None:
         if self.tracker is not None:

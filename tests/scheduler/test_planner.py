@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.world import FakeEngine, make_request, tokens_alone
+from scheduler.fake_engine import FakeEngine, tokens_alone
+from scheduler.world import make_request
 
 from inflight_scheduler import (
     BatchPlanner,

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from scheduler.world import draw, make_request
+from scheduler.fake_engine import draw
+from scheduler.world import make_request
 
 from inflight_scheduler import (
     ActiveRequests,

@@ -1,0 +1,49 @@
+"""The wire in one table: every tensor and parameter, with type, shape and what we do with it.
+
+Everything that names a tensor or a parameter reads it from here: request validation, the
+``config.pbtxt`` (a test compares), the clients and the docs. Names, types and order follow
+``tensorrtllm_backend`` v0.19 (its `config.pbtxt` files), with the names that
+were changed later beside the old ones.
+
+A tensor that is not honoured yet is *refused by name* unless it carries its neutral value (the one
+that asks for nothing), because existing clients send those by default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from inflight_client.protocol.ensemble import ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
+from inflight_client.protocol.inputs import CONTROL_INPUTS, INPUT_BY_NAME, INPUTS, RENAMED_INPUTS
+from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
+from inflight_client.protocol.parameters import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS
+from inflight_client.protocol.specs import DTYPE_TO_NUMPY, EMPTY, ParameterSpec, TensorSpec
+
+__all__ = [
+    "CONTROL_INPUTS",
+    "DTYPE_TO_NUMPY",
+    "EMPTY",
+    "ENSEMBLE_INPUT_MAP",
+    "ENSEMBLE_MODEL_NAME",
+    "ENSEMBLE_OUTPUT_MAP",
+    "INPUTS",
+    "INPUT_BY_NAME",
+    "LLM_MODEL_NAME",
+    "OUTPUTS",
+    "OUTPUT_BY_NAME",
+    "PARAMETERS",
+    "PARAMETER_BY_NAME",
+    "RENAMED_INPUTS",
+    "TRITON_PARAMETERS",
+    "ParameterSpec",
+    "TensorSpec",
+    "names",
+]
+
+LLM_MODEL_NAME = "tensorrt_llm"
+ENSEMBLE_MODEL_NAME = "ensemble"
+
+
+def names(specs: Iterable[TensorSpec | ParameterSpec]) -> list[str]:
+    """The names of some rows of the table, in order."""
+    return [spec.name for spec in specs]

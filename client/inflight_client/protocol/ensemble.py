@@ -1,0 +1,55 @@
+"""The tensors of the ``ensemble`` model, mapped to those of ``tensorrt_llm``."""
+
+from __future__ import annotations
+
+from inflight_client.protocol.outputs import OUTPUTS
+
+ENSEMBLE_INPUT_MAP: dict[str, str] = {
+    "text_input": "text_input",
+    "max_tokens": "max_tokens",
+    "num_return_sequences": "num_return_sequences",
+    "exclude_input_in_output": "exclude_input_in_output",
+    "end_id": "end_id",
+    "pad_id": "pad_id",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "temperature": "temperature",
+    "length_penalty": "len_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "min_length": "min_length",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "random_seed": "random_seed",
+    "return_log_probs": "return_log_probs",
+    "return_context_logits": "return_context_logits",
+    "return_generation_logits": "return_generation_logits",
+    "return_perf_metrics": "return_perf_metrics",
+    "beam_width": "beam_width",
+    "stream": "stream",
+    "prompt_embedding_table": "prompt_embedding_table",
+    "prompt_vocab_size": "prompt_vocab_size",
+    "lora_task_id": "lora_task_id",
+    "lora_weights": "lora_weights",
+    "lora_config": "lora_config",
+    "guided_decoding_guide_type": "guided_decoding_guide_type",
+    "guided_decoding_guide": "guided_decoding_guide",
+}
+"""Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
+
+_NOT_IN_ENSEMBLE = frozenset(
+    [
+        "output_ids",
+        "sequence_length",
+        "context_phase_params",
+        "num_input_tokens",
+        "num_output_tokens",
+        "stats",
+        "why",
+        "recording",
+    ]
+)
+
+ENSEMBLE_OUTPUT_MAP: dict[str, str] = {"text_output": "text_output"} | {
+    spec.name: spec.name for spec in OUTPUTS if spec.name not in _NOT_IN_ENSEMBLE
+}
+"""Output of the ``ensemble`` model -> output of ``tensorrt_llm``."""

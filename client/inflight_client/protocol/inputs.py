@@ -1,0 +1,129 @@
+"""Every input tensor of the model, in the order of `config.pbtxt`."""
+
+from __future__ import annotations
+
+from inflight_client.protocol.specs import EMPTY, TensorSpec, honoured, ragged, scalar
+
+INPUTS: tuple[TensorSpec, ...] = (
+    honoured(ragged("input_ids", "INT32", (-1,), "prompt as token ids")),
+    ragged("encoder_input_features", "FP16", (-1, -1), "features for an encoder"),
+    scalar("encoder_output_lengths", "INT32", "encoder output length"),
+    honoured(scalar("input_lengths", "INT32", "number of ids of the prompt that count")),
+    honoured(scalar("request_output_len", "INT32", "maximum number of new tokens")),
+    scalar("num_return_sequences", "INT32", "sequences to return for the prompt", 1),
+    ragged("draft_input_ids", "INT32", (-1,), "draft tokens for speculative decoding"),
+    ragged("decoder_input_ids", "INT32", (-1,), "decoder prompt of an encoder-decoder model"),
+    scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids"),
+    ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"),
+    scalar("draft_acceptance_threshold", "FP32", "acceptance threshold of drafts"),
+    honoured(scalar("end_id", "INT32", "token that ends the answer; -1 = none")),
+    honoured(scalar("pad_id", "INT32", "token that pads beams of unequal length")),
+    ragged("stop_words_list", "INT32", (2, -1), "stop words as token ids and end offsets"),
+    ragged("bad_words_list", "INT32", (2, -1), "forbidden words as token ids and end offsets"),
+    ragged("embedding_bias", "FP32", (-1,), "bias added to the logits"),
+    scalar("beam_width", "INT32", "number of beams", 1),
+    honoured(scalar("temperature", "FP32", "divides the logits; 0 = greedy")),
+    honoured(scalar("runtime_top_k", "INT32", "draw among the k most likely; 0 = off")),
+    honoured(scalar("runtime_top_p", "FP32", "draw within probability mass p; 0 = off")),
+    scalar("runtime_top_p_min", "FP32", "lower bound of a decaying top_p", 1e-6),
+    scalar("runtime_top_p_decay", "FP32", "decay of top_p per token", 1.0),
+    scalar("runtime_top_p_reset_ids", "INT32", "token that resets a decaying top_p", -1),
+    scalar("len_penalty", "FP32", "beam search: length penalty", 1.0),
+    scalar("early_stopping", "BOOL", "beam search: stop early", False),
+    scalar("repetition_penalty", "FP32", "multiplicative penalty of tokens seen", 1.0),
+    scalar("presence_penalty", "FP32", "additive penalty of tokens generated", 0.0),
+    scalar("frequency_penalty", "FP32", "additive penalty by count of tokens generated", 0.0),
+    scalar("beam_search_diversity_rate", "FP32", "beam search: diversity", 0.0),
+    honoured(scalar("min_length", "INT32", "minimum number of new tokens")),
+    honoured(scalar("min_tokens", "INT32", "newer name of min_length")),
+    honoured(scalar("random_seed", "UINT64", "seed of the draw")),
+    honoured(scalar("seed", "UINT64", "newer name of random_seed")),
+    scalar("return_log_probs", "BOOL", "return log probabilities", False),
+    scalar("return_context_logits", "BOOL", "return the logits of the prompt", False),
+    scalar("return_generation_logits", "BOOL", "return the logits of new tokens", False),
+    scalar("return_perf_metrics", "BOOL", "return times and cache use of the request", False),
+    scalar("return_num_input_tokens", "BOOL", "return num_input_tokens", False),
+    scalar("return_num_output_tokens", "BOOL", "return num_output_tokens", False),
+    honoured(scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer")),
+    honoured(scalar("stop", "BOOL", "end the running request that has this request id")),
+    honoured(scalar("streaming", "BOOL", "one response per step instead of one at the end")),
+    ragged("prompt_embedding_table", "FP16", (-1, -1), "p-tuning table"),
+    ragged("prompt_table_extra_ids", "UINT64", (-1,), "ids of prompt table rows"),
+    scalar("prompt_vocab_size", "INT32", "rows of the p-tuning table", 0),
+    ragged("cross_attention_mask", "BOOL", (-1, -1), "mask over the encoder output"),
+    TensorSpec("mrope_rotary_cos_sin", "FP32", (-1,), "multimodal rope", neutral=EMPTY),
+    TensorSpec("mrope_position_deltas", "INT64", (1,), "multimodal rope"),
+    scalar("lora_task_id", "UINT64", "adapter id", 0),
+    ragged("lora_weights", "FP16", (-1, -1), "adapter weights"),
+    ragged("lora_config", "INT32", (-1, 3), "adapter modules, layers and ranks"),
+    ragged("context_phase_params", "UINT8", (-1,), "state of a disaggregated context phase"),
+    TensorSpec(
+        "skip_cross_attn_blocks",
+        "BOOL",
+        (1,),
+        "skip cross attention",
+        is_ragged=True,
+        neutral=False,
+    ),
+    ragged("retention_token_range_starts", "INT32", (-1,), "cache retention: range starts"),
+    ragged("retention_token_range_ends", "INT32", (-1,), "cache retention: range ends"),
+    ragged("retention_token_range_priorities", "INT32", (-1,), "cache retention: priorities"),
+    ragged("retention_token_range_durations_ms", "INT32", (-1,), "cache retention: durations"),
+    TensorSpec(
+        "retention_decode_priority",
+        "INT32",
+        (1,),
+        "cache retention: priority of generated blocks",
+        is_ragged=True,
+    ),
+    TensorSpec(
+        "retention_decode_duration_ms",
+        "INT32",
+        (1,),
+        "cache retention: duration of generated blocks",
+        is_ragged=True,
+    ),
+    TensorSpec(
+        "guided_decoding_guide_type",
+        "STRING",
+        (1,),
+        "kind of grammar that guides the answer",
+        is_ragged=True,
+    ),
+    TensorSpec(
+        "guided_decoding_guide",
+        "STRING",
+        (1,),
+        "grammar that guides the answer",
+        is_ragged=True,
+    ),
+    TensorSpec("lookahead_window_size", "INT32", (1,), "lookahead decoding", is_ragged=True),
+    TensorSpec("lookahead_ngram_size", "INT32", (1,), "lookahead decoding", is_ragged=True),
+    TensorSpec(
+        "lookahead_verification_set_size", "INT32", (1,), "lookahead decoding", is_ragged=True
+    ),
+    # Ours: text in and out of the same model, and the live feed of statistics.
+    TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
+    TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
+    TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
+    TensorSpec(
+        "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
+    ),
+    TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
+    TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
+)
+
+INPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in INPUTS}
+
+RENAMED_INPUTS: dict[str, str] = {
+    "min_tokens": "min_length",
+    "seed": "random_seed",
+    "max_tokens": "request_output_len",
+    "stream": "streaming",
+}
+"""Another name of an input -> the name used inside. Sending both is an error."""
+
+CONTROL_INPUTS: frozenset[str] = frozenset(
+    {"stop", "stream", "streaming", "stats", "why", "recording", "text_input"}
+)
+"""Consumed by the Triton model; not tensors of an `InferenceRequest`."""

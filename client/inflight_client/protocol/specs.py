@@ -1,0 +1,71 @@
+"""What a row of the wire's tables says, and the short forms the tables are written in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+EMPTY = "empty"
+"""Neutral value of a list tensor: no elements."""
+
+DTYPE_TO_NUMPY: dict[str, type[np.generic]] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "UINT64": np.uint64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "STRING": np.object_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the model.
+
+    ``dims`` are without the batch dimension. ``is_scalar``: the model sees one value per row
+    (``reshape: {shape: []}`` in the config). ``neutral`` is the value that may be sent although the
+    tensor is not honoured; None means that sending it at all is refused.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    meaning: str
+    is_scalar: bool = False
+    is_ragged: bool = False
+    is_honoured: bool = False
+    neutral: float | int | bool | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One key of the model's ``parameters`` block. ``default`` "" means not set."""
+
+    name: str
+    kind: str  # "int" | "float" | "bool" | "choice" | "str"
+    default: str
+    meaning: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    is_honoured: bool = True
+
+
+def scalar(
+    name: str, dtype: str, meaning: str, neutral: float | int | bool | str | None = None
+) -> TensorSpec:
+    """One value per row."""
+    return TensorSpec(name, dtype, (1,), meaning, is_scalar=True, neutral=neutral)
+
+
+def ragged(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
+    """A list whose length may differ from request to request."""
+    return TensorSpec(name, dtype, dims, meaning, is_ragged=True, neutral=EMPTY)
+
+
+def honoured(spec: TensorSpec) -> TensorSpec:
+    """The row of a tensor that is honoured, whatever its value."""
+    return replace(spec, is_honoured=True, neutral=None)
