@@ -179,7 +179,7 @@ def test_the_texts_a_ring_remembers_are_bounded() -> None:
         (lambda cache: cache["kept"].pop(), "kept must hold rows of 3"),
         (lambda cache: cache["kept"].extend(cache["kept"][:3]), "is kept twice"),
         (lambda cache: cache["tables"].pop(), "an entry for each active request"),
-        (lambda cache: next(filter(None, cache["tables"])).pop(), "holds 0 blocks"),
+        (lambda cache: next(filter(None, cache["tables"])).pop(), r"holds \d+ blocks"),
         (lambda cache: cache.update(of=["x"]), "a whole number is expected"),
         (lambda cache: cache.update(texts=2**60), "texts is 1152921504606846976"),
         (lambda cache: cache["parts"].extend([0, 10**9, 4, 0]), "parts is 1000000000"),
