@@ -14,7 +14,7 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWo
 from scheduler.world import make_request
 
 from inflight_scheduler import FinishReason
-from inflight_scheduler.recording import svg
+from inflight_scheduler.recording import page, svg
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
 from inflight_scheduler.recording.page import write_page
@@ -106,6 +106,27 @@ def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.Monke
     assert sizes[1] < 1.3 * sizes[0]
 
 
+def test_more_spans_than_memory_is_for_are_refused(
+    world: RecordedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight_scheduler.recording.history.MAX_NUM_SPANS", 100)
+    with pytest.raises(RecordingError, match="more than 100 spans: cut the recording"):
+        build_history(read(world.text))
+
+
+def test_a_page_of_many_requests_has_as_many_lines_as_were_in_flight(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "MAX_ROWS", 39)
+    lanes = page.history_data(history)["lanes"]
+    alive = [
+        sum(row.start <= index < (row.end or index + 1) for row in history.rows)
+        for index in range(history.num_iterations)
+    ]
+    assert len(lanes) == max(alive) < 39
+    assert sorted(index for lane in lanes for index in lane) == list(range(40))
+
+
 def test_the_stack_holds_every_request_in_every_iteration(history: History) -> None:
     """As many columns as iterations: the means are the numbers themselves."""
     columns = svg._activities_by_column(history, history.num_iterations)
@@ -129,10 +150,10 @@ def test_lanes_hold_one_request_at_a_time(history: History) -> None:
 
 
 def test_the_page_holds_the_history_and_loads_nothing(history: History) -> None:
-    page = "".join(write_page(history))
-    assert "http://" not in page
-    assert "https://" not in page
-    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    text = "".join(write_page(history))
+    assert "http://" not in text
+    assert "https://" not in text
+    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     assert content is not None
     data = json.loads(content[1])
     assert [row[0] for row in data["rows"]] == [row.request_id for row in history.rows]
@@ -206,8 +227,8 @@ def test_nothing_is_drawn_while_nobody_is_in_flight() -> None:
     assert sum(event["dur"] for event in events if event["ph"] == "X") < 20_000
     idle = [event for event in events if event["name"] == "batch"][4]
     assert idle["args"] == {"context": 0, "generation": 0}
-    page = "".join(write_page(history))
-    assert '"pauses_after":[[3,' in page
+    text = "".join(write_page(history))
+    assert '"pauses_after":[[3,' in text
 
 
 def test_the_trace_has_one_slice_per_span_and_three_counters(history: History) -> None:
