@@ -7,7 +7,8 @@ Order of one iteration, and what each part may do:
 
 1. *get* new requests, at most as many as there is room for; end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
-3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold;
+3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
+   (in the overlapped loop these are the tokens of the step before, see `step_loop`);
 4. *send* what was produced: only now, so that a final response finds everything free already;
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
@@ -129,8 +130,9 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
+        self._steps = self._batcher.make_steps()
         self._active = self._batcher.active
-        self._deadlines = DeadlineWatch(params)
+        self._deadlines = DeadlineWatch()
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -218,7 +220,7 @@ class GptManager:
             except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 self._end_all("the batch manager failed while it held this request")
-            if self._batch.is_empty:
+            if self._batch.is_empty and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
         self._batcher.recorder.close()
@@ -264,26 +266,18 @@ class GptManager:
 
     def step(self) -> None:
         """Schedule, execute, update; nothing when no request is active."""
-        self._batch = self._batcher.schedule()
+        outcome = self._steps.turn()
+        self._batch = outcome.batch
         self._num_paused = self._batcher.num_paused
         batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
         self._num_waiting = len(self._active) - batch_size
         if self._static_tally is not None:
             self._static_stats = self._static_tally.count(self._batch)
-        if self._batch.is_empty:
-            return
-        self._iteration += 1
-        try:
-            tokens = self._batcher.engine.execute(self._batch)
-            advanced = self._batcher.planner.update(self._batch, tokens)
-        except Exception:
-            _logger.exception("iteration %d failed", self._iteration)
-            self._batcher.recorder.failed()
-            for request in self._batcher.planner.discard(self._batch):
-                self._end(request, "the engine failed while it ran this request")
-            return
-        for request in advanced:
+        self._iteration += not self._batch.is_empty
+        for request in outcome.advanced:
             self._apply(request)
+        for request in outcome.failed:
+            self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
         """Send everything this iteration produced; all state of finished requests is free."""
@@ -329,7 +323,7 @@ class GptManager:
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
-        if request.tokens[-1] == _NON_FINITE:
+        if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
             self._end(request, "the model's logits are not finite numbers")
         elif request.is_finished:
             self._end(request)
@@ -418,7 +412,7 @@ def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
     start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
     if request.is_streaming:
         start = request.orig_prompt_len + request.num_sent_tokens
-    end = request.num_tokens
+    end = request.num_drawn_tokens
     if is_final and request.finish_reason == FinishReason.END_ID:
         end -= 1
     ids = request.tokens[start:end]

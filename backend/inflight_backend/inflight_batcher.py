@@ -13,6 +13,7 @@ from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import RequestLimits
+from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -36,6 +37,9 @@ from inflight_scheduler.recording.records import Settings
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
+
+
+_NOBODY: Decision = ([], [], [])
 
 
 class StepEngine(Protocol):
@@ -69,8 +73,15 @@ class StepEngine(Protocol):
     def max_num_tokens(self) -> int:
         """Tokens of one plan, at most."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True when `submit` returns before the step has run."""
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """Run a plan; one token per last context chunk, then one per generation slot."""
+
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Start a step; at most two may be unread, and they are read in order."""
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -94,6 +105,10 @@ def load_engine(
         tokens_per_block=kv_cache.tokens_per_block,
         max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
         kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
+        kv_cache_dtype=kv_cache.dtype,
+        quantization=params.quantization,
+        attention_backend=params.attention_backend,
+        cuda_graph_mode=params.cuda_graph_mode,
     )
     engine = Engine.load(checkpoint, config, on_progress)
     check_pool(checkpoint, engine)
@@ -122,6 +137,7 @@ class InflightBatcher:
         )
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
+        self._is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
@@ -129,12 +145,20 @@ class InflightBatcher:
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
-    def schedule(self) -> ScheduledBatch:
-        """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
+    def make_steps(self) -> PlainSteps | OverlappedSteps:
+        """The loop that the settings ask for, over this batcher."""
+        return OverlappedSteps(self) if self._is_overlapped else PlainSteps(self)
+
+    def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
+        """Decide who runs, pause who must, and return the plan (empty if nobody can run).
+
+        With ``may_pause`` False nobody is paused: where somebody must be, nobody runs.
+        """
+        self.num_paused = 0
         if not self.active:
-            self.num_paused = 0
             return self.planner.plan((), ())
-        self._lists = self._scheduler.schedule_request(self.active, ())
+        lists = self._scheduler.schedule_request(self.active, ())
+        self._lists = _NOBODY if lists[2] and not may_pause else lists
         context, generation, paused = self._lists
         self.num_paused = len(paused)
         is_by_default = isinstance(self._scheduler, GuardedScheduler) and (
@@ -193,6 +217,7 @@ class InflightBatcher:
             enable_reuse=self.block_manager.enable_reuse,
             may_copy_blocks=self._may_copy_blocks,
             scheduler_class=params.scheduler_class,
+            is_overlapped=self._is_overlapped,
         )
         try:
             sink = RecordingFile(Path(params.record_file)) if params.record_file else None
@@ -210,6 +235,11 @@ class InflightBatcher:
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
         if not params.enable_chunked_context:
             return None
+        if (params.context_chunk_unit or 0) > self.engine.max_num_tokens:
+            raise ConfigurationError(
+                f"context_chunk_unit is {params.context_chunk_unit}, more than max_num_tokens = "
+                f"{self.engine.max_num_tokens}: such a chunk would never run"
+            )
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
             params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
@@ -249,6 +279,8 @@ class InflightBatcher:
             max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
             max_seq_len=self.engine.max_seq_len,
             exclude_input_in_output=False,
+            max_queue_seconds=params.max_queue_seconds,
+            max_run_seconds=params.max_run_seconds,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

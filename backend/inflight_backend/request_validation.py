@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_scheduling import deadline_of, read_cache_salt
 from inflight_client import protocol
 from inflight_client.protocol import TensorSpec
 from inflight_scheduler import LlmRequest, SamplingParams
@@ -32,7 +33,7 @@ class RequestLimits:
 
     ``may_stream`` False: streaming requests are treated as the others (V1 batching).
     ``refusal_reason`` says why a request, valid in itself, could never finish here (KV pool, token
-    budget); None if it can.
+    budget); None if it can. Seconds bound the waiting and the whole life of a request.
     """
 
     vocab_size: int
@@ -41,6 +42,8 @@ class RequestLimits:
     exclude_input_in_output: bool
     refusal_reason: Callable[[LlmRequest], str | None]
     may_stream: bool = True
+    max_queue_seconds: float | None = None
+    max_run_seconds: float | None = None
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -69,6 +72,18 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         is_streaming=request.is_streaming and limits.may_stream,
         exclude_input_in_output=_flag(
             request, "exclude_input_in_output", limits.exclude_input_in_output
+        ),
+        priority=_number(request, "priority", 0.5, 0.0, 1.0),
+        cache_salt=read_cache_salt(request),
+        queue_deadline=deadline_of(
+            request,
+            _integer(request, "max_queue_time_ms", 0, 1, _INT32_MAX),
+            limits.max_queue_seconds,
+        ),
+        run_deadline=deadline_of(
+            request,
+            _integer(request, "allotted_time_ms", 0, 1, _INT32_MAX),
+            limits.max_run_seconds,
         ),
     )
     if (reason := limits.refusal_reason(llm_request)) is not None:

@@ -35,7 +35,7 @@ def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
         "request": request_id,
         "prompt_tokens": request.orig_prompt_len,
         "generated_tokens": request.num_generated_tokens,
-        "max_new_tokens": request.num_generated_tokens + request.num_remaining_tokens,
+        "max_new_tokens": request.max_num_tokens - request.orig_prompt_len,
         "num_pauses": request.num_pauses,
         "held_blocks": batcher.block_manager.num_blocks_of(request_id),
         "free_blocks": batcher.block_manager.num_free_blocks,
@@ -48,11 +48,16 @@ def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
     return answer
 
 
+def why_queued(num_places: int) -> str:
+    """Why a request is still in the queue before the batch manager."""
+    return f"all {num_places} places of max_batch_size are taken"
+
+
 def describe_queued(place: int, num_waiting: int, num_places: int) -> dict[str, Any]:
     """The answer for a request that the batch manager has not taken yet."""
     return {
         "state": "queued",
-        "reason": f"all {num_places} places of max_batch_size are taken",
+        "reason": why_queued(num_places),
         "place": place,
         "num_waiting": num_waiting,
     }
@@ -64,7 +69,7 @@ def expiry_error(expired: Expired, reason: WaitReason | None) -> str:
     ``reason``: why it does not run, as it was before anybody was ended.
     """
     request = expired.request
-    if expired.is_queue_deadline:
+    if expired.is_queue_deadline or not request.has_started:
         return f"not started before its deadline: {reason or 'its turn has just come'}"
     if request.num_generated_tokens > 0:
         return ""

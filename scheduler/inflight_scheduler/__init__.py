@@ -1,6 +1,6 @@
 """Decides what runs in each iteration: requests, blocks, capacity, micro-batch. Pure Python."""
 
-from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests
+from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests, rank_at_arrival
 from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.batch import (
     BlockAssignment,
@@ -93,5 +93,6 @@ __all__ = [
     "explain_left_out",
     "make_capacity_scheduler",
     "make_scheduler",
+    "rank_at_arrival",
     "refusal_reason",
 ]

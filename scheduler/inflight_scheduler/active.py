@@ -17,7 +17,8 @@ which can bring it several at once, is looked at in the next step.
 its priority; the lowest rank comes first. So among requests that arrive close together priority
 decides, and with equal priorities arrival does; but nobody waits for ever: a request of priority
 ``p`` is passed by fewer than ``priority_span * (1 - p)`` later ones, whatever arrives. Ranks never
-change, so ageing costs nothing.
+change, so ageing costs nothing. Arrivals are counted here, or by the queue before this one, which
+then has given the request its number: one order from the first queue to the last.
 """
 
 from __future__ import annotations
@@ -37,13 +38,25 @@ DEFAULT_PRIORITY_SPAN = 1000
 _rank = attrgetter("rank")
 
 
+def rank_at_arrival(arrival: int, priority: float, priority_span: float) -> float:
+    """Where request number ``arrival`` stands among the others; the lowest comes first."""
+    return arrival - priority * priority_span
+
+
 class Phase(IntEnum):
-    """What schedulers tell apart; OTHER is everything they do not (finished, encoder, ...)."""
+    """What schedulers tell apart; OTHER is everything they do not (finished, encoder, ...).
+
+    COMPLETING: the last token is being computed by a running step.
+    """
 
     FRESH = 0
     STARTED = 1
     GENERATION = 2
-    OTHER = 3
+    COMPLETING = 3
+    OTHER = 4
+
+
+_HOLDING = (Phase.STARTED, Phase.GENERATION, Phase.COMPLETING)
 
 
 class ActiveRequests(Sequence[LlmRequest]):
@@ -76,7 +89,7 @@ class ActiveRequests(Sequence[LlmRequest]):
             raise ValueError(f"priority_span must be at least 0, not {priority_span}")
         self.block_manager = block_manager
         self.priority_span = priority_span
-        self.num_blocks_at_completion = 0  # of all started contexts and generations
+        self.num_blocks_at_completion = 0  # of all who hold blocks
         self.num_with_beams_or_adapter = 0
         self.num_with_drafts = 0
         self._num_arrivals = 0
@@ -114,10 +127,9 @@ class ActiveRequests(Sequence[LlmRequest]):
                 f"request {request.request_id}: priority is {request.priority}, outside 0..1"
             )
         self._num_arrivals += 1
-        request.rank = (
-            self._num_arrivals - request.priority * self.priority_span,
-            self._num_arrivals,
-        )
+        arrival = self._num_arrivals if request.arrival is None else request.arrival
+        rank = rank_at_arrival(arrival, request.priority, self.priority_span)
+        request.rank = (rank, self._num_arrivals)
         request.tracker = self
         self._by_id[request.request_id] = request
         self._order.insert(request)
@@ -166,6 +178,11 @@ class ActiveRequests(Sequence[LlmRequest]):
         return self._phases[Phase.GENERATION].view()
 
     @property
+    def completing(self) -> Sequence[LlmRequest]:
+        """Whose last token is being computed, in order."""
+        return self._phases[Phase.COMPLETING].requests
+
+    @property
     def num_others(self) -> int:
         """Requests in none of those phases."""
         return len(self._phases[Phase.OTHER].requests)
@@ -210,7 +227,7 @@ class ActiveRequests(Sequence[LlmRequest]):
             expected = [request for request in requests if _phase(request) is phase]
             assert line.requests == expected, f"phase {phase.name} has drifted"
         manager = self.block_manager
-        running = [*self.started, *self.generation]
+        running = [*self.started, *self.generation, *self.completing]
         num_blocks = sum(map(manager.get_blocks_at_completion, running))
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
         assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
@@ -222,7 +239,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     def _enter(self, request: LlmRequest, phase: Phase) -> None:
         self._phase_of[request.request_id] = phase
         self._phases[phase].insert(request)
-        if phase is Phase.STARTED or phase is Phase.GENERATION:
+        if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion += num_blocks
         if phase is Phase.GENERATION:
@@ -231,7 +248,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     def _leave(self, request: LlmRequest) -> None:
         phase = self._phase_of.pop(request.request_id)
         self._phases[phase].remove(request)
-        if phase is Phase.STARTED or phase is Phase.GENERATION:
+        if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion -= num_blocks
         self._border_at.pop(request.request_id, None)
@@ -276,4 +293,6 @@ def _phase(request: LlmRequest) -> Phase:
         return Phase.GENERATION
     if request.state is LlmRequestState.CONTEXT_INIT:
         return Phase.FRESH if request.context_current_position == 0 else Phase.STARTED
+    if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
+        return Phase.COMPLETING
     return Phase.OTHER

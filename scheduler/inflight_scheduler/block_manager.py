@@ -183,10 +183,13 @@ class BlockManager:
     def store(self, request: LlmRequest) -> None:
         """Enter the full, computed blocks of ``request`` for reuse; it goes on holding them.
 
-        A negative last token marks a request whose numbers failed; nothing of it is kept.
+        A negative last token marks a request whose numbers failed; nothing of it is kept. That of
+        a running step is no such mark.
         """
         table = self._tables.get(request.request_id)
-        if self._index is None or table is None or request.tokens[-1] < 0:
+        if self._index is None or table is None:
+            return
+        if request.tokens[request.num_drawn_tokens - 1] < 0:
             return
         if self._may_outgrow_window(request):
             return
@@ -196,6 +199,22 @@ class BlockManager:
                 self._pool.keep(table[index])
                 self._text_numbers[table[index]] = request.text_number
                 self._places[table[index]] = index
+
+    def forget(self, request_id: int) -> None:
+        """Keep nothing of what the request holds now: its numbers have turned out to be wrong."""
+        if self._index is None:
+            return
+        for block_id in self._tables.get(request_id, ()):
+            if self._pool.unkeep(block_id):
+                self._index.forget(block_id)
+
+    def forget_all(self) -> None:
+        """Keep nothing at all; O(blocks)."""
+        if self._index is None:
+            return
+        for block_id in self._pool.kept_blocks():
+            self._pool.unkeep(block_id)
+            self._index.forget(block_id)
 
     def match_prefix(self, request: LlmRequest) -> PrefixMatch:
         """What of the prompt is cached, for a context that holds nothing yet; O(prompt blocks)."""

@@ -113,6 +113,16 @@ class BlockPool:
         assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but nobody holds it"
         self._is_kept[block_id] = 1
 
+    def unkeep(self, block_id: int) -> bool:
+        """Give up the content of a block, held or idle; False if it was not kept."""
+        if not self._is_kept[block_id]:
+            return False
+        self._is_kept[block_id] = 0
+        if self._ref_counts[block_id] == 0:
+            self._idle.remove(block_id)
+            self._free.append(block_id)
+        return True
+
     def drop(self, block_ids: Sequence[int]) -> int:
         """Take one holder away from each block; return how many nobody holds now."""
         ref_counts = self._ref_counts

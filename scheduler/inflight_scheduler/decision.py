@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import InvalidDecision
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.resources import Books, Resource
 
 
@@ -35,7 +35,8 @@ def check_decision(
         _check_runnable(request, request.is_context_init_state, "context", inflight_request_ids)
         _check_chunk(request)
     for request in generation:
-        is_generation = request.is_generation_in_progress_state
+        has_last_token = request.state is LlmRequestState.GENERATION_TO_COMPLETE
+        is_generation = request.is_generation_in_progress_state and not has_last_token
         _check_runnable(request, is_generation, "generation", inflight_request_ids)
     _check_paused(paused, None if may_chunk else max_num_tokens)
     _check_batch(context, generation, max_batch_size, max_num_tokens, block_manager)

@@ -22,7 +22,7 @@ from inflight_scheduler.capacity import (
     is_started_context,
 )
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.resources import Books, Lack
 from inflight_scheduler.scheduler import RequestScheduler, SimpleScheduler
 
@@ -86,8 +86,8 @@ class WaitReason:
     num_available: int = 0
     behind_id: int | None = None
     num_ahead: int = 0
-    resource: str = ""
     left_out: LeftOut | None = None
+    resource: str = ""
 
     def __str__(self) -> str:
         return _TEXTS[self.code].format(
@@ -307,6 +307,8 @@ def _explain_idle(
         if id(request) in running:
             walk.count(request)
             continue
+        if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
+            continue  # its last token is being computed
         if first_id is not None:
             reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_idle)
         else:

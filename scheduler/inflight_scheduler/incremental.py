@@ -67,7 +67,7 @@ def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) ->
 
 def _is_usual(capacity: CapacityScheduler, active: ActiveRequests) -> bool:
     """Everybody is in a known phase, who has started holds blocks, and all of those may go on."""
-    num_running = len(active.started) + len(active.generation)
+    num_running = len(active.started) + len(active.generation) + len(active.completing)
     return (
         active.num_others == 0
         and active.num_with_beams_or_adapter == 0
@@ -84,7 +84,7 @@ def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmR
     forecast.num_available -= active.num_blocks_at_completion - manager.num_held_blocks
     if forecast.num_available < 0:
         return None
-    num_generating = len(active.generation)
+    num_generating = len(active.generation) + len(active.completing)
     fitting = list(active.started)
     limit = capacity.max_num_requests - num_generating
     may_skip = isinstance(capacity, GuaranteedNoEvictScheduler)
@@ -116,7 +116,7 @@ def _max_utilization(
         return None
     fitting = list(active.started)
     forecast.promise(fitting)
-    limit = capacity.max_num_requests - len(active.generation)
+    limit = capacity.max_num_requests - len(active.generation) - len(active.completing)
     for request in active.fresh:
         if forecast.is_beneficial_to_skip(request):
             continue
@@ -132,7 +132,7 @@ def _is_fresh_last(active: ActiveRequests) -> bool:
     if not active.fresh:
         return True
     first_fresh = active.fresh[0].rank
-    lines = (active.started, active.generation)
+    lines = (active.started, active.generation, active.completing)
     return all(line[-1].rank < first_fresh for line in lines if line)
 
 

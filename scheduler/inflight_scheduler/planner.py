@@ -13,11 +13,20 @@ A slot and the blocks of a request are given back in one place, `BatchPlanner.re
 the reason; full computed blocks stay cached, except after a failed step. A batch remembers its
 requests, so that tokens of a request which was released, paused or finished while the batch ran
 are dropped and never reach the next owner of the slot.
+
+The tokens of a batch come back in one of two ways:
+
+- `update`, when nothing else is planned meanwhile;
+- `advance` as soon as the step has been started, and `settle` when its tokens are there. Between
+  them the next batch may be planned (and advanced): its requests look as if they had their tokens
+  already. What a request has given back is written once more by a step that still runs, but steps
+  run in order, so before anybody who gets the blocks later writes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.batch import (
@@ -28,7 +37,7 @@ from inflight_scheduler.batch import (
     SlotSetup,
 )
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import LlmRequest, add_new_tokens
+from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
 
 
 class SlotPool:
@@ -71,6 +80,7 @@ class BatchPlanner:
     """
 
     __slots__ = (
+        "_advanced",
         "_generation",
         "_generation_slots",
         "_iteration",
@@ -89,6 +99,7 @@ class BatchPlanner:
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
+        self._advanced: set[int] = set()  # of those, the ones that were advanced
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
@@ -106,7 +117,8 @@ class BatchPlanner:
     ) -> ScheduledBatch:
         """Apply a decision and return what the engine shall run.
 
-        Unless the batch is empty, exactly one of `update` and `discard` must follow.
+        Unless the batch is empty, exactly one of `update`, `advance` with `settle`, and `discard`
+        must follow.
         """
         for request in paused_requests:
             self.release(request)
@@ -147,13 +159,7 @@ class BatchPlanner:
         """
         if batch.is_empty:
             return []
-        num_expected = len(batch.generation_slots)
-        num_expected += sum(chunk.is_last for chunk in batch.context_chunks)
-        if len(tokens) != num_expected:
-            raise ValueError(
-                f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
-                f"expected {num_expected}"
-            )
+        _check_num_tokens(batch, tokens)
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
         # Read before contexts join: the same list means that nobody has left since the plan.
@@ -178,23 +184,86 @@ class BatchPlanner:
                 advanced.append(request)
         return advanced
 
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Move the requests of a step that has been started on, before its tokens are known.
+
+        Prompts enter the cache now: whoever shares them runs later.
+        """
+        if batch.is_empty:
+            return
+        context_requests, generation_requests = self._planned[batch.iteration]
+        self._advanced.add(batch.iteration)
+        for request in generation_requests if self._may_have_drafts else ():
+            _drop_drafts(request)
+        expect_tokens(generation_requests)
+        for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
+            request.move_to_next_context_chunk()
+            if chunk.is_last:
+                _drop_drafts(request)
+                request.expect_token()
+                self.block_manager.store(request)
+
+    def settle(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+        """Apply the tokens of an advanced batch; otherwise as `update`.
+
+        Batches are settled in the order in which they were planned.
+        """
+        if batch.is_empty:
+            return []
+        _check_num_tokens(batch, tokens)
+        owners = self.token_owners(batch)
+        del self._planned[batch.iteration]
+        self._advanced.remove(batch.iteration)
+        settled: list[LlmRequest] = []
+        for request, token in zip(owners, tokens, strict=True):
+            if request.num_pending_tokens:
+                request.settle_token(token)
+                settled.append(request)
+                if token < 0:
+                    self.block_manager.forget(request.request_id)
+        return settled
+
+    def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Whose tokens the engine returns for a batch that is not settled, in their order."""
+        context_requests, generation_requests = self._planned[batch.iteration]
+        chunks = zip(context_requests, batch.context_chunks, strict=True)
+        return [*(r for r, chunk in chunks if chunk.is_last), *generation_requests]
+
+    def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
+        """A step that runs already, of which ``requests`` expect the tokens, in this order."""
+        batch = ScheduledBatch(iteration=self._iteration, generation_slots=_slots_of(requests))
+        self._planned[batch.iteration] = ([], list(requests))
+        self._advanced.add(batch.iteration)
+        return batch
+
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Forget a batch whose step failed; return its requests, for the caller to end each.
 
-        Their blocks are free: nobody knows what the step has written, so nothing is kept.
+        Their blocks are free: nobody knows what the step has written, so nothing is kept. If it
+        was advanced, others may have found some of that in the cache, which is emptied, and all
+        batches that were advanced must be discarded with it.
         """
         context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
+        if batch.iteration in self._advanced:
+            self._advanced.remove(batch.iteration)
+            self.block_manager.forget_all()
         requests = [*context_requests, *generation_requests]
         for request in requests:
             self.block_manager.free(request.request_id)
+            request.drop_pending_tokens()
         return requests
 
     def release(self, request: LlmRequest) -> None:
         """Give back the request's blocks and slot; harmless when it holds none."""
+        request.drop_pending_tokens()
         self.block_manager.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
             request.seq_slot = None
+
+    @property
+    def _may_have_drafts(self) -> bool:
+        return self.active is None or self.active.num_with_drafts > 0
 
     def _is_everybody(self, requests: Sequence[LlmRequest]) -> bool:
         """True for the list of all that generate, as `ActiveRequests` has it now."""
@@ -284,11 +353,26 @@ class BatchPlanner:
         )
 
 
+def _check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
+    num_expected = len(batch.generation_slots)
+    num_expected += sum(chunk.is_last for chunk in batch.context_chunks)
+    if len(tokens) != num_expected:
+        raise ValueError(
+            f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
+            f"expected {num_expected}"
+        )
+
+
 def _advance(request: LlmRequest, token: int) -> None:
-    """The step has run: its drafts are verified, and the text goes on with ``token``."""
+    """The step has run, and the text goes on with ``token``."""
+    _drop_drafts(request)
+    request.add_new_token(token)
+
+
+def _drop_drafts(request: LlmRequest) -> None:
+    """The step has verified them."""
     if request.draft_tokens:
         request.set_draft_tokens(())
-    request.add_new_token(token)
 
 
 def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
@@ -299,6 +383,6 @@ def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) 
 
 
 def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
-    slots = tuple([slot for request in requests if (slot := request.seq_slot) is not None])
-    assert len(slots) == len(requests), "somebody generates without a slot"
-    return slots
+    slots = tuple([request.seq_slot for request in requests])
+    assert None not in slots, "somebody generates without a slot"
+    return cast("tuple[int, ...]", slots)

@@ -45,6 +45,9 @@ _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
+PENDING_TOKEN = -2
+"""Stands in the token list for a token that a running step will draw."""
+
 
 class FinishReason(IntEnum):
     """Why a request ended (values of the Executor API)."""
@@ -93,9 +96,13 @@ class LlmRequest:
     ``block_keys`` is the memory of `ReuseIndex` for this text, and ``text_number`` what the flight
     recorder calls it (-1: nothing).
 
+    While steps of it run (overlapped loop), the last ``num_pending_tokens`` entries of ``tokens``
+    are `PENDING_TOKEN`: they count wherever tokens are counted, and nobody has seen them.
+
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
-    is its place in `ActiveRequests`, which is also its ``tracker``.
+    is its place in `ActiveRequests`, which is also its ``tracker``; ``arrival`` is its number among
+    all requests, if a queue before that has counted it.
 
     ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
     of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
@@ -104,6 +111,7 @@ class LlmRequest:
     """
 
     __slots__ = (
+        "arrival",
         "beam_width",
         "block_keys",
         "cache_salt",
@@ -120,6 +128,7 @@ class LlmRequest:
         "max_num_tokens",
         "num_chunk_drafts",
         "num_pauses",
+        "num_pending_tokens",
         "num_reused_blocks",
         "num_sent_tokens",
         "orig_prompt_len",
@@ -184,9 +193,11 @@ class LlmRequest:
         self.seq_slot: int | None = None
         self.num_sent_tokens = 0
         self.num_pauses = 0
+        self.num_pending_tokens = 0
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
+        self.arrival: int | None = None
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None
 
@@ -202,9 +213,14 @@ class LlmRequest:
         return len(self.tokens)
 
     @property
+    def num_drawn_tokens(self) -> int:
+        """Prompt plus generated tokens that are known: none of them is pending."""
+        return len(self.tokens) - self.num_pending_tokens
+
+    @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated since the request arrived; a pause does not change it."""
-        return len(self.tokens) - self.orig_prompt_len
+        """Tokens generated and known since the request arrived; a pause does not change it."""
+        return self.num_drawn_tokens - self.orig_prompt_len
 
     @property
     def num_cached_tokens(self) -> int:
@@ -313,8 +329,35 @@ class LlmRequest:
         elif len(self.tokens) >= self.max_num_tokens:
             self.finish(FinishReason.LENGTH)
 
+    def expect_token(self) -> None:
+        """A step that draws the next token has been started; `settle_token` brings the token.
+
+        The last token that may come makes the state GENERATION_TO_COMPLETE: nothing more runs.
+        """
+        self.tokens.append(PENDING_TOKEN)
+        self.num_pending_tokens += 1
+        if len(self.tokens) >= self.max_num_tokens:
+            self.state = LlmRequestState.GENERATION_TO_COMPLETE
+            self._tell_phase()
+
+    def settle_token(self, token: int) -> None:
+        """Put the drawn token in the place of the oldest pending one; it may end the request."""
+        self.tokens[-self.num_pending_tokens] = token
+        self.num_pending_tokens -= 1
+        if token == self.end_id:
+            self.finish(FinishReason.END_ID)
+        elif self.num_pending_tokens == 0 and self.state is _GENERATION_TO_COMPLETE:
+            self.finish(FinishReason.LENGTH)
+
+    def drop_pending_tokens(self) -> None:
+        """Whatever running steps draw is not wanted any more."""
+        if self.num_pending_tokens:
+            del self.tokens[-self.num_pending_tokens :]
+            self.num_pending_tokens = 0
+
     def finish(self, reason: FinishReason) -> None:
         """End the request; the caller frees its blocks and slot."""
+        self.drop_pending_tokens()
         self.state = LlmRequestState.GENERATION_COMPLETE
         self.finish_reason = reason
         self._tell_phase()
@@ -326,6 +369,7 @@ class LlmRequest:
         blocks and slot. What was sent stays counted in ``num_sent_tokens``, so a streaming client
         sees neither a gap nor a duplicate after the resume.
         """
+        assert self.num_pending_tokens == 0, f"request {self.request_id} pauses in a running step"
         if self.beam_width > 1:
             del self.tokens[self.prompt_len :]
         moved = len(self.tokens) - self.prompt_len
@@ -362,3 +406,14 @@ def add_new_tokens(requests: Iterable[LlmRequest], tokens: Iterable[int]) -> Non
             request.finish(FinishReason.END_ID)
         elif len(text) >= request.max_num_tokens:
             request.finish(FinishReason.LENGTH)
+
+
+def expect_tokens(requests: Iterable[LlmRequest]) -> None:
+    """`LlmRequest.expect_token` for all of ``requests``, written out for the same reason."""
+    for request in requests:
+        text = request.tokens
+        text.append(PENDING_TOKEN)
+        request.num_pending_tokens += 1
+        if len(text) >= request.max_num_tokens:
+            request.state = _GENERATION_TO_COMPLETE
+            request._tell_phase()

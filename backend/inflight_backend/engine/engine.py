@@ -138,6 +138,11 @@ class Engine:
         return self.config.num_tokens_limit
 
     @property
+    def is_asynchronous(self) -> bool:
+        """True where steps run on a device while the host goes on."""
+        return self.config.device != "cpu"
+
+    @property
     def supports_block_copies(self) -> bool:
         """True: plans may ask for `BlockCopy`."""
         return True

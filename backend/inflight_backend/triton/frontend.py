@@ -24,6 +24,7 @@ from inflight_backend.triton.decoding import (
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.why import why_queued
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
@@ -61,12 +62,14 @@ class Frontend:
         self._wake: Callable[[], None] = lambda: None
         self._stats_json: Callable[[], str] = lambda: "{}"
         self._inspector: Inspector | None = None
+        self._why_queued = ""
 
     def start(self, manager: GptManager) -> None:
         """Connect to the batch manager; comes before the first request."""
         self._limits, self._wake = manager.limits, manager.wake
         self._stats_json = lambda: manager.stats_json
         self._inspector = Inspector(manager, self._arrivals, self._dispatcher)
+        self._why_queued = why_queued(manager.max_num_requests)
 
     @property
     def num_live(self) -> int:
@@ -104,6 +107,13 @@ class Frontend:
             self.stop(number)
         for feed in list(self._feeds):
             self._end_feed(feed)
+
+    def end_overdue(self) -> None:
+        """End the requests whose deadline has passed in the queue, with an error that says why."""
+        for overdue in self._arrivals.take_overdue():
+            place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
+            reason = f"not started before its deadline: {place}, and {self._why_queued}"
+            self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
 
     def check_cancelled(self) -> None:
         """Look once at every open stream and stop those whose client has gone."""

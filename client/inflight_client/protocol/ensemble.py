@@ -33,6 +33,10 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "lora_config": "lora_config",
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
+    "priority": "priority",
+    "cache_salt": "cache_salt",
+    "max_queue_time_ms": "max_queue_time_ms",
+    "allotted_time_ms": "allotted_time_ms",
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 

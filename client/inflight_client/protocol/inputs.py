@@ -111,6 +111,12 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
+    # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
+    # (priority, allottedTimeMs); its cacheSaltID is a number, ours a string: tenants have names.
+    honoured(scalar("priority", "FP32", "0 to 1, the higher the earlier; default 0.5")),
+    honoured(scalar("cache_salt", "STRING", "cached text is shared among equal salts only")),
+    honoured(scalar("max_queue_time_ms", "INT32", "error unless started so soon after arrival")),
+    honoured(scalar("allotted_time_ms", "INT32", "ends so long after arrival, as far as it is")),
 )
 
 INPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in INPUTS}

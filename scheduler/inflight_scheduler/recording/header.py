@@ -113,6 +113,7 @@ def settings_fields(settings: Settings) -> dict[str, Any]:
         "enable_reuse": settings.enable_reuse,
         "may_copy_blocks": settings.may_copy_blocks,
         "scheduler_class": settings.scheduler_class,
+        "is_overlapped": settings.is_overlapped,
     }
 
 
@@ -137,6 +138,7 @@ def _read_settings(content: Any) -> Settings:
         enable_reuse=read_flag(content, "enable_reuse"),
         may_copy_blocks=read_flag(content, "may_copy_blocks"),
         scheduler_class=None if scheduler_class is None else read_text(scheduler_class),
+        is_overlapped=read_flag(content, "is_overlapped"),
     )
 
 
@@ -160,13 +162,16 @@ def _read_chunking(fields: Any) -> ContextChunking | None:
 
 
 def _read_state(fields: Any) -> RequestState:
-    values = read_row(fields, "active", 9, 9)
+    values = read_row(fields, "active", 9, 10)
+    pending_place = 0
+    if len(values) > 9:
+        pending_place = read_integer(values[9], "active", 0, MAX_NUM_REQUESTS)
     numbers = [read_integer(value, "active", 0, MAX_NUM_TOKENS) for value in values[1:7]]
     orig_prompt_len, prompt_len, num_tokens, max_new_tokens, num_computed, num_pauses = numbers
     if not 1 <= orig_prompt_len <= prompt_len <= num_tokens:
         raise RecordingError("active: the lengths of a request contradict one another")
     num_left = max_new_tokens - (num_tokens - prompt_len)
-    if num_left < 1 or num_computed > prompt_len:
+    if num_left < (0 if pending_place else 1) or num_computed > prompt_len:
         raise RecordingError("active: a request has nothing left to generate, or too much computed")
     if (num_tokens > prompt_len) != (num_computed == prompt_len):
         raise RecordingError("active: a request generates before its context is computed")
@@ -180,6 +185,7 @@ def _read_state(fields: Any) -> RequestState:
         num_pauses,
         read_priority(values[7]),
         read_integer(values[8], "active", 1, 1024),
+        pending_place,
     )
 
 

@@ -19,8 +19,10 @@ from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.records import Iteration, Settings
 from inflight_scheduler.recording.simulation import Lists, Simulation, scheduler_of
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy, RequestScheduler
+
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 MAX_NUM_SPANS = 4_000_000
 """Spans of one history, about 1 GB; a longer recording must be cut."""
@@ -187,12 +189,14 @@ class _Follower:
         for request in context:
             activity = Activity.RESUMED if request.num_pauses else Activity.CONTEXT
             self._extend(request, activity, index, _chunk_note(request), request.context_chunk_size)
-        if len(context) + len(generation) == len(self._simulation.active):
+        # Whose last token is being computed waits for nothing.
+        idle = [r for r in self._simulation.active if r.state is not _TO_COMPLETE]
+        if len(context) + len(generation) == len(idle):
             return
         reasons = self._reasons(lists, iteration)
         running = {id(request) for request in (*context, *generation)}
         is_paused = {id(request) for request in paused}
-        for request in self._simulation.active:
+        for request in idle:
             if id(request) not in running:
                 activity = _idle_activity(request, id(request) in is_paused)
                 reason = reasons.get(request.request_id)

@@ -14,8 +14,8 @@ blocks back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from inflight_scheduler.recording.errors import RecordingError
 
@@ -116,15 +116,23 @@ def _num_common(edge: Sequence[int], tokens: Sequence[int], place: int) -> int:
     return next(k for k in range(length) if edge[k] != tokens[place + k])
 
 
+Text: TypeAlias = tuple[bytes, Sequence[int], int]
+"""Salt, tokens and number."""
+
+
 class TextIndex:
     """Finds how far a text agrees with earlier ones.
 
     It remembers texts of at least four times the tokens of the KV pool: what is forgotten here
-    has long been evicted there.
+    has long been evicted there, unless it is the text of a request that still waits. Those come
+    from ``active_texts``: salt, tokens and number of each.
     """
 
-    def __init__(self, num_pool_tokens: int) -> None:
-        self._limit = max(4 * num_pool_tokens, _MIN_REMEMBERED)
+    def __init__(
+        self, num_pool_tokens: int, active_texts: Callable[[], Iterable[Text]] = tuple
+    ) -> None:
+        self._limit = self._max_young = max(4 * num_pool_tokens, _MIN_REMEMBERED)
+        self._active_texts = active_texts
         self._young, self._old = _Tree(), _Tree()
 
     def add(self, salt: bytes, tokens: Sequence[int], number: int) -> Likeness:
@@ -134,8 +142,11 @@ class TextIndex:
             old = self._old.find(salt, tokens, number)
             found = max(found, old, key=lambda likeness: likeness.length)
         self._young.add(salt, tokens, number)
-        if self._young.num_tokens > self._limit:
+        if self._young.num_tokens > self._max_young:
             self._old, self._young = self._young, _Tree()
+            for text in self._active_texts():
+                self._young.add(*text)
+            self._max_young = self._young.num_tokens + self._limit
         return found
 
     def numbers(self) -> set[int]:

@@ -10,9 +10,9 @@
 ``i`` number, ``t`` start and ``d`` duration of the step in microseconds, ``a`` arrivals, ``c``
 context chunks (id, tokens, id, tokens ...), ``p`` paused ids, ``f`` free blocks, ``e`` ends. Who
 generates is told when it changes: ``g`` the whole list, or ``-`` who left it and ``+`` who joined
-(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed. ``b`` 1: the user's
-scheduler was overruled by the default. ``l``: with block reuse, who goes on like which text (id,
-text, tokens). The header is described in `header`.
+(place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed, ``z`` 1: the one before
+it did. ``b`` 1: the user's scheduler was overruled by the default. ``l``: with block reuse, who
+goes on like which text (id, text, tokens). The header is described in `header`.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -53,7 +53,7 @@ from inflight_scheduler.recording.values import (
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_ITERATION_KEYS = frozenset("itdacg-+pfexylb")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyzlb")
 
 _NUM_NEEDED = 3
 _OPTIONAL: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
@@ -104,12 +104,14 @@ class LineWriter:
         content["f"] = iteration.num_free_blocks
         if iteration.ends:
             content["e"] = iteration.ends
-        if iteration.has_failed:
-            content["y"] = 1
         if iteration.growths:
             content["l"] = [[growth.request_id, *growth.likeness] for growth in iteration.growths]
-        if iteration.is_by_default:
-            content["b"] = 1
+        flags = {
+            "y": iteration.has_failed,
+            "z": iteration.has_lost,
+            "b": iteration.is_by_default,
+        }
+        content.update((key, 1) for key, is_set in flags.items() if is_set)
         return _dump(content)
 
 
@@ -152,6 +154,7 @@ class LineReader:
                 _growth(fields) for fields in read_list(content, "l", 2 * MAX_NUM_REQUESTS)
             ),
             is_by_default="b" in content,
+            has_lost="z" in content,
         )
         self._number, self._start_us = number, start_us
         return iteration

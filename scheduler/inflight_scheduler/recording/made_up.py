@@ -45,13 +45,24 @@ class MadeUpText(list[int]):
         """One token more."""
         self.length += 1
 
+    def __setitem__(self, index: object, token: object) -> None:
+        """A token that was expected has come; which one does not matter."""
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        """Tokens that were expected are not wanted any more."""
+        assert isinstance(index, slice)
+        self.length -= len(range(*index.indices(self.length)))
+
     @overload
     def __getitem__(self, index: SupportsIndex) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
         if not isinstance(index, slice):
-            return -1 if self.is_broken else 0
+            if self.is_broken:
+                return -1
+            place = range(self.length)[index]
+            return 0 if self._book is None else self._book.tokens(self.number, place, place + 1)[0]
         start, end, _ = index.indices(self.length)
         if self._book is None:
             return [0] * max(end - start, 0)

@@ -7,6 +7,7 @@ nothing is formatted or written here. The calls of one iteration, in order::
     decided(active, context, ...)            between deciding and carrying out
     carried_out(num_free_blocks)             after carrying out
     failed()                                 if the step brought no tokens
+    lost()                                   if the step before brought none (overlapped loop)
     ended(request, error) ...                requests that ended, for whatever reason
     finish_iteration()                       the record is complete
 
@@ -110,8 +111,9 @@ class FlightRecorder:
         self._generation_ids = _NO_GENERATION
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
-        self._has_failed = False
+        self._has_failed = self._has_lost = False
         self._is_by_default = False
+        self._running: Decision | None = None  # overlapped: the decision before the last one
         if sink is not None:
             sink.begin(Header(settings, software, self._started))
 
@@ -168,6 +170,10 @@ class FlightRecorder:
         """The step that was decided brought no tokens."""
         self._has_failed = True
 
+    def lost(self) -> None:
+        """The step before the one that was decided brought no tokens, and took this one with it."""
+        self._has_lost = True
+
     def ended(self, request: LlmRequest, error: str = "") -> None:
         """``request`` is not active any more; the text of an error is not recorded."""
         if self._texts is not None:
@@ -187,7 +193,7 @@ class FlightRecorder:
             decided_ns = self._clock()
             self._register_texts()
         self._append(decided_ns)
-        self._decision = None
+        self._running, self._decision = self._decision, None
 
     def lines(self) -> Iterator[str]:
         """The ring as a recording, line by line.
@@ -228,9 +234,10 @@ class FlightRecorder:
             self._has_failed,
             () if self._texts is None else self._texts.take_growths(),
             self._is_by_default and self._decision is not None,
+            self._has_lost,
         )
         self._arrivals, self._ends, self._places = [], [], {}
-        self._has_failed = False
+        self._has_failed = self._has_lost = False
         segment = self._segments[-1]
         segment.iterations.append(iteration)
         segment.num_numbers += _num_numbers(iteration)
@@ -281,8 +288,22 @@ class FlightRecorder:
         state = None if self._cache_state is None else self._cache_state()
         if self._texts is not None and state is not None:
             mark = self._texts.mark(requests, state)
-        states = tuple([RequestState.of(request) for request in requests])
+        places = _token_places(self._running)
+        states = tuple(
+            [
+                RequestState.of(r, places[r.request_id] if r.num_pending_tokens else 0)
+                for r in requests
+            ]
+        )
         self._segments.append(_Segment(states, mark, num_numbers=9 * len(states)))
+
+
+def _token_places(decision: Decision | None) -> dict[int, int]:
+    """Where the tokens of a running step will come, from 1: contexts, then generations."""
+    if decision is None:
+        return {}
+    ids = [*(chunk.request_id for chunk in decision.context), *decision.generation]
+    return {request_id: place for place, request_id in enumerate(ids, start=1)}
 
 
 def _places(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
@@ -28,7 +29,7 @@ from inflight_scheduler.recording.records import (
     RequestState,
     Settings,
 )
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -43,7 +44,10 @@ Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
 
 class Step(NamedTuple):
-    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended."""
+    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended.
+
+    Overlapped, the tokens are those of the step before.
+    """
 
     num_free_blocks: int
     advanced: list[LlmRequest]
@@ -111,6 +115,7 @@ class Simulation:
         self._by_id: dict[int, LlmRequest] = {}
         for index, state in enumerate(active):
             self._restore(state, None if cache is None else cache.text_numbers[index])
+        self._running = self._resume(active)  # overlapped: the step whose tokens come next
         if cache is not None and self._book is not None:
             restore_cache(self.block_manager, self._book, cache, self.active)
 
@@ -133,9 +138,11 @@ class Simulation:
         """What the scheduler decides now; nothing changes but the sizes of context chunks."""
         assert self.scheduler is not None, "this simulation only follows"
         try:
-            return self.scheduler.schedule_request(self.active, ())
+            lists = self.scheduler.schedule_request(self.active, ())
         except SchedulerError as error:
             raise RecordingError(f"this cannot be scheduled: {error}") from None
+        is_put_off = lists[2] and self._running is not None  # nobody is paused while a step runs
+        return ([], [], []) if is_put_off else lists
 
     def follow(self, decision: Decision) -> Lists:
         """``decision`` with requests for ids, chunk sizes set; it must be one that can be."""
@@ -168,14 +175,8 @@ class Simulation:
         batch = self.planner.plan(*lists)
         num_free_blocks = self.block_manager.num_free_blocks
         ends = {} if iteration is None else dict(iteration.ends)
-        if iteration is not None and iteration.has_failed:
-            for request in self.planner.discard(batch):
-                if request.request_id not in ends:
-                    raise RecordingError(f"request {request.request_id} survives a failed step")
-            return Step(num_free_blocks, [], [])
-        num_tokens = len(batch.generation_slots)
-        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
-        advanced = self.planner.update(batch, [0] * num_tokens)
+        run = self._run_overlapped if self.settings.is_overlapped else self._run
+        advanced = run(batch, iteration, ends)
         ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
         for request in ended:
             is_broken = ends.get(request.request_id) == NOT_FINITE
@@ -183,6 +184,46 @@ class Simulation:
                 request.tokens.is_broken = True
         self.forget(ended)
         return Step(num_free_blocks, advanced, ended)
+
+    def _run(
+        self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
+    ) -> list[LlmRequest]:
+        """Who got a token of the step."""
+        if iteration is not None and iteration.has_failed:
+            self._discard(batch, ends)
+            return []
+        num_tokens = len(batch.generation_slots)
+        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
+        return self.planner.update(batch, [0] * num_tokens)
+
+    def _run_overlapped(
+        self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
+    ) -> list[LlmRequest]:
+        """Who got a token of the step before, which ran until now."""
+        before, self._running = self._running, None
+        has_failed = iteration is not None and iteration.has_failed
+        if not batch.is_empty and not has_failed:
+            self.planner.advance(batch)
+            self._running = batch
+        advanced: list[LlmRequest] = []
+        if before is not None and iteration is not None and iteration.has_lost:
+            self._discard(before, ends)
+            if self._running is not None:
+                self._discard(self._running, ends)
+                self._running = None
+        elif before is not None:
+            owners = self.planner.token_owners(before)
+            tokens = [-1 if ends.get(r.request_id) == NOT_FINITE else 0 for r in owners]
+            advanced = self.planner.settle(before, tokens)
+        if has_failed:
+            self._discard(batch, ends)
+        return advanced
+
+    def _discard(self, batch: ScheduledBatch, ends: dict[int, str]) -> None:
+        for request in self.planner.discard(batch):
+            is_told = request.is_finished or request.request_id in ends
+            if request.request_id in self._by_id and not is_told:
+                raise RecordingError(f"request {request.request_id} survives a failed step")
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:
         """The other ends of ``iteration``; returns the requests."""
@@ -250,6 +291,24 @@ class Simulation:
         if not has_room:
             raise RecordingError("the requests at the start hold more than there is")
         request.seq_slot = self.planner.slots.assign()
+
+    def _resume(self, active: Sequence[RequestState]) -> ScheduledBatch | None:
+        """The step that ran when the recording began, of which only the tokens are to come."""
+        places = {s.pending_place: s.request_id for s in active if s.pending_place}
+        if not places:
+            return None
+        if not self.settings.is_overlapped or len(places) < sum(
+            s.pending_place > 0 for s in active
+        ):
+            raise RecordingError("active: the places of pending tokens contradict one another")
+        owners = [self._by_id[places[place]] for place in sorted(places)]
+        for request in owners:
+            if not request.is_generation_in_progress_state:
+                raise RecordingError(f"request {request.request_id} expects a token in its context")
+            request.num_pending_tokens = 1
+            if request.num_remaining_tokens == 0:
+                request.state = LlmRequestState.GENERATION_TO_COMPLETE
+        return self.planner.resume(owners)
 
 
 def as_decision(lists: Lists) -> Decision:

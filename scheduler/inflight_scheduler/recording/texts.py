@@ -7,11 +7,11 @@ one; whoever remembers a place keeps the old one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.cache_state import CacheState
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextIndex
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, Text, TextIndex
 from inflight_scheduler.recording.records import CacheStart, Growth, Iteration, KeptBlock, TextPart
 from inflight_scheduler.request import LlmRequest
 
@@ -55,7 +55,7 @@ class RecordedTexts:
     """Owner of the numbers of texts; the request ids are those of active requests."""
 
     def __init__(self, num_pool_tokens: int) -> None:
-        self._index = TextIndex(num_pool_tokens)
+        self._index = TextIndex(num_pool_tokens, self._active_texts)
         self._num_texts = 0
         self._active: dict[int, LlmRequest] = {}
         self._likenesses: dict[int, Likeness] = {}
@@ -111,6 +111,11 @@ class RecordedTexts:
             tuple([request.text_number for request in requests]),
             state,
         )
+
+    def _active_texts(self) -> Iterator[Text]:
+        """Prompts; what was generated since belongs to no text before it is told (`grow`)."""
+        for request in self._active.values():
+            yield request.cache_salt, request.tokens[: request.prompt_len], request.text_number
 
     def _remember(self, number: int, found: Likeness, start: int) -> None:
         if found.length > start:

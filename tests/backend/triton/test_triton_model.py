@@ -263,12 +263,14 @@ def lines_of(feed: FakeSender) -> list[bytes]:
 
 
 def test_metrics_have_the_peers_names(server: Server) -> None:
-    server.ask(input_ids=[1, 2, 3], request_output_len=5)
+    for _ in range(2):  # the second one finds the first block of 4 of its 6 tokens
+        server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
     blocks = FakePbUtils.families["nv_trt_llm_kv_cache_block_metrics"]
     label = "model=tensorrt_llm,version=1,kv_cache_block_type="
     deadline = time.monotonic() + WAIT
-    while blocks.values.get(f"{label}free") != 64 and time.monotonic() < deadline:
+    while blocks.values.get(f"{label}reused") != 1 and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert blocks.values[f"{label}hit_rate"] == 0.25
     assert blocks.values[f"{label}max"] == 64
     assert blocks.values[f"{label}tokens_per"] == 4
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
@@ -381,10 +383,46 @@ def test_queue_limit_is_a_named_refusal(
     assert refused
     text, code = error_of(refused[0])
     assert code == FakePbUtils.TritonError.UNAVAILABLE
-    assert "max_queue_size = 1" in text
+    assert text == "Maximum queue size of 1 has been reached (max_queue_size); try again later"
     gate.set()
     server.model.finalize()
     assert all(sender.is_final.is_set() for sender in senders)
+
+
+def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
+    gates = threading.Semaphore(0)
+
+    def wait_for_gate(batch: ScheduledBatch) -> None:
+        assert gates.acquire(timeout=WAIT)
+
+    server.engine.before_step = wait_for_gate
+    running = [server.send(input_ids=[1], request_output_len=30) for _ in range(4)]
+    while len(server.model._arrivals) > 0:
+        gates.release()
+        time.sleep(0.01)
+    low = server.send("low", input_ids=[1], request_output_len=2, priority=0.0)
+    late = server.send("late", input_ids=[1], request_output_len=2, max_queue_time_ms=30)
+    high = server.send("high", input_ids=[1], request_output_len=2, priority=1.0)
+    assert late.is_final.wait(WAIT), "the engine stands still, and yet it hears in time"
+    assert error_of(late)[0] == (
+        "not started before its deadline: place 2 of 3 in the queue, "
+        "and all 4 places of max_batch_size are taken"
+    )
+    assert [server.model._arrivals.find_place(number) for number in (5, 7)] == [(2, 2), (1, 2)]
+    text, code = error_of(server.ask(input_ids=[1], priority=2.0))
+    assert "'priority' is 2; it must be a finite number, 0..1" in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+    gates.release(1000)
+    for sender in (*running, low, high):
+        assert sender.is_final.wait(WAIT)
+        assert sender.responses[-1].error is None
+
+
+def wait_until_queued(server: Server, num_queued: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while len(server.model._arrivals) != num_queued:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_load_failure_is_one_line_in_the_status_file(
@@ -423,10 +461,7 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
         for k in range(4)
     ]
     gates.release()
-    deadline = time.monotonic() + WAIT
-    while len(server.model._arrivals) != 1:  # three of them are active now
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until_queued(server, 1)  # three of them are active now
     waiting_for = {name: server.send(name, why=True) for name in ("large", "next1", "next3", "no")}
     for _ in range(1000):
         gates.release()

@@ -19,6 +19,7 @@ from inflight_scheduler import (
     FinishReason,
     LlmRequest,
     RequestScheduler,
+    ScheduledBatch,
 )
 from inflight_scheduler.recording import likeness, texts
 from inflight_scheduler.recording import recorder as recorder_module
@@ -47,6 +48,8 @@ class RecordedWorld:
         self.recorder = FlightRecorder(
             settings, software="test", cache_state=self.manager.cache_state
         )
+        self.is_overlapped = settings.is_overlapped
+        self.running: ScheduledBatch | None = None
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
 
@@ -58,23 +61,28 @@ class RecordedWorld:
     def decide(self) -> Lists:
         """What the scheduler says, noted."""
         decision = self.scheduler.schedule_request(self.active, ())
+        if decision[2] and self.running is not None:
+            decision = ([], [], [])
         self.recorder.decided(self.active, *decision)
         return decision
 
-    def iterate(self, stops: Iterable[LlmRequest] = ()) -> Lists:
-        """One pass of the loop: decide, run, then the stops."""
+    def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
+        """One pass of the loop: decide, run, then the stops.
+
+        ``fault``: "failed" for the step that is decided, "lost" for the one before (overlapped).
+        """
         decision = self.decide()
         batch = self.planner.plan(*decision)
         self.num_pauses += len(decision[2])
         self.recorder.carried_out(self.manager.num_free_blocks)
-        if not batch.is_empty:
-            last = zip(decision[0], batch.context_chunks, strict=True)
-            takers = [request for request, chunk in last if chunk.is_last]
-            # The same text goes on in the same way, as with a greedy model.
-            tokens = [draw(r.tokens, -1, 0) for r in (*takers, *decision[1])]
-            for request in self.planner.update(batch, tokens):
-                if request.is_finished:
-                    self.end(request)
+        run = self._run_overlapped if self.is_overlapped else self._run
+        settled, hurt = run(batch, fault)
+        for request in settled:
+            if request.is_finished:
+                self.end(request)
+        for request in hurt:
+            if self.active.get(request.request_id) is request:
+                self.end(request, "failed")
         for request in stops:
             if self.active.get(request.request_id) is request:
                 request.finish(FinishReason.CANCELLED)
@@ -82,12 +90,53 @@ class RecordedWorld:
         self.recorder.finish_iteration()
         return decision
 
-    def end(self, request: LlmRequest) -> None:
+    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Who got a token, and whom a fault has hurt."""
+        if batch.is_empty:
+            return [], []
+        if fault:
+            self.recorder.failed()
+            return [], self.planner.discard(batch)
+        return self.planner.update(batch, self._draw(batch)), []
+
+    def _run_overlapped(
+        self, batch: ScheduledBatch, fault: str
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """As `OverlappedSteps.turn`."""
+        planner = self.planner
+        before, self.running = self.running, None
+        has_failed = fault == "failed" and not batch.is_empty
+        if not batch.is_empty and not has_failed:
+            planner.advance(batch)
+            self.running = batch
+        settled: list[LlmRequest] = []
+        hurt: list[LlmRequest] = []
+        if before is not None and fault == "lost":
+            self.recorder.lost()
+            hurt += planner.discard(before)
+            if self.running is not None:
+                hurt += planner.discard(self.running)
+                self.running = None
+        elif before is not None:
+            settled = planner.settle(before, self._draw(before))
+        if has_failed:
+            self.recorder.failed()
+            hurt += planner.discard(batch)
+        return settled, hurt
+
+    def _draw(self, batch: ScheduledBatch) -> list[int]:
+        """The same text goes on in the same way, as with a greedy model."""
+        owners = self.planner.token_owners(batch)
+        return [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in owners]
+
+    def end(self, request: LlmRequest, error: str = "") -> None:
         """Release, and take from the active list."""
+        if error:
+            request.finish(FinishReason.CANCELLED)
         self.planner.release(request)
         self.active.remove(request)
         self.finished.append(request)
-        self.recorder.ended(request)
+        self.recorder.ended(request, error)
 
     @property
     def text(self) -> str:
@@ -109,6 +158,7 @@ def play(
     priorities: Sequence[float] = (0.5,),
     salts: Sequence[bytes] = (b"",),
     max_iterations: int | None = None,
+    fault_rate: float = 0.0,
 ) -> RecordedWorld:
     """Random requests through a world, some ended by a stop, some by an end id.
 
@@ -140,7 +190,8 @@ def play(
         if not world.active:
             continue
         stops = [request for request in world.active if rng.random() < 0.02]
-        world.iterate(stops)
+        fault = rng.choice(["failed", "lost"]) if fault_rate and rng.random() < fault_rate else ""
+        world.iterate(stops, fault)
         num_left = None if num_left is None else num_left - 1
     assert all(request.finish_reason != FinishReason.NOT_FINISHED for request in world.finished)
     return world

@@ -51,6 +51,8 @@ chunkings = st.none() | st.builds(
     reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
     seed=st.integers(0, 2**16),
     is_equal=st.booleans(),
+    is_overlapped=st.booleans(),
+    fault_rate=st.sampled_from([0.0, 0.05]),
 )
 def test_replay_of_our_own_recording_is_identical(
     policy: CapacitySchedulerPolicy,
@@ -62,25 +64,37 @@ def test_replay_of_our_own_recording_is_identical(
     reuse: tuple[bool, bool],
     seed: int,
     is_equal: bool,
+    is_overlapped: bool,
+    fault_rate: float,
 ) -> None:
     settings = Settings(
-        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking, *reuse
+        policy,
+        num_blocks,
+        tokens_per_block,
+        max_batch_size,
+        max_num_tokens,
+        chunking,
+        *reuse,
+        is_overlapped=is_overlapped,
     )
     priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)
-    world = play(settings, num_requests=15, seed=seed, priorities=priorities)
+    world = play(settings, num_requests=15, seed=seed, priorities=priorities, fault_rate=fault_rate)
     result = replay(read(world.text))
     assert result.divergence is None, str(result)
     assert result.num_requests == 15
     assert result.num_pauses == world.num_pauses
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
 def test_the_ring_replays_from_its_middle(
-    policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch
+    policy: CapacitySchedulerPolicy, is_overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest segments are gone; the state at the start of the next one stands in for them."""
     monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 7)
-    settings = Settings(policy, 12, 4, 6, 40, ContextChunking(unit_size=2))
+    settings = Settings(
+        policy, 12, 4, 6, 40, ContextChunking(unit_size=2), is_overlapped=is_overlapped
+    )
     world = play(settings, num_requests=150, seed=3)
     first = next(iter(read(world.text)))
     assert first.number > 1, "nothing was dropped: the test shows nothing"
@@ -117,6 +131,7 @@ def test_what_was_cached_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     may_copy=st.booleans(),
     seed=st.integers(0, 2**16),
     num_iterations=st.integers(16, 90),
+    is_overlapped=st.booleans(),
 )
 def test_a_ring_with_reuse_replays_from_its_middle(
     policy: CapacitySchedulerPolicy,
@@ -127,10 +142,19 @@ def test_a_ring_with_reuse_replays_from_its_middle(
     may_copy: bool,
     seed: int,
     num_iterations: int,
+    is_overlapped: bool,
 ) -> None:
     """At any moment; the cache at its start comes back block by block, in the order of idleness."""
     settings = Settings(
-        policy, num_blocks, tokens_per_block, 6, max_num_tokens, chunking, True, may_copy
+        policy,
+        num_blocks,
+        tokens_per_block,
+        6,
+        max_num_tokens,
+        chunking,
+        True,
+        may_copy,
+        is_overlapped=is_overlapped,
     )
     with tiny_ring():
         world = RecordedWorld(settings)
