@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,8 +125,9 @@ class Frontend:
     def fail_all(self, message: str) -> None:
         """End every stream with an error now, without waiting for whoever works on it."""
         for number, stream in list(self._live.items()):
+            numbers = self._groups.get(number, [number])  # the end of the stream forgets them
             stream.abort(message)
-            self.stop(number)
+            self._stop_each(numbers)
         for feed in list(self._feeds):
             self._end_feed(feed)
 
@@ -230,7 +232,8 @@ class Frontend:
             self._dispatcher.subscribe(stream)
 
     def _end_feed(self, feed: ResponseStream) -> None:
-        self._feeds.remove(feed)
+        with suppress(ValueError):  # the watchdog may have ended it just now
+            self._feeds.remove(feed)
         self._dispatcher.unsubscribe(feed)
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:
