@@ -169,18 +169,18 @@ async def _is_served(served: Served) -> bool:
 
 async def _quiet(served: Served, findings: Findings, when: str) -> dict[str, Footprint]:
     """Nobody asks anything: within seconds nothing may be held any more."""
-    traffic = _traffic(served, Tally(), 0)
     deadline = time.monotonic() + _IDLE_SECONDS
-    while True:
-        stats = await traffic.ask_json("", "stats", stats=True, streaming=False)
-        active, used = stats["Active Request Count"], stats["Used KV cache blocks"]
-        is_free = (
-            not active and used == stats["Max KV cache blocks"] - stats["Free KV cache blocks"]
-        )
-        if (is_free and not used) or time.monotonic() > deadline:
-            break
+    active = used = -1  # not known yet
+    while (active or used) and time.monotonic() < deadline:
+        traffic = _traffic(served, Tally(), 0)
+        try:
+            stats = await traffic.ask_json("", "stats", stats=True, streaming=False)
+        except asyncio.TimeoutError:
+            findings.failures.append(f"{when}: a question was not answered in time")
+        else:
+            active, used = stats["Active Request Count"], stats["Used KV cache blocks"]
+        await traffic.close()
         await asyncio.sleep(0.1)
-    await traffic.close()
     findings.leaks[f"active_requests {when}"] = active
     findings.leaks[f"used_blocks {when}"] = used
     findings.expect(active == 0 and used == 0, f"{when}: {active} active, {used} blocks in use")

@@ -133,6 +133,12 @@ def test_boundary_values_are_served() -> None:
     assert validate(request, LIMITS).prompt_len == 20
 
 
+@pytest.mark.case(22)
+def test_temperature_zero_is_greedy_whatever_else_is_asked() -> None:
+    request = InferenceRequest.from_tokens(1, [1], 1, temperature=0.0, runtime_top_p=0.9)
+    assert validate(request, LIMITS).sampling.is_greedy
+
+
 @pytest.mark.case(17)
 def test_defaults() -> None:
     llm_request = validate(InferenceRequest(1, make_inputs({"input_ids": [1]})), LIMITS)

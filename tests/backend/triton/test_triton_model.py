@@ -85,6 +85,12 @@ def test_text_in_text_out(server: Server) -> None:
     assert text_of(excluded) == " 7 8 9"
 
 
+@pytest.mark.case(32)
+def test_an_empty_stop_word_asks_for_nothing(server: Server) -> None:
+    sender = server.ask(text_input="5 6", max_tokens=3, stream=True, stop_words=[""])
+    assert text_of(sender) == " 7 8 9"
+
+
 def test_outputs_follow_the_request(server: Server) -> None:
     sender = server.ask(outputs=("text_output",), input_ids=[7], request_output_len=2)
     assert text_of(sender) == "7 8 9"
