@@ -26,6 +26,7 @@ The tokens of a batch come back in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.batch import (
@@ -385,6 +386,6 @@ def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) 
 
 
 def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
-    slots = tuple([slot for request in requests if (slot := request.seq_slot) is not None])
-    assert len(slots) == len(requests), "somebody generates without a slot"
-    return slots
+    slots = tuple([request.seq_slot for request in requests])
+    assert None not in slots, "somebody generates without a slot"
+    return cast("tuple[int, ...]", slots)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from struct import pack
 
 from inflight_scheduler.request import LlmRequest
 
@@ -56,6 +56,7 @@ class ReuseIndex:
         "_hash_key",
         "_key_to_block",
         "_memo",
+        "_packed_block",
         "_starts",
         "_version",
         "may_copy",
@@ -67,6 +68,7 @@ class ReuseIndex:
     ) -> None:
         self.tokens_per_block = tokens_per_block
         self.may_copy = may_copy
+        self._packed_block = f"{tokens_per_block}q"
         self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
         self._key_to_block: dict[bytes, int] = {}
         self._block_to_key: dict[int, bytes] = {}
@@ -192,7 +194,7 @@ class ReuseIndex:
         while len(keys) <= index:
             start = len(keys) * size
             parent = keys[-1] if keys else self._parent(request, 0)
-            tokens = array("q", request.tokens[start : start + size]).tobytes()
+            tokens = pack(self._packed_block, *request.tokens[start : start + size])
             keys.append(self._hash(parent + tokens, b"block"))
         return keys[index]
 

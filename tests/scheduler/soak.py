@@ -23,9 +23,13 @@ from inflight_scheduler import (
 
 
 class Soak:
-    """One world with settings, arrivals, stops and failures drawn from ``seed``."""
+    """One world with settings, arrivals, stops and failures drawn from ``seed``.
 
-    def __init__(self, seed: int, policy: CapacitySchedulerPolicy) -> None:
+    The engine finds a wrong block in every step; everything else is checked in every
+    ``check_every``-th and in the end.
+    """
+
+    def __init__(self, seed: int, policy: CapacitySchedulerPolicy, check_every: int = 1) -> None:
         self.dice = dice = random.Random(seed)
         self.policy = policy
         max_batch_size = dice.randint(1, 6)
@@ -55,7 +59,7 @@ class Soak:
         )
         span = dice.choice([0, 3, 1000])
         max_drafts = self.extras.max_drafts
-        self.world = World(scheduler, manager, num_slots, span, resources, max_drafts)
+        self.world = World(scheduler, manager, num_slots, span, resources, max_drafts, check_every)
         self.alone: dict[int, list[int]] = {}
         self.num_arrivals = 0
         self.num_iterations = 0
@@ -73,7 +77,7 @@ class Soak:
         self.num_iterations += 1
         if may_arrive and len(self.world.active) < 12:
             self._arrive()
-        if self.extras.max_drafts and self.dice.random() < 0.5:
+        if self.extras.max_drafts and self.dice.random() < 0.3:
             guess(self.world, self.dice, self.alone)
         self._step()
         self._check_finished()
@@ -134,17 +138,16 @@ class Soak:
         self.world.finished.clear()
 
     def _draw_extras(self) -> Extras:
-        """Half of the worlds have none: they take the short way of deciding."""
+        """Each seldom, so that many worlds have one of them or none and take the short way."""
         dice = self.dice
-        if dice.random() < 0.5:
-            return Extras()
+        further = [(dice.randint(2, 8),), (3, None)]
         return Extras(
-            window_size=dice.choice([None, None, dice.randint(2, 12)]),
-            further_windows=dice.choice([(), (), (dice.randint(2, 8),), (3, None)]),
-            num_cross_blocks=dice.choice([None, dice.randint(2, 8)]),
-            num_pages=dice.choice([None, dice.randint(3, 6)]),
-            max_drafts=dice.choice([0, 1, 4]),
-            max_beams=dice.choice([1, 1, 2]),
+            window_size=dice.choice([None] * 4 + [dice.randint(2, 12)]),
+            further_windows=dice.choice([()] * 6 + further),
+            num_cross_blocks=dice.choice([None] * 3 + [dice.randint(2, 8)]),
+            num_pages=dice.choice([None] * 3 + [dice.randint(3, 6)]),
+            max_drafts=dice.choice([0, 0, 1, 4]),
+            max_beams=dice.choice([1, 1, 1, 2]),
         )
 
     def _chunking(self) -> ContextChunking:
@@ -161,11 +164,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--iterations", type=int, default=100_000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--check-every", type=int, default=1)
     args = parser.parse_args()
     start, num_left, seed = time.monotonic(), args.iterations, args.first_seed
     while num_left > 0:
         for policy in CapacitySchedulerPolicy:
-            soak = Soak(seed, policy)
+            soak = Soak(seed, policy, args.check_every)
             soak.run(300)
             num_left -= soak.num_iterations
         seed += 1

@@ -67,6 +67,7 @@ class Frontend:
         self._stats_json: Callable[[], str] = lambda: "{}"
         self._inspector: Inspector | None = None
         self._why_queued = ""
+        self._describe_load: Callable[[], str] = str
 
     def start(self, manager: GptManager) -> None:
         """Connect to the batch manager; comes before the first request."""
@@ -75,6 +76,7 @@ class Frontend:
         self._stats_json = lambda: manager.stats_json
         self._inspector = Inspector(manager, self._arrivals, self._dispatcher)
         self._why_queued = why_queued(manager.max_num_requests)
+        self._describe_load = manager.describe_load
 
     @property
     def num_live(self) -> int:
@@ -165,7 +167,7 @@ class Frontend:
                 self._dispatcher.open(one.request_id, token_stream)
             self._live[number] = stream
             stream.on_final(lambda: self._forget(number, name))
-            self._arrivals.put(*requests)
+            self._arrivals.put(*requests, describe_load=self._describe_load)
         except BaseException:
             for opened in numbers:
                 self._dispatcher.discard(opened)

@@ -14,6 +14,7 @@ blocks back.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +23,7 @@ from inflight_scheduler.recording.errors import RecordingError
 MAX_STEPS = 10_000
 """Pieces that are looked at for one answer; a recording that needs more was not made by us."""
 
+_INT32 = "i"
 _MIN_REMEMBERED = 2**20  # tokens
 
 
@@ -36,11 +38,14 @@ NO_LIKENESS = Likeness(0, 0)
 
 
 class _Node:
-    """An edge of the tree of texts: ``tokens`` lead here, and ``owner`` was the first with them."""
+    """An edge of the tree of texts: ``tokens`` lead here, and ``owner`` was the first with them.
+
+    Packed, since there are millions.
+    """
 
     __slots__ = ("children", "owner", "tokens")
 
-    def __init__(self, tokens: Sequence[int], owner: int) -> None:
+    def __init__(self, tokens: array[int], owner: int) -> None:
         self.tokens = tokens
         self.owner = owner
         self.children: dict[int, _Node] = {}
@@ -84,12 +89,12 @@ class _Tree:
 
     def add(self, salt: bytes, tokens: Sequence[int], owner: int) -> None:
         """Enter a text; what is there already keeps its owner."""
-        node = self.roots.setdefault(salt, _Node((), owner))
+        node = self.roots.setdefault(salt, _Node(array(_INT32), owner))
         place = 0
         while place < len(tokens):
             child = node.children.get(tokens[place])
             if child is None:
-                node.children[tokens[place]] = _Node(tuple(tokens[place:]), owner)
+                node.children[tokens[place]] = _Node(array(_INT32, tokens[place:]), owner)
                 self.num_tokens += len(tokens) - place
                 return
             common = _num_common(child.tokens, tokens, place)
@@ -108,10 +113,10 @@ def _split(parent: _Node, child: _Node, length: int) -> _Node:
     return middle
 
 
-def _num_common(edge: Sequence[int], tokens: Sequence[int], place: int) -> int:
+def _num_common(edge: array[int], tokens: Sequence[int], place: int) -> int:
     """Tokens of ``edge`` that ``tokens`` has from ``place`` on."""
     length = min(len(edge), len(tokens) - place)
-    if tuple(edge[:length]) == tuple(tokens[place : place + length]):
+    if edge[:length] == array(_INT32, tokens[place : place + length]):
         return length
     return next(k for k in range(length) if edge[k] != tokens[place + k])
 

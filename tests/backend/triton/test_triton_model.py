@@ -383,7 +383,9 @@ def test_queue_limit_is_a_named_refusal(
     assert refused
     text, code = error_of(refused[0])
     assert code == FakePbUtils.TritonError.UNAVAILABLE
-    assert text == "Maximum queue size of 1 has been reached (max_queue_size); try again later"
+    assert text.startswith("Maximum queue size of 1 has been reached (max_queue_size); try again")
+    assert "of 1 places are taken" in text
+    assert "of 64 KV blocks are free" in text
     gate.set()
     server.model.finalize()
     assert all(sender.is_final.is_set() for sender in senders)
