@@ -58,7 +58,25 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw within this probability.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a drawn answer repeatable.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens seen become less likely.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted once from tokens seen.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted per occurrence from tokens seen.")
+    ] = None,
+    stop_word: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Text not to be said; may be repeated.")
+    ] = None,
     priority: Annotated[float | None, typer.Option(help="0 to 1, the higher the earlier.")] = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Share cached text only with requests of the same salt.")
@@ -75,7 +93,13 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "stop_words": stop_word or None,
+        "bad_words": bad_word or None,
         "priority": priority,
         "cache_salt": cache_salt,
         "max_queue_time_ms": max_queue_time_ms,

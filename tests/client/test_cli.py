@@ -42,7 +42,20 @@ def test_generate_prints_the_text(local: Local) -> None:
 
 def test_generate_passes_its_options_on(local: Local) -> None:
     options = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "7"]
-    options += ["--priority", "0.75", "--cache-salt", "me"]
+    options += [
+        "--stop-word",
+        "x",
+        "--stop-word",
+        "y z",
+        "--bad-word",
+        "q",
+        "--bad-word",
+        "r",
+        "--min-p",
+        "0.125",
+    ]
+    options += ["--repetition-penalty", "1.5", "--presence-penalty", "0.5"]
+    options += ["--frequency-penalty", "-0.5", "--priority", "0.75", "--cache-salt", "me"]
     options += ["--max-queue-time-ms", "9", "--allotted-time-ms", "10"]
     done = run(
         "generate", "count", "--max-tokens=2", "--no-stream", "--request-id=mine", *options,
@@ -56,6 +69,13 @@ def test_generate_passes_its_options_on(local: Local) -> None:
         "text_input": "count",
         "max_tokens": 2,
         "stream": False,
+        "return_finish_reason": True,
+        "stop_words": ["x", "y z"],
+        "bad_words": ["q", "r"],
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
         "exclude_input_in_output": True,
         "temperature": 0.5,
         "runtime_top_k": 3,

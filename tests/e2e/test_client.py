@@ -77,13 +77,18 @@ def demo_tokenizer() -> Any:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_whole_answer(caller: Caller, protocol: Protocol) -> None:
+def test_stop_words(caller: Caller) -> None:
+    result = caller.generate(PROMPT, 200, stop_words=["9 1", "nothing"])
+
+    assert (result.text, result.finish) == (" 4 5 6 7 8 ", "stop")
+
+
+def test_whole_answer(caller: Caller) -> None:
     result = caller.generate(PROMPT, 40, request_id="whole")
 
     assert result.text.startswith(" 4 5 6 7 8 9 10 11 ")
     assert_counts(PROMPT, result.text)
-    # Over HTTP a text answer comes without the count of its tokens.
-    assert result.finish == ("length" if protocol == "grpc" else None)
+    assert result.finish == "length"
 
 
 def test_whole_answer_with_the_prompt(caller: Caller) -> None:

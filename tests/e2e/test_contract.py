@@ -269,7 +269,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "1", "temperature": float("nan")}, "'temperature' is nan"),
     ({"text_input": "1", "runtime_top_p": 7.0}, "'runtime_top_p' is 7"),
     ({"text_input": "1", "beam_width": 4}, "'beam_width' is not supported"),
-    ({"text_input": "1", "return_log_probs": True}, "'return_log_probs' is not supported"),
+    ({"text_input": "1", "repetition_penalty": 0.0}, "'repetition_penalty' is 0"),
     ({"input_ids": np.ones((2, 3), np.int32)}, "batch-size must be <= 1"),
     ({"input_ids": np.ones(3, np.int32)}, r"unexpected shape|batch-size must be <= 1"),
 ]

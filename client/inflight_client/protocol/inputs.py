@@ -123,6 +123,9 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
+    TensorSpec(
+        "return_finish_reason", "BOOL", (1,), "send finish_reason at the end", is_honoured=True
+    ),
     TensorSpec("stop_words", "STRING", (-1,), "texts that end the answer", is_honoured=True),
     TensorSpec("bad_words", "STRING", (-1,), "texts that are not generated", is_honoured=True),
     TensorSpec(
@@ -167,6 +170,7 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "recording",
         "text_input",
         "num_return_sequences",
+        "return_finish_reason",
         "stop_words",
         "bad_words",
         "embedding_bias_words",
