@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 GIB = 2**30
 DEFAULT_RESERVE = GIB
-"""Assumed for what no checkpoint tells: the CUDA context and the workspaces of its libraries."""
+"""Assumed for what no checkpoint tells: the CUDA context, workspaces, the largest step."""
 
 _DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CPU_DEFAULT_TOKENS = 65_536

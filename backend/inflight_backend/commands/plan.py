@@ -40,7 +40,7 @@ def plan(
     max_batch_size: Annotated[int, typer.Option(min=1, max=65536)] = 256,
     max_seq_len: Annotated[int | None, typer.Option(min=2)] = None,
     reserve: Annotated[
-        str, typer.Option(help="Assumed for the CUDA context and workspaces.")
+        str, typer.Option(help="Assumed for the CUDA context, workspaces and the largest step.")
     ] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
