@@ -22,6 +22,7 @@ from inflight_backend.parameters import ServerParameters, parse_parameters, set_
 from inflight_backend.status import StatusWriter
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
@@ -115,7 +116,11 @@ class TritonPythonModel:
         )
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
-        self._frontend.start(self._manager)
+        folder = Path(parameters.tokenizer_dir or checkpoint)
+        self._frontend.start(
+            self._manager,
+            ModelDescription(checkpoint.name, folder, self._manager.limits, codec),
+        )
         metrics = TritonMetrics(
             pb_utils,
             args["model_name"],

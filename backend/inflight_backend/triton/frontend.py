@@ -14,6 +14,7 @@ from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInF
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
+from inflight_backend.triton.coded_errors import CodedFactory, asks_for_codes
 from inflight_backend.triton.decoding import (
     is_streaming,
     make_request,
@@ -21,6 +22,7 @@ from inflight_backend.triton.decoding import (
     read_flag,
     read_inputs,
 )
+from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
@@ -39,6 +41,9 @@ _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
+_QUESTIONS = ("why", "recording", "describe")
+
+
 class Frontend:
     """Accepts Triton requests and knows which are in flight. Never waits for the engine."""
 
@@ -50,6 +55,7 @@ class Frontend:
         codec: TextCodec | None,
     ) -> None:
         self._factory = factory
+        self._coded = CodedFactory(factory.pb_utils)
         self._arrivals = arrivals
         self._dispatcher = dispatcher
         self._codec = codec
@@ -62,11 +68,11 @@ class Frontend:
         self._stats_json: Callable[[], str] = lambda: "{}"
         self._inspector: Inspector | None = None
 
-    def start(self, manager: GptManager) -> None:
+    def start(self, manager: GptManager, description: ModelDescription) -> None:
         """Connect to the batch manager; comes before the first request."""
         self._limits, self._wake = manager.limits, manager.wake
         self._stats_json = lambda: manager.stats_json
-        self._inspector = Inspector(manager, self._arrivals, self._dispatcher)
+        self._inspector = Inspector(manager, self._arrivals, self._dispatcher, description)
 
     @property
     def num_live(self) -> int:
@@ -75,7 +81,8 @@ class Frontend:
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
-        stream = ResponseStream(triton_request.get_response_sender(), self._factory)
+        factory = self._coded if asks_for_codes(triton_request) else self._factory
+        stream = ResponseStream(triton_request.get_response_sender(), factory)
         name = triton_request.request_id()
         try:
             inputs = read_inputs(triton_request)
@@ -83,7 +90,7 @@ class Frontend:
                 self._stop_by_name(name, stream)
             elif read_flag(inputs, "stats"):
                 self._send_stats(inputs, stream)
-            elif read_flag(inputs, "why") or read_flag(inputs, "recording"):
+            elif any(read_flag(inputs, question) for question in _QUESTIONS):
                 self._inspect(name, inputs, stream)
             else:
                 requested = frozenset(triton_request.requested_output_names())
@@ -156,7 +163,9 @@ class Frontend:
 
     def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         assert self._inspector is not None, "start() comes before the first request"
-        if read_flag(inputs, "recording"):
+        if read_flag(inputs, "describe"):
+            self._inspector.answer_description(stream)
+        elif read_flag(inputs, "recording"):
             self._inspector.answer_recording(stream)
         elif not name:
             raise InvalidRequest("'why' needs the request id of the request it asks about")

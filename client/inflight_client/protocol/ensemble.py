@@ -8,6 +8,8 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "text_input": "text_input",
     "max_tokens": "max_tokens",
     "num_return_sequences": "num_return_sequences",
+    "bad_words": "bad_words",
+    "stop_words": "stop_words",
     "exclude_input_in_output": "exclude_input_in_output",
     "end_id": "end_id",
     "pad_id": "pad_id",
@@ -44,6 +46,7 @@ _NOT_IN_ENSEMBLE = frozenset(
         "num_input_tokens",
         "num_output_tokens",
         "stats",
+        "description",
         "why",
         "recording",
     ]

@@ -106,9 +106,12 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
     TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
     TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
+    ragged("bad_words", "STRING", (-1,), "forbidden words as text"),
+    ragged("stop_words", "STRING", (-1,), "stop words as text"),
     TensorSpec(
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
+    TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
 )
@@ -124,6 +127,6 @@ RENAMED_INPUTS: dict[str, str] = {
 """Another name of an input -> the name used inside. Sending both is an error."""
 
 CONTROL_INPUTS: frozenset[str] = frozenset(
-    {"stop", "stream", "streaming", "stats", "why", "recording", "text_input"}
+    {"stop", "stream", "streaming", "stats", "describe", "why", "recording", "text_input"}
 )
 """Consumed by the Triton model; not tensors of an `InferenceRequest`."""
