@@ -60,7 +60,7 @@ class TritonPythonModel:
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
-            self._start(pb_utils, args, parse_parameters(raw), status)
+            self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None
@@ -86,6 +86,7 @@ class TritonPythonModel:
         self,
         pb_utils: Any,
         args: dict[str, str],
+        config: dict[str, Any],
         parameters: ServerParameters,
         status: StatusWriter,
     ) -> None:
@@ -97,7 +98,11 @@ class TritonPythonModel:
         self._arrivals = ArrivalQueue(parameters.max_queue_size)
         self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
         self._frontend = Frontend(
-            ResponseFactory(pb_utils), self._arrivals, self._dispatcher, codec
+            ResponseFactory(pb_utils),
+            self._arrivals,
+            self._dispatcher,
+            codec,
+            is_decoupled=config.get("model_transaction_policy", {}).get("decoupled", True),
         )
         self._manager = GptManager(
             checkpoint,

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 def load(model: str) -> Any:
     """The parsed config.pbtxt of a model, the batch size filled as `inflight serve` does."""
     text = (REPOSITORY / model / "config.pbtxt").read_text()
-    filled = Template(text).safe_substitute(triton_max_batch_size="1")
+    filled = Template(text).safe_substitute(triton_max_batch_size="1", decoupled_mode="true")
     return text_format.Parse(filled, pb.ModelConfig())
 
 

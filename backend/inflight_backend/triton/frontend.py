@@ -25,6 +25,7 @@ from inflight_backend.triton.decoding import (
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
+from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 
 if TYPE_CHECKING:
@@ -53,7 +54,11 @@ class Frontend:
         arrivals: ArrivalQueue,
         dispatcher: ResponseDispatcher,
         codec: TextCodec | None,
+        *,
+        is_decoupled: bool = True,
     ) -> None:
+        """``is_decoupled`` False: Triton takes exactly one response to a request."""
+        self._is_decoupled = is_decoupled
         self._factory = factory
         self._coded = CodedFactory(factory.pb_utils)
         self._arrivals = arrivals
@@ -85,7 +90,7 @@ class Frontend:
         stream = ResponseStream(triton_request.get_response_sender(), factory)
         name = triton_request.request_id()
         try:
-            inputs = read_inputs(triton_request)
+            inputs = expand(read_inputs(triton_request))
             if read_flag(inputs, "stop"):
                 self._stop_by_name(name, stream)
             elif read_flag(inputs, "stats"):
@@ -132,6 +137,10 @@ class Frontend:
         assert limits is not None, "start() comes before the first request"
         number = self._ids.reserve(name)
         try:
+            if not self._is_decoupled and is_streaming(inputs):
+                raise InvalidRequest(
+                    "'streaming' needs a decoupled deployment: this one sends whole answers only"
+                )
             request = make_request(number, inputs, self._codec, limits.max_input_len)
             validate(request, limits)
             token_stream = make_token_stream(stream, request, inputs, requested, self._codec)
@@ -174,7 +183,7 @@ class Frontend:
 
     def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
-        is_feed = is_streaming(inputs) is not False
+        is_feed = self._is_decoupled and is_streaming(inputs) is not False
         if is_feed and self._arrivals.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
         last = np.array([[self._stats_json().encode()]], dtype=np.object_)

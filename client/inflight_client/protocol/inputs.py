@@ -106,6 +106,13 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
     TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
     TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
+    TensorSpec(
+        "sampling_parameters",
+        "STRING",
+        (1,),
+        "settings of vLLM's clients, as a JSON object",
+        is_honoured=True,
+    ),
     ragged("bad_words", "STRING", (-1,), "forbidden words as text"),
     ragged("stop_words", "STRING", (-1,), "stop words as text"),
     TensorSpec(
@@ -127,6 +134,16 @@ RENAMED_INPUTS: dict[str, str] = {
 """Another name of an input -> the name used inside. Sending both is an error."""
 
 CONTROL_INPUTS: frozenset[str] = frozenset(
-    {"stop", "stream", "streaming", "stats", "describe", "why", "recording", "text_input"}
+    {
+        "sampling_parameters",
+        "stop",
+        "stream",
+        "streaming",
+        "stats",
+        "describe",
+        "why",
+        "recording",
+        "text_input",
+    }
 )
 """Consumed by the Triton model; not tensors of an `InferenceRequest`."""
