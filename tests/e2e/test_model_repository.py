@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +34,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
     inflight = str(Path(sys.executable).parent / "inflight")
     options = [f"--add={name}" for name in OPTIONAL_MODELS]
     command = [inflight, "model-repository", str(scratch / "models"), request.param, *options]
+    command += ["--set", "accumulate_tokens=true"]
     subprocess.run(command, check=True, capture_output=True)
     with plain_server(scratch, scratch / "models") as running:
         yield running
@@ -70,7 +73,7 @@ def infer(server: PlainServer, model: str, **tensors: Any) -> dict[str, Any]:
         return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "tensorrt_llm_bls"])
 def test_whole_answers_with_http(server: PlainServer, model: str) -> None:
     answer = generate(
         server, model, text_input="1 2 3", max_tokens=20, exclude_input_in_output=True
@@ -146,3 +149,44 @@ def test_settings_as_vllm_clients_send_them(server: PlainServer, is_decoupled: b
         )
         assert_counts("1 2 3", "".join(event["text_output"] for event in events))
         assert len(events) > 5
+
+
+def test_the_relay_accumulates_and_passes_errors_on(
+    server: PlainServer, is_decoupled: bool
+) -> None:
+    bad = generate(server, "tensorrt_llm_bls", text_input="1", max_tokens=0)
+    assert "'max_tokens' must be a single value above 0" in bad["error"]
+    bad = generate(server, "tensorrt_llm_bls", text_input="1", max_tokens=4, temperature=-1.0)
+    assert "'temperature' is -1" in bad["error"]
+    if is_decoupled:
+        events = generate_stream(
+            server, "tensorrt_llm_bls", text_input="1 2 3", max_tokens=20, stream=True
+        )
+        texts = [event["text_output"] for event in events]
+        assert len(texts) > 5
+        assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
+        assert_counts("1 2 3", texts[-1])
+        assert len(texts[-1]) == 20
+
+
+def test_a_client_of_the_relay_that_leaves_ends_its_request(
+    server: PlainServer, is_decoupled: bool
+) -> None:
+    def wait_until_active(count: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            answer = generate(server, "tensorrt_llm", stats=True, streaming=False)
+            if json.loads(answer["stats"])["Active Request Count"] == count:
+                return
+            assert time.monotonic() < deadline, f"not {count} requests run"
+
+    wait_until_active(0, WAIT)
+    if not is_decoupled:  # the only way to leave is to close a call, which Triton does not see
+        return
+    body = {"text_input": "1 2 3", "max_tokens": 8000, "stream": True}
+    url = f"{server.http_url}/v2/models/tensorrt_llm_bls/generate_stream"
+    with httpx.stream("POST", url, json=body, timeout=WAIT, trust_env=False) as answer:
+        lines = answer.iter_lines()  # dropping it would close the stream
+        next(lines)
+        wait_until_active(1, WAIT)
+    wait_until_active(0, 5.0)  # 8,000 tokens take longer

@@ -17,7 +17,7 @@ from inflight_backend.errors import ConfigurationError
 from inflight_client.protocol import ENSEMBLE_MODEL_NAME, LLM_MODEL_NAME
 
 DEFAULT_MODELS = (LLM_MODEL_NAME, ENSEMBLE_MODEL_NAME)
-OPTIONAL_MODELS = ("preprocessing", "postprocessing", "vllm_model")
+OPTIONAL_MODELS = ("preprocessing", "postprocessing", "tensorrt_llm_bls", "vllm_model")
 """Models for clients that call them by these names; written only when asked for."""
 
 DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "1", "decoupled_mode": "true"}

@@ -19,8 +19,8 @@ _OPTION_FOR_KEY = {
     "drain_file": "inflight serve keeps this file itself",
 }
 _PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
-TEXT_MODEL_SWITCHES = frozenset({"add_special_tokens", "skip_special_tokens"})
-"""Parameters of the models `preprocessing` and `postprocessing`."""
+TEXT_MODEL_SWITCHES = frozenset({"add_special_tokens", "skip_special_tokens", "accumulate_tokens"})
+"""Parameters of the models `preprocessing`, `postprocessing` and `tensorrt_llm_bls`."""
 
 _ANY_ADDRESS = "0.0.0.0"
 
