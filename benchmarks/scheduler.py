@@ -3,7 +3,9 @@
 ``incremental`` is what `GptManager` runs: `ActiveRequests`, whose cost grows with what changes.
 ``naive`` is the same decision by the rules alone, everything recomputed from every request in each
 iteration, as in the published Python scheduler of TensorRT-LLM. No engine: tokens are constant.
-Times are processor time of the thread, since the machine may be shared.
+Times are processor time of the thread, since the machine may be shared; every case is measured
+``--repeats`` times, each figure is the median of these, and the load average (processes that
+wanted a core) is in the result.
 
 The load is steady: ``--active`` requests in the generation phase, each with 256 new tokens, at
 evenly spread ages, so one in 256 finishes in every iteration and as many arrive. Prompts have 97
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import os
 import random
 import statistics
 import time
@@ -123,6 +126,14 @@ def measure(case: Case, num_iterations: int) -> dict[str, Any]:
     }
 
 
+def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each figure over runs of one case."""
+    figures = {name for name in runs[0] if name.endswith("_us") or "_us_" in name}
+    figures.discard("target_us")
+    medians = {name: statistics.median(run[name] for run in runs) for name in figures}
+    return {name: medians.get(name, value) for name, value in runs[0].items()}
+
+
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Microseconds per iteration")
     for column in rows[0]:
@@ -137,20 +148,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--active", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = []
+    load_before = os.getloadavg()[0]
     for policy in CapacitySchedulerPolicy:
         for num_active in args.active:
             for has_reuse in (False, True):
                 for is_incremental in (True, False):
                     case = Case(policy, num_active, has_reuse, is_incremental)
-                    rows.append(measure(case, args.iterations))
+                    runs = [measure(case, args.iterations) for _ in range(args.repeats)]
+                    rows.append(median_of(runs))
     result = describe_run() | {
         "tokens_per_block": TOKENS_PER_BLOCK,
         "prompt_tokens": [PROMPT_LEN - TOKENS_PER_BLOCK + 1, PROMPT_LEN],
         "shared_prompt_tokens": SHARED_LEN,
         "new_tokens": MAX_NEW,
+        "load_average": [load_before, os.getloadavg()[0]],
         "rows": rows,
     }
     Console(width=140).print(_table(rows))

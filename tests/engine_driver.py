@@ -28,6 +28,7 @@ class Job:
     num_cached: int = 0
     blocks: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
+    has_drawn: bool = False  # since it got its slot
 
     @property
     def tokens(self) -> list[int]:
@@ -37,7 +38,7 @@ class Job:
     @property
     def is_generating(self) -> bool:
         """True when all but the last token is cached."""
-        return bool(self.generated) and self.num_cached == len(self.tokens) - 1
+        return self.has_drawn and self.num_cached == len(self.tokens) - 1
 
 
 class EngineDriver:
@@ -60,7 +61,15 @@ class EngineDriver:
             if job.slot is None:
                 job.slot = self.free_slots.pop()
                 setups.append(
-                    SlotSetup(job.slot, 1, job.sampling, job.end_id, job.min_end_position)
+                    SlotSetup(
+                        job.slot,
+                        1,
+                        job.sampling,
+                        job.end_id,
+                        job.min_end_position,
+                        len(job.prompt),
+                        tuple(job.tokens) if job.sampling.looks_back else (),
+                    )
                 )
             end = job.num_cached + length if length else len(job.tokens)
             plan.append(
@@ -91,6 +100,7 @@ class EngineDriver:
         assert len(tokens) == len(takers)
         for job, token in zip(takers, tokens, strict=True):
             job.generated.append(token)
+            job.has_drawn = True
         return tokens
 
     def release(self, job: Job) -> None:
@@ -98,7 +108,7 @@ class EngineDriver:
         assert job.slot is not None
         self.free_slots.append(job.slot)
         self.free_blocks = job.blocks + self.free_blocks
-        job.slot, job.num_cached, job.blocks = None, 0, []
+        job.slot, job.num_cached, job.blocks, job.has_drawn = None, 0, [], False
 
     def generate(
         self, jobs: Sequence[Job], num_tokens: int, chunk_size: int = 0

@@ -17,11 +17,23 @@ from inflight_backend.iteration_stats import MemoryUsage
 from inflight_scheduler import ScheduledBatch
 
 
+@dataclass(frozen=True)
+class CountedStep:
+    """The tokens of a step that has run when it was submitted."""
+
+    tokens: list[int]
+
+    def read(self) -> list[int]:
+        """All of them."""
+        return self.tokens
+
+
 class CountingEngine:
     """A `StepEngine` whose next token is the last one plus 1, modulo the vocabulary."""
 
     device_name = "fake"
     dtype_name = "int"
+    is_asynchronous = False  # it is not; a test may say so to get the overlapped loop
 
     def __init__(
         self,
@@ -53,6 +65,10 @@ class CountingEngine:
                 tokens.append(self._step(chunk.slot))
         tokens += [self._step(slot) for slot in batch.generation_slots]
         return tokens
+
+    def submit(self, batch: ScheduledBatch) -> CountedStep:
+        """Count on; the answer is read later."""
+        return CountedStep(self.execute(batch))
 
     def memory_usage(self) -> MemoryUsage:
         """Nothing worth mentioning."""

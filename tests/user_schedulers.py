@@ -62,3 +62,22 @@ class BadChunks(OneAtATime):
         for request in context:
             request.context_chunk_size = 1_000_000
         return context, [r for r in active_requests if r.is_generation_in_progress_state], []
+
+
+class EveryOtherTime(OneAtATime):
+    """Counts how often it is asked: every other time somebody new may start."""
+
+    def __init__(
+        self, block_manager: BlockManager, max_batch_size: int, max_num_tokens: int
+    ) -> None:
+        super().__init__(block_manager, max_batch_size, max_num_tokens)
+        self.num_calls = 0
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Whoever runs goes on; the next one joins at an even call."""
+        self.num_calls += 1
+        running = [r for r in active_requests if r.is_generation_in_progress_state]
+        fresh = [r for r in active_requests if r.is_context_init_state]
+        return fresh[: self.num_calls % 2 == 0 or not running], running, []

@@ -30,7 +30,6 @@ from inflight_backend.text import TextCodec
 from inflight_scheduler.recording.files import open_recording
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.simulation import default_scheduler
 from inflight_scheduler.recording.svg import write_svg
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,7 +117,7 @@ def draw(recording: Path, picture: Path) -> None:
         result = replay(reader)
     assert result.divergence is None, str(result)
     with open_recording(recording) as reader:
-        picture.write_text(write_svg(build_history(reader, default_scheduler)), encoding="utf-8")
+        picture.write_text(write_svg(build_history(reader)), encoding="utf-8")
     print(f"{picture.name}: {result}")
 
 

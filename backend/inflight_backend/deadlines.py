@@ -6,7 +6,6 @@ import heapq
 import time
 from dataclasses import dataclass, field
 
-from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_scheduler import LlmRequest
 
 _MIN_CLEAN = 1024  # entries before a look for those of requests that have ended
@@ -27,19 +26,12 @@ class DeadlineWatch:
     A request counts as ended once it has left `ActiveRequests`, its ``tracker``.
     """
 
-    def __init__(self, params: TrtGptModelOptionalParams) -> None:
-        self._max_queue_seconds = params.max_queue_seconds
-        self._max_run_seconds = params.max_run_seconds
+    def __init__(self) -> None:
         self._heap: list[Expired] = []
         self._clean_at = _MIN_CLEAN
 
     def add(self, request: LlmRequest) -> None:
-        """Watch an active request; the server's limits count where it brings no deadline itself."""
-        now = time.monotonic()
-        if request.queue_deadline is None and self._max_queue_seconds is not None:
-            request.queue_deadline = now + self._max_queue_seconds
-        if request.run_deadline is None and self._max_run_seconds is not None:
-            request.run_deadline = now + self._max_run_seconds
+        """Watch an active request; it costs nothing if it has no deadline."""
         if len(self._heap) >= self._clean_at:
             self._heap = [entry for entry in self._heap if entry.request.tracker is not None]
             heapq.heapify(self._heap)

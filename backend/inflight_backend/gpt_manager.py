@@ -7,7 +7,8 @@ Order of one iteration, and what each part may do:
 
 1. *get* new requests, at most as many as there is room for; end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
-3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold;
+3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
+   (in the overlapped loop these are the tokens of the step before, see `step_loop`);
 4. *send* what was produced: only now, so that a final response finds everything free already;
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
@@ -24,20 +25,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
-    NamedTensor,
     PollStopSignalCallback,
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
@@ -46,8 +42,10 @@ from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_validation import validate
+from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
-from inflight_backend.why import describe_wait
+from inflight_backend.stop_words import StopWordWatch
+from inflight_backend.why import describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     FinishReason,
@@ -129,8 +127,11 @@ class GptManager:
         self._poll_cb = poll_stop_signal_cb
         self._stats_cb = return_batch_manager_stats_cb
         self._terminate_req_id = terminate_req_id
+        self._steps = self._batcher.make_steps()
         self._active = self._batcher.active
-        self._deadlines = DeadlineWatch(params)
+        self._deadlines = DeadlineWatch()
+        self._stop_words = StopWordWatch()
+        self._gatherer = self._batcher.gatherer
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
@@ -159,6 +160,10 @@ class GptManager:
     def stats_json(self) -> str:
         """The statistics of the last iteration; while idle, those of doing nothing."""
         return self._stats.to_json()
+
+    def describe_load(self) -> str:
+        """How full it is after the last iteration, for the text of a refusal; from any thread."""
+        return describe_load(self._stats)
 
     @property
     def engine(self) -> StepEngine:
@@ -214,7 +219,7 @@ class GptManager:
             except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 self._end_all("the batch manager failed while it held this request")
-            if self._batch.is_empty:
+            if self._batch.is_empty and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
         self._batcher.recorder.close()
@@ -247,46 +252,44 @@ class GptManager:
                 self._accept(request)
 
     def finish_timed_out_requests(self) -> None:
-        """End requests past a deadline: never started is an error, else what there is counts."""
-        for expired in self._deadlines.take_expired():
+        """End requests past a deadline; without any token that is an error with the reason."""
+        expired_requests = self._deadlines.take_expired()
+        reasons = self._batcher.explain() if expired_requests else {}  # before anybody makes room
+        for expired in expired_requests:
             request = expired.request
             if self._active.get(request.request_id) is not request:
                 continue  # both its deadlines have passed, and the first one ended it
-            error = ""
-            if expired.is_queue_deadline:
-                error = f"not started before its deadline: {self._batcher.why_waiting(request)}"
+            error = expiry_error(expired, reasons.get(request.request_id))
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)
 
     def step(self) -> None:
         """Schedule, execute, update; nothing when no request is active."""
-        self._batch = self._batcher.schedule()
+        outcome = self._steps.turn()
+        self._batch = outcome.batch
         self._num_paused = self._batcher.num_paused
         batch_size = len(self._batch.context_chunks) + len(self._batch.generation_slots)
         self._num_waiting = len(self._active) - batch_size
         if self._static_tally is not None:
             self._static_stats = self._static_tally.count(self._batch)
-        if self._batch.is_empty:
-            return
-        self._iteration += 1
-        try:
-            tokens = self._batcher.engine.execute(self._batch)
-            advanced = self._batcher.planner.update(self._batch, tokens)
-        except Exception:
-            _logger.exception("iteration %d failed", self._iteration)
-            self._batcher.recorder.failed()
-            for request in self._batcher.planner.discard(self._batch):
-                self._end(request, "the engine failed while it ran this request")
-            return
-        for request in advanced:
+        self._iteration += not self._batch.is_empty
+        self._gatherer.executed(outcome.advanced, outcome.outputs)
+        self._stop_words.check()
+        for request in outcome.advanced:
             self._apply(request)
+        for request in outcome.failed:
+            self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
         """Send everything this iteration produced; all state of finished requests is free."""
         responses, self._responses = self._responses, []
         for response in responses:
             request = response.request
-            tensors = [] if response.error else _make_tensors(request, response.is_final)
+            tensors = []
+            if response.error:
+                self._gatherer.discard(request.request_id)
+            else:
+                tensors = make_tensors(request, response.is_final, self._gatherer)
             args = (request.request_id, tensors, response.is_final, response.error)
             self._call("send_response", self._send_cb, *args)
 
@@ -321,12 +324,18 @@ class GptManager:
             return
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
+        self._stop_words.add(llm_request, llm_request.stop_words)
+        self._gatherer.add(llm_request, request.created_ns)
         self._batcher.recorder.arrived(llm_request, request.created_ns)
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
-        if request.tokens[-1] == _NON_FINITE:
-            self._end(request, "the model's logits are not finite numbers")
+        if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
+            self._end(
+                request,
+                "no token could be drawn: the model's logits are not finite numbers, or "
+                "'bad_words_list', 'embedding_bias' and the other rules forbid every token",
+            )
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming:
@@ -403,31 +412,3 @@ def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
         future.set_result(question())
     except Exception as error:  # a question may fail, the loop goes on
         future.set_exception(error)
-
-
-def _make_tensors(request: LlmRequest, is_final: bool) -> list[NamedTensor]:
-    """What a response carries: new tokens when streaming, else prompt (if wanted) and answer.
-
-    The token that ended the request is not part of the answer (as in TensorRT-LLM, whose sequence
-    length counts only tokens to be output).
-    """
-    start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
-    if request.is_streaming:
-        start = request.orig_prompt_len + request.num_sent_tokens
-    end = request.num_tokens
-    if is_final and request.finish_reason == FinishReason.END_ID:
-        end -= 1
-    ids = request.tokens[start:end]
-    request.num_sent_tokens += len(ids)
-    return [
-        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
-        NamedTensor("sequence_length", _length_tensor(len(ids))),
-    ]
-
-
-@lru_cache(maxsize=64)
-def _length_tensor(length: int) -> npt.NDArray[np.int32]:
-    """[[length]], made once: a stream sends the same one with every token."""
-    tensor = np.array([[length]], dtype=np.int32)
-    tensor.flags.writeable = False
-    return tensor

@@ -97,6 +97,10 @@ class InferenceRequest:
         self._tensors[inner_name] = np.asarray(tensor)
         self._sent_names[inner_name] = name
 
+    def replace_tensor(self, name: str, tensor: Array) -> None:
+        """Set one tensor, by the name used inside, whether it was set or not."""
+        self._tensors[name] = tensor
+
     def get_tensor(self, name: str) -> Array:
         """The tensor called ``name``; an error if it was not set."""
         if name not in protocol.INPUT_BY_NAME:

@@ -12,7 +12,10 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import RequestLimits
+from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
+from inflight_backend.step_outputs import StepOutputs
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -26,6 +29,7 @@ from inflight_scheduler import (
     WaitReason,
     check_decision,
     explain,
+    explain_left_out,
     make_scheduler,
     refusal_reason,
 )
@@ -35,6 +39,9 @@ from inflight_scheduler.recording.records import Settings
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
+
+
+_NOBODY: Decision = ([], [], [])
 
 
 class StepEngine(Protocol):
@@ -68,8 +75,15 @@ class StepEngine(Protocol):
     def max_num_tokens(self) -> int:
         """Tokens of one plan, at most."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """True when `submit` returns before the step has run."""
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """Run a plan; one token per last context chunk, then one per generation slot."""
+
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        """Start a step; at most two may be unread, and they are read in order."""
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -93,6 +107,10 @@ def load_engine(
         tokens_per_block=kv_cache.tokens_per_block,
         max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
         kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
+        kv_cache_dtype=kv_cache.dtype,
+        quantization=params.quantization,
+        attention_backend=params.attention_backend,
+        cuda_graph_mode=params.cuda_graph_mode,
     )
     engine = Engine.load(checkpoint, config, on_progress)
     check_pool(checkpoint, engine)
@@ -113,40 +131,75 @@ class InflightBatcher:
         self.num_paused = 0
         # Engines without it are asked for nothing but full blocks.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
+        # Engines without it are asked for nothing but tokens.
+        self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
+            engine, "take_outputs", None
+        )
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
             enable_reuse=params.kv_cache_config.enable_block_reuse,
             may_copy_blocks=self._may_copy_blocks,
         )
+        self.gatherer = OutputGatherer()
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
+        self._is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
         self._scheduler = self._make_scheduler(params)
+        self._lists: Decision = ([], [], [])
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
-    def schedule(self) -> ScheduledBatch:
-        """Decide who runs, pause who must, and return the plan (empty if nobody can run)."""
+    def make_steps(self) -> PlainSteps | OverlappedSteps:
+        """The loop that the settings ask for, over this batcher."""
+        return OverlappedSteps(self) if self._is_overlapped else PlainSteps(self)
+
+    def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
+        """Decide who runs, pause who must, and return the plan (empty if nobody can run).
+
+        With ``may_pause`` False nobody is paused: where somebody must be, nobody runs.
+        """
+        self.num_paused = 0
         if not self.active:
-            self.num_paused = 0
             return self.planner.plan((), ())
-        context, generation, paused = self._scheduler.schedule_request(self.active, ())
+        lists = self._scheduler.schedule_request(self.active, ())
+        self._lists = _NOBODY if lists[2] and not may_pause else lists
+        context, generation, paused = self._lists
         self.num_paused = len(paused)
-        self.recorder.decided(self.active, context, generation, paused)
+        is_by_default = isinstance(self._scheduler, GuardedScheduler) and (
+            self._scheduler.is_overruled
+        )
+        self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
+        self.gatherer.planned(batch)
         return batch
 
-    def explain(self) -> dict[int, WaitReason]:
-        """Why the active requests that would not run now do not, by id."""
-        return explain(self._scheduler, self.active)
+    def take_outputs(self) -> StepOutputs | None:
+        """What the plan executed last brought beside tokens; None if no request asked."""
+        return None if self._take_outputs is None else self._take_outputs()
 
-    def why_waiting(self, request: LlmRequest) -> str:
-        """What stands in the way of an active request, with its numbers."""
-        reason = self.explain().get(request.request_id)
-        return "its turn has just come" if reason is None else str(reason)
+    def explain(self) -> dict[int, WaitReason]:
+        """Why the active requests that would not run now do not, by id.
+
+        A user's scheduler is not asked once more, it may count its calls: what it decided last is
+        explained.
+        """
+        scheduler = self._scheduler
+        if not isinstance(scheduler, GuardedScheduler):
+            return explain(scheduler, self.active)
+        if scheduler.is_overruled:
+            return explain(scheduler.default, self.active)
+        return explain_left_out(
+            scheduler.name,
+            self.active,
+            self._lists,
+            block_manager=self.block_manager,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
@@ -176,6 +229,7 @@ class InflightBatcher:
             enable_reuse=self.block_manager.enable_reuse,
             may_copy_blocks=self._may_copy_blocks,
             scheduler_class=params.scheduler_class,
+            is_overlapped=self._is_overlapped,
         )
         try:
             sink = RecordingFile(Path(params.record_file)) if params.record_file else None
@@ -183,11 +237,21 @@ class InflightBatcher:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
             ) from None
-        return FlightRecorder(settings, software=version("inflight"), sink=sink)
+        return FlightRecorder(
+            settings,
+            software=version("inflight"),
+            sink=sink,
+            cache_state=self.block_manager.cache_state,
+        )
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
         if not params.enable_chunked_context:
             return None
+        if (params.context_chunk_unit or 0) > self.engine.max_num_tokens:
+            raise ConfigurationError(
+                f"context_chunk_unit is {params.context_chunk_unit}, more than max_num_tokens = "
+                f"{self.engine.max_num_tokens}: such a chunk would never run"
+            )
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
             params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
@@ -227,6 +291,9 @@ class InflightBatcher:
             max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
             max_seq_len=self.engine.max_seq_len,
             exclude_input_in_output=False,
+            max_queue_seconds=params.max_queue_seconds,
+            max_run_seconds=params.max_run_seconds,
+            is_observable=self._take_outputs is not None,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

@@ -144,10 +144,11 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
 
 
 def check_pool(folder: Path, engine: Engine) -> bool:
-    """Log the pool of a loaded engine beside its plan; False, and a warning, if they differ.
+    """Compare the pool of a loaded engine with its plan, and log both; False if they differ.
 
-    How much of a GPU is free after loading only the engine knows, so there the plan starts from
-    the engine's own number; where memory is scarce the engine may stay below the plan.
+    That is only allowed on a GPU with less room than ``max_tokens_in_paged_kv_cache``, where the
+    pool is smaller; else `AssertionError`: what ``inflight plan`` says would be wrong. Without that
+    setting only the engine knows how much of a GPU is free, so the plan starts from its number.
     """
     config = engine.config
     max_tokens = config.max_tokens_in_paged_kv_cache
@@ -163,6 +164,10 @@ def check_pool(folder: Path, engine: Engine) -> bool:
         ),
     )
     is_as_planned = engine.num_blocks == plan.num_blocks
+    may_be_less = config.device != "cpu" and engine.num_blocks < plan.num_blocks
+    assert is_as_planned or may_be_less, (
+        f"the KV pool has {engine.num_blocks} blocks and the plan says {plan.num_blocks}"
+    )
     (_logger.info if is_as_planned else _logger.warning)(
         "KV pool: %d blocks of %d tokens, %.2f GiB; the plan says %d blocks",
         engine.num_blocks,

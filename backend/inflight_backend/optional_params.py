@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.parameters import ServerParameters
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
 
 
@@ -13,24 +14,27 @@ from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
 class KvCacheConfig:
     """Size of the KV pool. With both a number of tokens and a fraction, the smaller pool wins.
 
-    ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text.
+    ``enable_block_reuse`` keeps computed blocks for later requests that begin with the same text
+    and have the same ``cache_salt``. ``dtype``
+    is auto (that of the model) or fp8.
     """
 
     max_tokens: int | None = None
     free_gpu_memory_fraction: float = 0.9
-    enable_block_reuse: bool = False
+    enable_block_reuse: bool = True
     tokens_per_block: int = 32
+    dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class TrtGptModelOptionalParams:
     """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
 
-    ``record_file``: every decision of the scheduler is written there (`inflight replay`).
-    ``context_chunk_unit`` None means ``tokens_per_block``. ``priority_span``: see
-    `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end requests that have not
-    started, or not finished, so long after they were accepted; None means never, and a deadline
-    that a request brings itself counts instead.
+    ``overlap_scheduler``: see `step_loop`. ``record_file``: every decision of the scheduler is
+    written there (`inflight replay`). ``context_chunk_unit`` None means ``tokens_per_block``.
+    ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
+    requests that have not started, or not finished, so long after they arrived; None means never.
+    A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -39,6 +43,7 @@ class TrtGptModelOptionalParams:
     max_seq_len: int | None = None
     max_input_len: int | None = None
     scheduler_class: str | None = None
+    overlap_scheduler: OverlapScheduler = OverlapScheduler.AUTO
     enable_chunked_context: bool = False
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     context_chunk_unit: int | None = None
@@ -47,6 +52,9 @@ class TrtGptModelOptionalParams:
     max_run_seconds: float | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = "none"
+    attention_backend: str = "auto"
+    cuda_graph_mode: bool = True
     record_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +64,12 @@ class TrtGptModelOptionalParams:
                 raise ConfigurationError(f"{name} must be above 0, not {value}")
         if not self.priority_span >= 0:
             raise ConfigurationError(f"priority_span must be at least 0, not {self.priority_span}")
+        is_default = self.context_chunking_policy == ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
+        if not self.enable_chunked_context and not (is_default and self.context_chunk_unit is None):
+            raise ConfigurationError(
+                "context_chunking_policy and context_chunk_unit say how contexts are cut; "
+                "set enable_chunked_context to true, or remove them"
+            )
 
     @classmethod
     def from_parameters(cls, parameters: ServerParameters) -> TrtGptModelOptionalParams:
@@ -66,6 +80,7 @@ class TrtGptModelOptionalParams:
                 free_gpu_memory_fraction=parameters.kv_cache_free_gpu_mem_fraction,
                 enable_block_reuse=parameters.enable_kv_cache_reuse,
                 tokens_per_block=parameters.tokens_per_block,
+                dtype=parameters.kv_cache_dtype,
             ),
             max_batch_size=parameters.max_batch_size,
             max_num_tokens=parameters.max_num_tokens,
@@ -73,7 +88,18 @@ class TrtGptModelOptionalParams:
             max_input_len=parameters.max_input_len,
             scheduler_class=parameters.scheduler_class,
             enable_chunked_context=parameters.enable_chunked_context,
+            context_chunking_policy=ContextChunkingPolicy[
+                parameters.context_chunking_policy.upper()
+            ],
+            context_chunk_unit=parameters.context_chunk_unit,
+            priority_span=parameters.priority_span,
+            max_queue_seconds=parameters.max_queue_seconds,
+            max_run_seconds=parameters.max_run_seconds,
             device=parameters.device,
             dtype=parameters.dtype,
+            quantization=parameters.quantization,
+            attention_backend=parameters.attention_backend,
+            cuda_graph_mode=parameters.cuda_graph_mode,
+            overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
         )

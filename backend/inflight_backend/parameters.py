@@ -52,10 +52,20 @@ class ServerParameters:
     stats_check_period_ms: int
     device: str
     dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    attention_backend: str
+    cuda_graph_mode: bool
+    overlap_scheduler: str
     status_file: str | None
     drain_file: str | None
     record_file: str | None
     enable_chunked_context: bool
+    context_chunking_policy: str
+    context_chunk_unit: int | None
+    priority_span: float
+    max_queue_seconds: float | None
+    max_run_seconds: float | None
     enable_kv_cache_reuse: bool
 
 

@@ -16,9 +16,13 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_outputs import check_outputs, read_outputs
+from inflight_backend.request_scheduling import deadline_of, read_cache_salt
+from inflight_backend.request_values import flag, integer, number
+from inflight_backend.sampling_validation import read_sampling, read_words
 from inflight_client import protocol
 from inflight_client.protocol import TensorSpec
-from inflight_scheduler import LlmRequest, SamplingParams
+from inflight_scheduler import LlmRequest
 
 DEFAULT_MAX_TOKENS = 16
 """New tokens when a request names no number (the usual default of completion APIs)."""
@@ -31,8 +35,9 @@ class RequestLimits:
     """What the loaded model and the configuration allow; all lengths in tokens.
 
     ``may_stream`` False: streaming requests are treated as the others (V1 batching).
-    ``refusal_reason`` says why a request, valid in itself, could never finish here (KV pool, token
-    budget); None if it can.
+    ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
+    request, valid in itself, could never finish here (KV pool, token budget); None if it can.
+    Seconds bound the waiting and the whole life of a request.
     """
 
     vocab_size: int
@@ -41,6 +46,9 @@ class RequestLimits:
     exclude_input_in_output: bool
     refusal_reason: Callable[[LlmRequest], str | None]
     may_stream: bool = True
+    is_observable: bool = False
+    max_queue_seconds: float | None = None
+    max_run_seconds: float | None = None
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -57,19 +65,43 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     for name, tensor in request.tensors.items():
         _check_tensor(protocol.INPUT_BY_NAME[name], tensor)
     tokens = _prompt(request, limits)
-    max_new_tokens = _integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
+    max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
     _check_lengths(len(tokens), max_new_tokens, request.sent_name("request_output_len"), limits)
+    outputs = read_outputs(request)
+    check_outputs(
+        outputs,
+        len(tokens),
+        max_new_tokens,
+        limits.vocab_size,
+        is_observable=limits.is_observable,
+    )
     llm_request = LlmRequest(
         request.request_id,
         tokens,
         max_new_tokens,
-        sampling=_sampling(request, max_new_tokens, limits),
-        end_id=_integer(request, "end_id", -1, -1, limits.vocab_size - 1),
-        pad_id=_integer(request, "pad_id", -1, -1, limits.vocab_size - 1),
+        sampling=read_sampling(request, max_new_tokens, limits.vocab_size),
+        end_id=integer(request, "end_id", -1, -1, limits.vocab_size - 1),
+        pad_id=integer(request, "pad_id", -1, -1, limits.vocab_size - 1),
         is_streaming=request.is_streaming and limits.may_stream,
-        exclude_input_in_output=_flag(
+        exclude_input_in_output=flag(
             request, "exclude_input_in_output", limits.exclude_input_in_output
         ),
+        priority=number(request, "priority", 0.5, 0.0, 1.0),
+        # Logits of a cached prefix would never be computed, so such a prompt shares nothing.
+        cache_salt=read_cache_salt(request)
+        + (secrets.token_bytes(16) if outputs.context_logits else b""),
+        queue_deadline=deadline_of(
+            request,
+            integer(request, "max_queue_time_ms", 0, 1, _INT32_MAX),
+            limits.max_queue_seconds,
+        ),
+        run_deadline=deadline_of(
+            request,
+            integer(request, "allotted_time_ms", 0, 1, _INT32_MAX),
+            limits.max_run_seconds,
+        ),
+        outputs=outputs,
+        stop_words=read_words(request, "stop_words_list", limits.vocab_size),
     )
     if (reason := limits.refusal_reason(llm_request)) is not None:
         raise InvalidRequest(reason)
@@ -114,7 +146,7 @@ def _prompt(request: InferenceRequest, limits: RequestLimits) -> list[int]:
     ids = ids.reshape(-1)
     if ids.size == 0:
         raise InvalidRequest("'input_ids' is empty: a prompt needs at least one token")
-    num_tokens = _integer(request, "input_lengths", ids.size, 1, ids.size)
+    num_tokens = integer(request, "input_lengths", ids.size, 1, ids.size)
     ids = ids[:num_tokens]
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= limits.vocab_size:
@@ -139,47 +171,3 @@ def _check_lengths(
             f"prompt ({prompt_len} tokens) + {output_field} ({max_new_tokens}) = {total}, "
             f"more than max_seq_len = {limits.max_seq_len}"
         )
-
-
-def _sampling(
-    request: InferenceRequest, max_new_tokens: int, limits: RequestLimits
-) -> SamplingParams:
-    top_k = _integer(request, "runtime_top_k", 0, 0, _INT32_MAX)
-    if request.has_tensor("random_seed"):
-        seed = int(request.get_tensor("random_seed").reshape(-1)[0])
-    else:
-        seed = secrets.randbits(64)  # without a seed no two requests draw alike
-    return SamplingParams(
-        temperature=_number(request, "temperature", 1.0, 0.0, float("inf")),
-        top_k=min(top_k, limits.vocab_size),  # more than all of them filters nothing
-        top_p=_number(request, "runtime_top_p", 0.0, 0.0, 1.0),
-        seed=seed - 2**64 if seed >= 2**63 else seed,  # device tensors hold signed numbers
-        min_length=_integer(request, "min_length", 0, 0, max_new_tokens),
-    )
-
-
-def _integer(request: InferenceRequest, name: str, default: int, minimum: int, maximum: int) -> int:
-    if not request.has_tensor(name):
-        return default
-    value = int(request.get_tensor(name).reshape(-1)[0])
-    if not minimum <= value <= maximum:
-        raise InvalidRequest(
-            f"'{request.sent_name(name)}' is {value}, outside {minimum}..{maximum}"
-        )
-    return value
-
-
-def _number(
-    request: InferenceRequest, name: str, default: float, minimum: float, maximum: float
-) -> float:
-    if not request.has_tensor(name):
-        return default
-    value = float(request.get_tensor(name).reshape(-1)[0])
-    if not np.isfinite(value) or not minimum <= value <= maximum:
-        bound = f"at least {minimum:g}" if maximum == float("inf") else f"{minimum:g}..{maximum:g}"
-        raise InvalidRequest(f"'{name}' is {value:g}; it must be a finite number, {bound}")
-    return value
-
-
-def _flag(request: InferenceRequest, name: str, default: bool) -> bool:
-    return bool(request.get_tensor(name).reshape(-1)[0]) if request.has_tensor(name) else default

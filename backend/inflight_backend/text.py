@@ -70,6 +70,10 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a word inside a text: nothing is added to it."""
+        return self.encode_raw(text, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of some tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -36,6 +36,7 @@ _logger = logging.getLogger(__name__)
 # Python code runs on another one: 200 responses a second. 0.5 ms costs nothing measurable.
 _SWITCH_INTERVAL_SECONDS = 0.0005
 _DRAIN_CHECK_SECONDS = 0.1
+_DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
 _PARENT_CHECK_SECONDS = 0.5
 _STOP_ALL_WORD = "stop"
 
@@ -95,7 +96,7 @@ class TritonPythonModel:
         self._drain_file = Path(parameters.drain_file) if parameters.drain_file else None
         self._is_draining = self._is_drained = False
         codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
-        self._arrivals = ArrivalQueue(parameters.max_queue_size)
+        self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
         self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
         self._frontend = Frontend(
             ResponseFactory(pb_utils),
@@ -141,6 +142,7 @@ class TritonPythonModel:
                     lambda: metrics.update(self._manager.stats_json),
                     parameters.stats_check_period_ms / 1000,
                 ),
+                Chore(self._frontend.end_overdue, _DEADLINE_CHECK_SECONDS),
                 Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
             ]
         )

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from inflight_backend.errors import ConfigurationError
-from inflight_scheduler import InvalidDecision, LlmRequest, RequestScheduler
+from inflight_scheduler import InvalidDecision, LlmRequest, LlmRequestState, RequestScheduler
 
 _logger = logging.getLogger(__name__)
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
@@ -36,7 +37,9 @@ def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
 class GuardedScheduler(RequestScheduler):
     """Runs the user's scheduler and checks each decision; a refused one is made by the default.
 
-    A decision that lets nobody run is refused too: nothing would ever change.
+    A decision that lets nobody run is refused too: nothing would ever change. ``is_overruled``
+    tells of the last decision. Requests whose last token is being computed are not shown to it:
+    they hold cache, and nothing can be decided about them.
     """
 
     def __init__(
@@ -49,24 +52,41 @@ class GuardedScheduler(RequestScheduler):
         self._default = default
         self._check = check
         self._has_warned = False
+        self.is_overruled = False
+
+    @property
+    def name(self) -> str:
+        """The user's class."""
+        return type(self._scheduler).__name__
+
+    @property
+    def default(self) -> RequestScheduler:
+        """Who decides when the user's decision is refused."""
+        return self._default
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
     ) -> Decision:
         """The user's decision if it can be carried out, else the default scheduler's."""
+        shown = [r for r in active_requests if r.state is not _TO_COMPLETE]
         try:
-            decision = self._scheduler.schedule_request(active_requests, inflight_request_ids)
-            checked = self._check(decision, active_requests, inflight_request_ids)
-            if not any(checked) and not inflight_request_ids:
-                raise InvalidDecision(f"none of {len(active_requests)} active requests runs")
+            self.is_overruled = False
+            if not shown:
+                return [], [], []
+            decision = self._scheduler.schedule_request(shown, inflight_request_ids)
+            checked = self._check(decision, shown, inflight_request_ids)
+            is_waiting = inflight_request_ids or len(shown) < len(active_requests)
+            if not any(checked) and not is_waiting:
+                raise InvalidDecision(f"none of {len(shown)} active requests runs")
             return checked
         except Exception as error:
+            self.is_overruled = True
             if not self._has_warned:
                 self._has_warned = True
                 _logger.warning(
                     "the scheduler %s failed and the default takes over while it does (said "
                     "once): %s",
-                    type(self._scheduler).__name__,
+                    self.name,
                     error,
                     exc_info=None if isinstance(error, InvalidDecision) else error,
                 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from inflight_scheduler import LlmRequest, WaitReason
 
 if TYPE_CHECKING:
+    from inflight_backend.deadlines import Expired
     from inflight_backend.inflight_batcher import InflightBatcher
+    from inflight_backend.iteration_stats import IterationStats
 
 NOT_IN_FLIGHT: dict[str, Any] = {
     "state": "not in flight",
@@ -32,7 +35,7 @@ def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
         "request": request_id,
         "prompt_tokens": request.orig_prompt_len,
         "generated_tokens": request.num_generated_tokens,
-        "max_new_tokens": request.num_generated_tokens + request.num_remaining_tokens,
+        "max_new_tokens": request.max_num_tokens - request.orig_prompt_len,
         "num_pauses": request.num_pauses,
         "held_blocks": batcher.block_manager.num_blocks_of(request_id),
         "free_blocks": batcher.block_manager.num_free_blocks,
@@ -45,14 +48,42 @@ def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
     return answer
 
 
+def why_queued(num_places: int) -> str:
+    """Why a request is still in the queue before the batch manager."""
+    return f"all {num_places} places of max_batch_size are taken"
+
+
 def describe_queued(place: int, num_waiting: int, num_places: int) -> dict[str, Any]:
     """The answer for a request that the batch manager has not taken yet."""
     return {
         "state": "queued",
-        "reason": f"all {num_places} places of max_batch_size are taken",
+        "reason": why_queued(num_places),
         "place": place,
         "num_waiting": num_waiting,
     }
+
+
+def expiry_error(expired: Expired, reason: WaitReason | None) -> str:
+    """What a client whose deadline has passed is told, with numbers; "" if it has tokens instead.
+
+    ``reason``: why it does not run, as it was before anybody was ended.
+    """
+    request = expired.request
+    if expired.is_queue_deadline or not request.has_started:
+        return f"not started before its deadline: {reason or 'its turn has just come'}"
+    if request.num_generated_tokens > 0:
+        return ""
+    progress = f"{request.context_current_position} of {request.prompt_len} prompt tokens computed"
+    return f"no token before its run deadline: {reason or progress}"
+
+
+def describe_load(stats: IterationStats) -> str:
+    """What keeps new requests out, for whoever refuses one: places, blocks, those who wait."""
+    return (
+        f"{stats.num_active_requests} of {stats.max_num_requests} places are taken, "
+        f"{stats.num_waiting_requests} of those requests wait, and {stats.num_free_blocks} of "
+        f"{stats.max_num_blocks} KV blocks are free"
+    )
 
 
 def _state(request: LlmRequest, is_running: bool) -> str:
@@ -67,4 +98,6 @@ def _numbers(reason: WaitReason) -> dict[str, Any]:
         numbers |= {"needed": reason.num_needed, "available": reason.num_available}
     if reason.behind_id is not None:
         numbers["behind_request"] = reason.behind_id
+    if reason.left_out is not None:
+        numbers |= asdict(reason.left_out)
     return numbers

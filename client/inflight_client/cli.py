@@ -60,9 +60,28 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw within this probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a drawn answer repeatable.")] = None,
+    priority: Annotated[float | None, typer.Option(help="0 to 1, the higher the earlier.")] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Share cached text only with requests of the same salt.")
+    ] = None,
+    max_queue_time_ms: Annotated[
+        int | None, typer.Option(help="Fail unless it has started by then.")
+    ] = None,
+    allotted_time_ms: Annotated[
+        int | None, typer.Option(help="End by then, with what there is.")
+    ] = None,
 ) -> None:
     """Continue a text. Ctrl-C cancels the request."""
-    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    settings = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "priority": priority,
+        "cache_salt": cache_salt,
+        "max_queue_time_ms": max_queue_time_ms,
+        "allotted_time_ms": allotted_time_ms,
+    }
     options: Any = {name: value for name, value in settings.items() if value is not None}
     with _reported_errors(), _connect(url, http) as client:
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):

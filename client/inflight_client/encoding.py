@@ -43,6 +43,10 @@ class GenerateOptions(TypedDict, total=False):
     end_id: int
     pad_id: int
     exclude_input_in_output: bool
+    priority: float
+    cache_salt: str
+    max_queue_time_ms: int
+    allotted_time_ms: int
 
 
 OPTION_TO_INPUT: dict[str, str] = {
@@ -54,6 +58,10 @@ OPTION_TO_INPUT: dict[str, str] = {
     "end_id": "end_id",
     "pad_id": "pad_id",
     "exclude_input_in_output": "exclude_input_in_output",
+    "priority": "priority",
+    "cache_salt": "cache_salt",
+    "max_queue_time_ms": "max_queue_time_ms",
+    "allotted_time_ms": "allotted_time_ms",
 }
 """Key of `GenerateOptions` -> input tensor."""
 
@@ -247,6 +255,10 @@ def _clean_value(argument: str, tensor: str, value: Any) -> object:
         if not isinstance(value, bool):
             raise InvalidArgument(f"{argument} = {value!r}: give True or False.")
         return value
+    if dtype == "STRING":
+        if not isinstance(value, str):
+            raise InvalidArgument(f"{argument} = {value!r}: give a string.")
+        return _clean_text(argument, value)
     if issubclass(DTYPE_TO_NUMPY[dtype], np.integer):
         return _clean_integer(argument, dtype, value)
     return _clean_float(argument, value)

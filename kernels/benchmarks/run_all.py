@@ -6,6 +6,8 @@ python -m benchmarks.run_all --output kernels.json [--sweep | --dry-run]
 from __future__ import annotations
 
 from benchmarks import (
+    bench_adjust_logits,
+    bench_ban_tokens,
     bench_copy_blocks,
     bench_paged_attention_context,
     bench_paged_attention_generation,
@@ -25,6 +27,8 @@ BENCHMARKS = {
     "silu_mul": bench_silu_mul.rows,
     "quantize_fp8": bench_quantize_fp8.rows,
     "copy_blocks": bench_copy_blocks.rows,
+    "adjust_logits": bench_adjust_logits.rows,
+    "ban_tokens": bench_ban_tokens.rows,
     "sample": bench_sample.rows,
 }
 

@@ -10,7 +10,9 @@ Triton language, with the function of the same name as its entry:
 ``silu_mul``                    the gated activation, also to FP8
 ``quantize_fp8``                rows to FP8 where no norm or activation could do it on its way
 ``copy_blocks``                 copy-on-write, and gather or scatter for a pause
-``sample``                      greedy, temperature, top-k and top-p without a sort
+``adjust_logits``               bias, and penalties for what was seen, in one pass
+``ban_tokens``                  repeated n-grams, and words that must not be said
+``sample``                      greedy, temperature, top-k, top-p and min-p without a sort
 
 ``reference`` is the same in plain torch: what a CPU runs, and what the kernels are tested against.
 """

@@ -1,15 +1,15 @@
-"""Draw the next token of every row: greedy, or by temperature, top-k and top-p. No sort, no sync.
+"""Draw the next token of every row: greedy, or by temperature and filters. No sort, no sync.
 
 The rule is that of ``reference.sample``: logits are divided by the temperature, filtered by top-k
-and then top-p, and the cumulative distribution *in the order of the vocabulary* is inverted with
-one uniform number, a hash of (seed, position). So a row's token depends on nothing else in the
-batch. Both filters keep ``{x >= t}`` for a threshold t, which is the largest t such that
+then top-p and min-p, and the cumulative distribution *in the order of the vocabulary* is inverted
+with one uniform number, a hash of (seed, position). So a row's token depends on nothing else in the
+batch. Filters keep ``{x >= t}`` for a threshold t, which is the largest t such that
 
     top-k:  number of x >= t            >=  k
     top-p:  sum of exp(x) over x >= t   >=  p * (the same sum over what top-k kept)
 
 and is found digit by digit in the ordered bits of a float: eight passes over the row, only in
-rows that ask for the filter.
+rows that ask for the filter. For min-p it is the best x plus log(min_p).
 
 Two launches. The first cuts each row into chunks, so that a small batch fills the machine, and
 leaves maximum, its index and the sum of exponentials of each; the second, one program per row,
@@ -201,6 +201,8 @@ def _sample_kernel(
     vocabulary,
     stride_logits,
     num_chunks,
+    min_p_ptr,  # read with HAS_MIN_P only
+    HAS_MIN_P: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -216,7 +218,11 @@ def _sample_kernel(
     is_finite = (best_logit > -float("inf")) & (best_logit < float("inf"))
     temperature = tl.load(temperature_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    is_greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
+    has_no_filter = (top_k == 0) & (top_p == 0)
+    if HAS_MIN_P:
+        min_p = tl.load(min_p_ptr + row)
+        has_no_filter = has_no_filter & (min_p == 0)
+    is_greedy = (temperature == 0) | (top_k == 1) | has_no_filter
     if is_finite & (is_greedy == 0):
         logits_ptr += row * stride_logits
         best = tl.div_rn(maxima, tl.zeros_like(maxima) + temperature)
@@ -226,6 +232,9 @@ def _sample_kernel(
         sums = tl.where(present, sums * tl.exp(best - top), 0.0)
         mass = tl.sum(sums, axis=0)
         floor = _filter_floor(logits_ptr, vocabulary, temperature, top, mass, top_k, top_p, TILE)
+        if HAS_MIN_P:
+            least = _ordered_bits(top + tl.log(min_p))
+            floor = tl.maximum(floor, tl.where(min_p > 0, least, 0))
         noise = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         token = _draw(
             logits_ptr, vocabulary, temperature, top, floor, sums, noise, CHUNK, BLOCK_C
@@ -237,9 +246,10 @@ def sample(
     logits: torch.Tensor,  # [N, V] float32
     temperature: torch.Tensor,  # [N] float32, >= 0; 0: greedy
     top_k: torch.Tensor,  # [N] int32; 0: off, 1: greedy
-    top_p: torch.Tensor,  # [N] float32; 0 or >= 1: off; greedy where both filters are 0
+    top_p: torch.Tensor,  # [N] float32; 0 or >= 1: off; greedy where all filters are 0
     seeds: torch.Tensor,  # [N] int64
     positions: torch.Tensor,  # [N] int64: the position the drawn token will take
+    min_p: torch.Tensor | None = None,  # [N] float32, 0 to 1; 0: off
 ) -> torch.Tensor:
     """One token per row [N] int64; -1 where a row holds a NaN or a +inf, or nothing but -inf.
 
@@ -260,6 +270,7 @@ def sample(
         ("top_p", top_p, torch.float32),
         ("seeds", seeds, torch.int64),
         ("positions", positions, torch.int64),
+        ("min_p", top_p if min_p is None else min_p, torch.float32),
     ):
         _host.check_shape(name, tensor, (num_rows,))
         _host.check_dtype(name, tensor, (dtype,))
@@ -299,6 +310,8 @@ def sample(
         vocabulary,
         logits.stride(0),
         num_chunks,
+        top_p if min_p is None else min_p,
+        HAS_MIN_P=min_p is not None,
         CHUNK=chunk,
         TILE=min(chunk, _MAX_TILE),
         BLOCK_C=_host.next_power_of_2(num_chunks),

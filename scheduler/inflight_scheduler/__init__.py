@@ -1,6 +1,6 @@
 """Decides what runs in each iteration: requests, blocks, capacity, micro-batch. Pure Python."""
 
-from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests
+from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests, rank_at_arrival
 from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.batch import (
     BlockAssignment,
@@ -12,6 +12,7 @@ from inflight_scheduler.batch import (
 from inflight_scheduler.block_manager import BlockManager, ReuseStats
 from inflight_scheduler.blocks import BlockPool
 from inflight_scheduler.capacity import (
+    CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
@@ -21,15 +22,24 @@ from inflight_scheduler.capacity import (
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
-from inflight_scheduler.explain import WaitCode, WaitReason, explain
+from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner, SlotPool
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState, SamplingParams
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.resources import (
+    CrossBlocks,
+    Forecast,
+    PeftPages,
+    Resource,
+    WindowBlocks,
+)
 from inflight_scheduler.reuse import PrefixMatch
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
+    ScheduleResult,
     SimpleScheduler,
     TrtGptModelType,
     make_capacity_scheduler,
@@ -38,6 +48,7 @@ from inflight_scheduler.scheduler import (
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",
+    "NO_OUTPUTS",
     "ActiveRequests",
     "BatchPlanner",
     "BlockAssignment",
@@ -45,13 +56,16 @@ __all__ = [
     "BlockForecast",
     "BlockManager",
     "BlockPool",
+    "CapacityResult",
     "CapacityScheduler",
     "CapacitySchedulerPolicy",
     "ContextChunk",
     "ContextChunking",
     "ContextChunkingPolicy",
     "ContextTooLong",
+    "CrossBlocks",
     "FinishReason",
+    "Forecast",
     "GuaranteedNoEvictScheduler",
     "InvalidDecision",
     "LlmRequest",
@@ -59,10 +73,14 @@ __all__ = [
     "MaxRequestsScheduler",
     "MaxUtilizationScheduler",
     "MicroBatchScheduler",
+    "OutputParams",
+    "PeftPages",
     "PrefixMatch",
     "RequestScheduler",
+    "Resource",
     "ReuseStats",
     "SamplingParams",
+    "ScheduleResult",
     "ScheduledBatch",
     "SchedulerError",
     "SimpleScheduler",
@@ -72,9 +90,12 @@ __all__ = [
     "TrtGptModelType",
     "WaitCode",
     "WaitReason",
+    "WindowBlocks",
     "check_decision",
     "explain",
+    "explain_left_out",
     "make_capacity_scheduler",
     "make_scheduler",
+    "rank_at_arrival",
     "refusal_reason",
 ]

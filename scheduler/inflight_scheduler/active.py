@@ -10,13 +10,15 @@ the work of deciding should grow with what changed. `ActiveRequests` hears of ev
   ``tokens_per_block`` does, and nobody else needs to be looked at.
 
 The calendar may be early, never late: a running request gains at most one token per plan, so an
-entry is a lower bound, looked at again when its time has come.
+entry is a lower bound, looked at again when its time has come. Whoever gets or loses draft tokens,
+which can bring it several at once, is looked at in the next step.
 
 **Order and waiting.** The rank of a request is its number of arrival minus ``priority_span`` times
 its priority; the lowest rank comes first. So among requests that arrive close together priority
 decides, and with equal priorities arrival does; but nobody waits for ever: a request of priority
 ``p`` is passed by fewer than ``priority_span * (1 - p)`` later ones, whatever arrives. Ranks never
-change, so ageing costs nothing.
+change, so ageing costs nothing. Arrivals are counted here, or by the queue before this one, which
+then has given the request its number: one order from the first queue to the last.
 """
 
 from __future__ import annotations
@@ -36,13 +38,25 @@ DEFAULT_PRIORITY_SPAN = 1000
 _rank = attrgetter("rank")
 
 
+def rank_at_arrival(arrival: int, priority: float, priority_span: float) -> float:
+    """Where request number ``arrival`` stands among the others; the lowest comes first."""
+    return arrival - priority * priority_span
+
+
 class Phase(IntEnum):
-    """What schedulers tell apart; OTHER is everything they do not (finished, encoder, ...)."""
+    """What schedulers tell apart; OTHER is everything they do not (finished, encoder, ...).
+
+    COMPLETING: the last token is being computed by a running step.
+    """
 
     FRESH = 0
     STARTED = 1
     GENERATION = 2
-    OTHER = 3
+    COMPLETING = 3
+    OTHER = 4
+
+
+_HOLDING = (Phase.STARTED, Phase.GENERATION, Phase.COMPLETING)
 
 
 class ActiveRequests(Sequence[LlmRequest]):
@@ -63,7 +77,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         "_phases",
         "block_manager",
         "num_blocks_at_completion",
-        "num_with_beams",
+        "num_with_beams_or_adapter",
+        "num_with_drafts",
         "priority_span",
     )
 
@@ -74,8 +89,9 @@ class ActiveRequests(Sequence[LlmRequest]):
             raise ValueError(f"priority_span must be at least 0, not {priority_span}")
         self.block_manager = block_manager
         self.priority_span = priority_span
-        self.num_blocks_at_completion = 0  # of all started contexts and generations
-        self.num_with_beams = 0
+        self.num_blocks_at_completion = 0  # of all who hold blocks
+        self.num_with_beams_or_adapter = 0
+        self.num_with_drafts = 0
         self._num_arrivals = 0
         self._by_id: dict[int, LlmRequest] = {}
         self._order = _Line()
@@ -111,14 +127,14 @@ class ActiveRequests(Sequence[LlmRequest]):
                 f"request {request.request_id}: priority is {request.priority}, outside 0..1"
             )
         self._num_arrivals += 1
-        request.rank = (
-            self._num_arrivals - request.priority * self.priority_span,
-            self._num_arrivals,
-        )
+        arrival = self._num_arrivals if request.arrival is None else request.arrival
+        rank = rank_at_arrival(arrival, request.priority, self.priority_span)
+        request.rank = (rank, self._num_arrivals)
         request.tracker = self
         self._by_id[request.request_id] = request
         self._order.insert(request)
-        self.num_with_beams += request.beam_width != 1
+        self.num_with_beams_or_adapter += _has_beams_or_adapter(request)
+        self.num_with_drafts += request.num_draft_tokens > 0
         self._enter(request, _phase(request))
 
     def remove(self, request: LlmRequest) -> bool:
@@ -128,7 +144,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         del self._by_id[request.request_id]
         request.tracker = None
         self._order.remove(request)
-        self.num_with_beams -= request.beam_width != 1
+        self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
+        self.num_with_drafts -= request.num_draft_tokens > 0
         self._leave(request)
         return True
 
@@ -138,6 +155,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         if phase is not self._phase_of[request.request_id]:
             self._leave(request)
             self._enter(request, phase)
+
+    def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
+        """What a request calls when it has other draft tokens."""
+        self.num_with_drafts += (request.num_draft_tokens > 0) - (num_before > 0)
+        if request.request_id in self._border_at:
+            self._set_border(request, 0)
 
     @property
     def fresh(self) -> Sequence[LlmRequest]:
@@ -155,6 +178,11 @@ class ActiveRequests(Sequence[LlmRequest]):
         return self._phases[Phase.GENERATION].view()
 
     @property
+    def completing(self) -> Sequence[LlmRequest]:
+        """Whose last token is being computed, in order."""
+        return self._phases[Phase.COMPLETING].requests
+
+    @property
     def num_others(self) -> int:
         """Requests in none of those phases."""
         return len(self._phases[Phase.OTHER].requests)
@@ -162,11 +190,10 @@ class ActiveRequests(Sequence[LlmRequest]):
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
         due: dict[int, LlmRequest] = {}
-        tokens_per_block = self.block_manager.tokens_per_block
         for request_id, request in self._borders.pop(self._clock, {}).items():
             if self._border_at.get(request_id) != self._clock:
                 continue  # it has left generation meanwhile
-            num_places_left = -request.num_cached_tokens % tokens_per_block
+            num_places_left = self.block_manager.num_places_left(request)
             if num_places_left == 0:
                 due[request_id] = request
             else:
@@ -176,7 +203,10 @@ class ActiveRequests(Sequence[LlmRequest]):
         return list(due.values())
 
     def tick(self, have_all_run: bool) -> None:
-        """A plan was made, for everybody who generates or not: the next one is another step."""
+        """A plan was made; the next one is another step.
+
+        ``have_all_run``: it gives everybody who generates one token.
+        """
         due = self._borders.pop(self._clock, {})
         last = self._clock
         self._clock += 1
@@ -197,10 +227,11 @@ class ActiveRequests(Sequence[LlmRequest]):
             expected = [request for request in requests if _phase(request) is phase]
             assert line.requests == expected, f"phase {phase.name} has drifted"
         manager = self.block_manager
-        running = [*self.started, *self.generation]
+        running = [*self.started, *self.generation, *self.completing]
         num_blocks = sum(map(manager.get_blocks_at_completion, running))
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
-        assert self.num_with_beams == sum(request.beam_width != 1 for request in requests)
+        assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
+        assert self.num_with_drafts == sum(request.num_draft_tokens > 0 for request in requests)
         due = {request.request_id for request in self.due_requests()}
         at_border = [r.request_id for r in self.generation if manager.num_places_left(r) == 0]
         assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
@@ -208,7 +239,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     def _enter(self, request: LlmRequest, phase: Phase) -> None:
         self._phase_of[request.request_id] = phase
         self._phases[phase].insert(request)
-        if phase is Phase.STARTED or phase is Phase.GENERATION:
+        if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion += num_blocks
         if phase is Phase.GENERATION:
@@ -217,7 +248,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     def _leave(self, request: LlmRequest) -> None:
         phase = self._phase_of.pop(request.request_id)
         self._phases[phase].remove(request)
-        if phase is Phase.STARTED or phase is Phase.GENERATION:
+        if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion -= num_blocks
         self._border_at.pop(request.request_id, None)
@@ -253,9 +284,15 @@ class _Line:
         return self._view
 
 
+def _has_beams_or_adapter(request: LlmRequest) -> bool:
+    return request.beam_width != 1 or request.lora_task_id is not None
+
+
 def _phase(request: LlmRequest) -> Phase:
     if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
         return Phase.GENERATION
     if request.state is LlmRequestState.CONTEXT_INIT:
         return Phase.FRESH if request.context_current_position == 0 else Phase.STARTED
+    if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
+        return Phase.COMPLETING
     return Phase.OTHER

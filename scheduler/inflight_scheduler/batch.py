@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight_scheduler.request import SamplingParams
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,10 @@ class SlotSetup:
 
     ``end_id`` is -1 for none. Before ``min_end_position`` (an absolute position in the token list,
     so that a pause does not move it) ``end_id`` may not be drawn.
+
+    ``outputs`` is what the engine shall tell beside tokens. ``prompt_len`` is where the answer
+    begins. ``tokens`` is all text so far, prompt and answer, for ``sampling`` that looks back on
+    it, else empty: what is cached need not be in any chunk.
     """
 
     slot: int
@@ -24,6 +28,9 @@ class SlotSetup:
     sampling: SamplingParams
     end_id: int = -1
     min_end_position: int = 0
+    prompt_len: int = 0
+    tokens: tuple[int, ...] = ()
+    outputs: OutputParams = NO_OUTPUTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,13 @@ somebody else holds already, is not needed again. All estimates are upper bounds
 for a request never exceeds them. Tokens in the cache::
 
     after the context phase        prompt_len        (the first token drawn is not cached yet)
-    after generation step k        prompt_len + k
+    after generation step k        prompt_len + k    (with drafts: + those that were right)
+
+A step with draft tokens may write all of them, so room is taken for all; what wrong ones leave
+over stays with the request, which is where the published rule (it counts from the tokens) is
+stricter. With an attention window a table ends at the window, and the blocks in it are written
+again in turn (no sink tokens); the published rule asks for 0 as soon as a step reaches beyond the
+window, which is too little when drafts jump over the border, so here the step is cut at it.
 
 With block reuse a full block is kept when its KV is computed: prompt blocks when the context phase
 ends, all others when the request gives them back. A block that is kept and not held counts as
@@ -15,10 +21,12 @@ free, since it is given up when room is needed.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.blocks import BlockPool
+from inflight_scheduler.cache_state import CacheContent, CacheState
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.reuse import NO_MATCH, PrefixMatch, ReuseIndex
 
@@ -43,6 +51,9 @@ class BlockManager:
     "No room" is a return value; nothing here waits. ``enable_reuse`` keeps computed blocks for
     later requests; ``may_copy_blocks`` also uses part of a block by copying it, which the engine
     must be able to do. ``hash_key`` is for tests: without one it is random.
+
+    ``window_size``: tokens that a layer looks back on; None for all. A request that may outgrow the
+    window writes over its own blocks, so it neither shares nor leaves any.
     """
 
     __slots__ = (
@@ -50,9 +61,12 @@ class BlockManager:
         "_num_held",
         "_num_missed",
         "_num_reused",
+        "_places",
         "_pool",
         "_tables",
+        "_text_numbers",
         "tokens_per_block",
+        "window_size",
     )
 
     def __init__(
@@ -63,16 +77,24 @@ class BlockManager:
         enable_reuse: bool = False,
         may_copy_blocks: bool = False,
         hash_key: bytes | None = None,
+        window_size: int | None = None,
     ) -> None:
         if tokens_per_block < 1:
             raise ValueError(f"tokens_per_block must be at least 1, not {tokens_per_block}")
+        if window_size is not None and window_size < 1:
+            raise ValueError(f"window_size must be at least 1 or None, not {window_size}")
         self.tokens_per_block = tokens_per_block
+        self.window_size = window_size
         self._index: ReuseIndex | None = None
         if enable_reuse:
             self._index = ReuseIndex(tokens_per_block, may_copy_blocks, hash_key)
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
+        # Which block of which text each block holds, as far as it is kept.
+        num_origins = num_blocks if enable_reuse else 0
+        self._text_numbers = array("q", [-1]) * num_origins
+        self._places = array("q", [0]) * num_origins
         self._num_held = 0  # sum of the lengths of all tables
         self._num_reused = self._num_missed = 0
 
@@ -117,12 +139,13 @@ class BlockManager:
         return ReuseStats(self._num_reused, self._num_missed)
 
     def allocate(self, request_id: int, num_tokens: int) -> list[int] | None:
-        """Grow the block table of ``request_id`` until it holds ``num_tokens`` tokens.
+        """Grow the block table of ``request_id`` until it holds ``num_tokens`` tokens (at most
+        those of the window).
 
         Returns the ids of the new blocks, in table order (empty if the table is long enough), or
         ``None`` when there is no room and nothing was changed.
         """
-        num_needed = -(-num_tokens // self.tokens_per_block) - self.num_blocks_of(request_id)
+        num_needed = self._num_blocks_for(num_tokens) - self.num_blocks_of(request_id)
         if num_needed <= 0:
             return []
         if num_needed > self._pool.num_free_blocks:
@@ -160,15 +183,38 @@ class BlockManager:
     def store(self, request: LlmRequest) -> None:
         """Enter the full, computed blocks of ``request`` for reuse; it goes on holding them.
 
-        A negative last token marks a request whose numbers failed; nothing of it is kept.
+        A negative last token marks a request whose numbers failed; nothing of it is kept. That of
+        a running step is no such mark.
         """
         table = self._tables.get(request.request_id)
-        if self._index is None or table is None or request.tokens[-1] < 0:
+        if self._index is None or table is None:
+            return
+        if request.tokens[request.num_drawn_tokens - 1] < 0:
+            return
+        if self._may_outgrow_window(request):
             return
         num_full = min(request.num_cached_tokens // self.tokens_per_block, len(table))
         for index in range(num_full):
             if self._index.add(request, index, table[index]):
                 self._pool.keep(table[index])
+                self._text_numbers[table[index]] = request.text_number
+                self._places[table[index]] = index
+
+    def forget(self, request_id: int) -> None:
+        """Keep nothing of what the request holds now: its numbers have turned out to be wrong."""
+        if self._index is None:
+            return
+        for block_id in self._tables.get(request_id, ()):
+            if self._pool.unkeep(block_id):
+                self._index.forget(block_id)
+
+    def forget_all(self) -> None:
+        """Keep nothing at all; O(blocks)."""
+        if self._index is None:
+            return
+        for block_id in self._pool.kept_blocks():
+            self._pool.unkeep(block_id)
+            self._index.forget(block_id)
 
     def match_prefix(self, request: LlmRequest) -> PrefixMatch:
         """What of the prompt is cached, for a context that holds nothing yet; O(prompt blocks)."""
@@ -176,7 +222,7 @@ class BlockManager:
             return NO_MATCH
         if request.context_current_position > 0 or request.request_id in self._tables:
             return NO_MATCH
-        return self._index.match(request)
+        return NO_MATCH if self._may_outgrow_window(request) else self._index.match(request)
 
     def count_reusable_tokens(self, request: LlmRequest) -> int:
         """Prompt tokens of a fresh context that need not be computed."""
@@ -184,7 +230,9 @@ class BlockManager:
 
     def first_missing_key(self, request: LlmRequest) -> bytes | None:
         """What the context of ``request`` will add to the cache first, None for nothing."""
-        return None if self._index is None else self._index.first_missing(request)
+        if self._index is None or self._may_outgrow_window(request):
+            return None
+        return self._index.first_missing(request)
 
     def attach_prefix(self, request: LlmRequest) -> PrefixMatch:
         """Share the cached full blocks of a fresh context and count what was found.
@@ -224,46 +272,72 @@ class BlockManager:
         return sum(self._pool.ref_count(block_id) == 1 for block_id in table)
 
     def num_places_left(self, request: LlmRequest) -> int:
-        """Tokens that fit behind the cached ones of ``request`` before it needs another block."""
-        return -request.num_cached_tokens % self.tokens_per_block
+        """Tokens that fit behind the cached ones of ``request`` before it needs another block.
+
+        Without a window; what it holds counts, also what wrong drafts have left over.
+        """
+        num_cached = request.num_cached_tokens
+        num_places = self.num_blocks_of(request.request_id) * self.tokens_per_block
+        if num_places < num_cached:
+            return -num_cached % self.tokens_per_block
+        return num_places - num_cached
+
+    def num_tokens_after_step(self, request: LlmRequest, num_steps: int = 1) -> int:
+        """Tokens in the cache after the next ``num_steps`` steps, at most: all drafts are right.
+
+        A context takes room for its whole prompt at once, whatever its first chunk is.
+        """
+        num_new = num_steps * (len(request.draft_tokens) + 1)
+        if request.is_generation_in_progress_state:
+            return request.num_cached_tokens + min(num_new, request.num_remaining_tokens)
+        return request.prompt_len + min(len(request.draft_tokens), request.max_new_tokens)
 
     def get_needed_blocks_one_step(
         self, request: LlmRequest, two_step_lookahead: bool = False
     ) -> int:
         """Blocks the next step of ``request`` takes from the free ones, at most.
 
-        The first context chunk takes those of the whole prompt (full ones shared by the beams, a
-        partial one per beam) that nobody holds, later chunks none; a generation step takes one per
-        beam when the token (with look-ahead: either of the next two) opens a block.
+        The first context chunk takes those of the whole prompt and its drafts (full ones shared by
+        the beams, a partial one per beam) that nobody holds, later chunks none; a generation step
+        takes some per beam when the token and its drafts (with look-ahead: those of the next two
+        steps) open blocks. The encoder takes none.
         """
-        tokens_per_block = self.tokens_per_block
-        if request.is_context_init_state:
-            if request.context_current_position > 0:
+        tokens_per_block, window_size = self.tokens_per_block, self.window_size
+        if request.is_generation_in_progress_state:
+            num_held = self.num_blocks_of(request.request_id)
+            num_tokens = self.num_tokens_after_step(request, 2 if two_step_lookahead else 1)
+            num_after = self._num_blocks_for(num_tokens)
+            if num_after <= num_held:
                 return 0
-            num_full, num_partial = divmod(request.prompt_len, tokens_per_block)
-            num_needed = num_full + (request.beam_width if num_partial else 0)
-            return num_needed if self._index is None else num_needed - self._num_shared(request)
-        num_steps = 2 if two_step_lookahead else 1
-        num_places = self.num_places_left(request)
-        if num_places >= num_steps:
+            num_before = self._num_blocks_for(request.num_cached_tokens)
+            return request.beam_width * (num_after - max(num_held, num_before))
+        if request.context_current_position > 0 or request.is_encoder_init_state:
             return 0
-        num_tokens = min(num_steps, request.num_remaining_tokens) - num_places
-        return request.beam_width * -(-num_tokens // tokens_per_block)
+        num_tokens = self.num_tokens_after_step(request)
+        if window_size is not None:
+            num_tokens = min(num_tokens, window_size)
+        num_full, num_partial = divmod(num_tokens, tokens_per_block)
+        num_needed = num_full + (request.beam_width if num_partial else 0)
+        return num_needed if self._index is None else num_needed - self._num_shared(request)
 
     def get_blocks_at_completion(self, request: LlmRequest) -> int:
         """Blocks ``request`` holds at its last token, at most: full prompt blocks are shared."""
-        num_total = request.prompt_len + request.max_new_tokens
-        total = -(-num_total // self.tokens_per_block)
+        total = self._num_blocks_for(request.prompt_len + request.max_new_tokens)
         if request.beam_width == 1:
             return total
         shared = request.prompt_len // self.tokens_per_block
+        if self.window_size is not None:
+            shared = min(shared, self.window_size // self.tokens_per_block)
         return shared + (total - shared) * request.beam_width
 
     def get_remaining_blocks_to_completion(self, request: LlmRequest) -> int:
         """Blocks ``request`` may still take until its last token.
 
-        What it holds is subtracted, or, of a fresh context, what it will share.
+        What it holds is subtracted, or, of a fresh context, what it will share. The encoder takes
+        nothing; the context that follows does.
         """
+        if request.is_encoder_init_state:
+            return 0
         num_remaining = self.get_blocks_at_completion(request)
         num_held = self.num_blocks_of(request.request_id)
         if num_held == 0 and self._index is not None:
@@ -273,6 +347,37 @@ class BlockManager:
     def can_ever_fit(self, request: LlmRequest) -> bool:
         """True unless ``request`` alone needs more blocks than there are."""
         return self.get_blocks_at_completion(request) <= self._pool.num_blocks
+
+    def cache_state(self) -> CacheState | None:
+        """What is cached now, copied; None without block reuse. See `CacheState` for the cost."""
+        if self._index is None:
+            return None
+        return CacheState(
+            tables={request_id: tuple(table) for request_id, table in self._tables.items()},
+            is_kept=self._pool.kept_flags(),
+            text_numbers=self._text_numbers[:],
+            places=self._places[:],
+            idle_links=self._pool.idle_links(),
+            beginnings=self._index.beginnings,
+        )
+
+    def restore_cache(self, content: CacheContent) -> None:
+        """Become what ``content`` says; for a manager with block reuse that holds nothing yet.
+
+        `ValueError` when it contradicts itself; then this manager is of no use any more.
+        """
+        assert self._index is not None, "there is no cache without block reuse"
+        kept: set[int] = set()
+        for block_id, request, place in content.kept:
+            if block_id in kept or not self._index.add(request, place, block_id):
+                raise ValueError(f"block {block_id} is kept twice, or its text is")
+            self._text_numbers[block_id], self._places[block_id] = request.text_number, place
+            kept.add(block_id)
+        if self._index.may_copy:
+            self._index.keep_beginnings(content.beginnings)
+        self._tables = {key: list(table) for key, table in content.tables.items() if table}
+        self._num_held = sum(map(len, self._tables.values()))
+        self._pool.restore(self._tables.values(), kept, content.idle)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` with the reason unless all books agree; O(blocks).
@@ -291,6 +396,15 @@ class BlockManager:
     def table_of(self, request_id: int) -> Sequence[int]:
         """The request's block ids in token order, without a copy: read it and let it go."""
         return self._tables.get(request_id, ())
+
+    def _num_blocks_for(self, num_tokens: int) -> int:
+        """Length of a table that holds ``num_tokens`` tokens."""
+        if self.window_size is not None and num_tokens > self.window_size:
+            num_tokens = self.window_size
+        return -(-num_tokens // self.tokens_per_block)
+
+    def _may_outgrow_window(self, request: LlmRequest) -> bool:
+        return self.window_size is not None and request.max_num_tokens > self.window_size
 
     def _num_shared(self, request: LlmRequest) -> int:
         """Cached blocks of a fresh context that somebody holds, so that they cost nothing."""

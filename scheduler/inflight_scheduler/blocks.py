@@ -13,7 +13,7 @@ the block that has been idle longest, whose content is given up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -53,6 +53,35 @@ class BlockPool:
         """All blocks whose content is kept, held or idle; O(num_blocks)."""
         return frozenset(block_id for block_id, kept in enumerate(self._is_kept) if kept)
 
+    def kept_flags(self) -> bytes:
+        """For each block 1 if its content is kept, else 0."""
+        return bytes(self._is_kept)
+
+    def idle_links(self) -> list[int]:
+        """A copy of the order of the idle blocks, to be read by `follow_links`."""
+        return self._idle.links()
+
+    def restore(
+        self, tables: Iterable[Sequence[int]], kept: Iterable[int], idle: Sequence[int]
+    ) -> None:
+        """Become the pool of these holders and kept blocks; ``idle`` oldest first.
+
+        For a pool that has handed out nothing. ``ValueError`` if they contradict one another.
+        """
+        for table in tables:
+            for block_id in table:
+                self._ref_counts[block_id] += 1
+        for block_id in kept:
+            self._is_kept[block_id] = 1
+        expected = {k for k, is_kept in enumerate(self._is_kept) if is_kept}
+        expected -= {k for k, count in enumerate(self._ref_counts) if count}
+        if len(idle) != len(expected) or set(idle) != expected:
+            raise ValueError("the idle blocks are not those that are kept and held by nobody")
+        for block_id in idle:
+            self._idle.append(block_id)
+        taken = expected.union(k for k, count in enumerate(self._ref_counts) if count)
+        self._free = [block_id for block_id in self._free if block_id not in taken]
+
     def take(self, num_blocks: int) -> list[int]:
         """Hand out ``num_blocks`` (at least 1, at most `num_free_blocks`) with one holder each."""
         assert 1 <= num_blocks <= self.num_free_blocks, (num_blocks, self.num_free_blocks)
@@ -83,6 +112,16 @@ class BlockPool:
         """Keep the content of a held block after its last holder has gone."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is kept but nobody holds it"
         self._is_kept[block_id] = 1
+
+    def unkeep(self, block_id: int) -> bool:
+        """Give up the content of a block, held or idle; False if it was not kept."""
+        if not self._is_kept[block_id]:
+            return False
+        self._is_kept[block_id] = 0
+        if self._ref_counts[block_id] == 0:
+            self._idle.remove(block_id)
+            self._free.append(block_id)
+        return True
 
     def drop(self, block_ids: Sequence[int]) -> int:
         """Take one holder away from each block; return how many nobody holds now."""
@@ -173,15 +212,22 @@ class _IdleList:
 
     def ids(self) -> list[int]:
         """All of them, oldest first; both directions are compared (`AssertionError`)."""
-        forward, backward = self._walk(self._newer), self._walk(self._older)
+        forward, backward = follow_links(self._newer), follow_links(self._older)
         assert forward == backward[::-1], "the links of the idle list disagree"
         assert len(forward) == self.size, "the idle list has lost count"
         return forward
 
-    def _walk(self, links: Sequence[int]) -> list[int]:
-        found: list[int] = []
-        block_id = links[self._knot]
-        while block_id != self._knot and len(found) <= self.size:
-            found.append(block_id)
-            block_id = links[block_id]
-        return found
+    def links(self) -> list[int]:
+        """A copy of the links from older to newer."""
+        return self._newer[:]
+
+
+def follow_links(links: Sequence[int]) -> list[int]:
+    """The blocks of a ring of links, from its knot, the last index, on."""
+    found: list[int] = []
+    knot = len(links) - 1
+    block_id = links[knot]
+    while block_id != knot and len(found) < knot:
+        found.append(block_id)
+        block_id = links[block_id]
+    return found

@@ -2,6 +2,11 @@
 
 Decisions only: nothing here changes a request, a block or a slot, so a decision can be thrown
 away. The rules are those of TensorRT-LLM's ``capacityScheduler.cpp`` and of its Python twin.
+
+Requests in DISAGG_GENERATION_INIT (disaggregated serving: their KV is about to come from another
+server) bypass the gate and take room, but no step runs for them. The published result names them in
+a list of its own between fitting and paused. Here `CapacityResult` stays the pair that users
+write, and carries that list as an attribute.
 """
 
 from __future__ import annotations
@@ -10,8 +15,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.forecast import BlockForecast
+from inflight_scheduler.errors import SchedulerError
 from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.resources import Books, Resource, check_resources
+
+
+class CapacityResult(tuple[list[LlmRequest], list[LlmRequest]]):
+    """``(fitting_requests, paused_requests)``, and ``fitting_disagg_gen_init`` beside them."""
+
+    fitting_disagg_gen_init: list[LlmRequest]
+
+    @classmethod
+    def part(cls, fitting: list[LlmRequest], paused: list[LlmRequest]) -> CapacityResult:
+        """Take the disaggregated ones out of ``fitting``."""
+        disagg = [request for request in fitting if request.is_disagg_generation_init_state]
+        if disagg:
+            fitting = [r for r in fitting if not r.is_disagg_generation_init_state]
+        result = cls((fitting, paused))
+        result.fitting_disagg_gen_init = disagg
+        return result
 
 
 class CapacityScheduler(ABC):
@@ -40,15 +62,20 @@ class CapacityScheduler(ABC):
     def schedule_request(
         self, active_requests: Sequence[LlmRequest]
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Return ``(fitting_requests, paused_requests)``; disjoint, both from the active ones."""
+        """Return ``(fitting_requests, paused_requests)``; disjoint, both from the active ones.
+
+        A plain pair, or a `CapacityResult`.
+        """
 
     def is_schedulable(self, request: LlmRequest) -> bool:
-        """True when the state of ``request`` lies inside the gate."""
-        return self.no_schedule_until_state <= request.state < self.no_schedule_after_state
+        """True when the state of ``request`` lies inside the gate, or bypasses it."""
+        is_inside = self.no_schedule_until_state <= request.state < self.no_schedule_after_state
+        return is_inside or request.is_disagg_generation_init_state
 
     def _gated(self, active_requests: Sequence[LlmRequest]) -> list[LlmRequest]:
         until, after = self.no_schedule_until_state, self.no_schedule_after_state
-        return [request for request in active_requests if until <= request.state < after]
+        bypass = LlmRequestState.DISAGG_GENERATION_INIT
+        return [r for r in active_requests if until <= r.state < after or r.state is bypass]
 
 
 class MaxRequestsScheduler(CapacityScheduler):
@@ -56,23 +83,29 @@ class MaxRequestsScheduler(CapacityScheduler):
 
     __slots__ = ()
 
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest]
-    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
         """Never pauses."""
-        return self._gated(active_requests)[: self.max_num_requests], []
+        return CapacityResult.part(self._gated(active_requests)[: self.max_num_requests], [])
 
 
 class ReservingScheduler(CapacityScheduler):
-    """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion."""
+    """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion.
 
-    __slots__ = ("block_manager",)
+    ``resources`` are reserved like blocks (see `resources`). Who lacks only one that does not end
+    the walk (PEFT pages) is passed over, as published; so while others keep the pages in use, such
+    a request is promised no turn. An encoder is admitted without reserving blocks; the context
+    after it reserves them. Requests whose KV is just coming from another server keep their
+    reservation, which the published rule forgets for that while.
+    """
+
+    __slots__ = ("block_manager", "resources")
 
     def __init__(
         self,
         max_num_requests: int,
         block_manager: BlockManager,
         *,
+        resources: Sequence[Resource] = (),
         no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
         no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
     ) -> None:
@@ -81,45 +114,60 @@ class ReservingScheduler(CapacityScheduler):
             no_schedule_until_state=no_schedule_until_state,
             no_schedule_after_state=no_schedule_after_state,
         )
+        check_resources(block_manager, resources)
         self.block_manager = block_manager
+        self.resources = tuple(resources)
 
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest]
-    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Generation first, then started contexts, then fresh ones until one does not fit."""
-        forecast = BlockForecast(self.block_manager)
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
+        """Generation, started contexts, disaggregated ones, fresh ones until one does not fit.
+
+        Raises `SchedulerError` for an encoder without a pool of cross blocks.
+        """
+        books = Books(self.block_manager, self.resources, to_completion=True)
         fitting: list[LlmRequest] = []
         started: list[LlmRequest] = []
+        disagg: list[LlmRequest] = []
         fresh: list[LlmRequest] = []
-        for request in self._gated(active_requests):
-            if len(fitting) >= self.max_num_requests:
-                return fitting, []
-            if request.is_generation_in_progress_state:
+        for request in active_requests:
+            if not self.is_schedulable(request):
+                if request.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS:
+                    books.claim(request)
+            elif len(fitting) >= self.max_num_requests:
+                return CapacityResult.part(fitting, [])
+            elif request.is_generation_in_progress_state:
                 fitting.append(request)
-                forecast.claim(request, forecast.needed_to_completion(request))
+                books.claim(request)
+            elif request.is_disagg_generation_init_state:
+                disagg.append(request)
             elif request.is_first_context_chunk:
+                check_encoder(request, self.resources)
                 fresh.append(request)
             else:
                 started.append(request)
         num_generating = len(fitting)
-        if self.admit(started, forecast, fitting):
-            self.admit_fresh(fresh, forecast, fitting, num_generating)
-        return fitting, []
+        if self.admit(started, books, fitting) and self.may_start(num_generating):
+            self.admit(disagg, books, fitting)
+            self.admit_fresh(fresh, books, fitting, started)
+        return CapacityResult.part(fitting, [])
+
+    @abstractmethod
+    def may_start(self, num_generating: int) -> bool:
+        """True when requests may start next to ``num_generating`` that generate."""
 
     @abstractmethod
     def admit_fresh(
         self,
         fresh: Sequence[LlmRequest],
-        forecast: BlockForecast,
+        books: Books,
         fitting: list[LlmRequest],
-        num_generating: int,
+        started: Sequence[LlmRequest],
     ) -> None:
-        """Append to ``fitting`` those of ``fresh`` that may start."""
+        """Append to ``fitting`` those of ``fresh`` that start next to the ``started`` contexts."""
 
     def admit(
         self,
         pending: Sequence[LlmRequest],
-        forecast: BlockForecast,
+        books: Books,
         fitting: list[LlmRequest],
         may_skip: bool = False,
     ) -> bool:
@@ -128,13 +176,15 @@ class ReservingScheduler(CapacityScheduler):
         ``may_skip`` passes over a request for which waiting is better.
         """
         for request in pending:
-            if may_skip and forecast.is_beneficial_to_skip(request):
+            if may_skip and books.blocks.is_beneficial_to_skip(request):
                 continue
-            num_needed = forecast.needed_to_completion(request)
-            if len(fitting) >= self.max_num_requests or num_needed > forecast.num_available:
+            if len(fitting) >= self.max_num_requests:
                 return False
-            fitting.append(request)
-            forecast.claim(request, num_needed)
+            lack = books.try_claim(request)
+            if lack is None:
+                fitting.append(request)
+            elif lack.ends_walk:
+                return False
         return True
 
 
@@ -152,16 +202,21 @@ class GuaranteedNoEvictScheduler(ReservingScheduler):
 
     __slots__ = ()
 
+    def may_start(self, num_generating: int) -> bool:
+        """Always."""
+        del num_generating
+        return True
+
     def admit_fresh(
         self,
         fresh: Sequence[LlmRequest],
-        forecast: BlockForecast,
+        books: Books,
         fitting: list[LlmRequest],
-        num_generating: int,
+        started: Sequence[LlmRequest],
     ) -> None:
         """As many as fit; one whose next block is being computed by another waits for it."""
-        forecast.promise(fitting[num_generating:])
-        self.admit(fresh, forecast, fitting, may_skip=True)
+        books.blocks.promise(started)
+        self.admit(fresh, books, fitting, may_skip=True)
 
 
 class StaticBatchScheduler(ReservingScheduler):
@@ -173,16 +228,20 @@ class StaticBatchScheduler(ReservingScheduler):
 
     __slots__ = ()
 
+    def may_start(self, num_generating: int) -> bool:
+        """Once nobody generates."""
+        return num_generating == 0
+
     def admit_fresh(
         self,
         fresh: Sequence[LlmRequest],
-        forecast: BlockForecast,
+        books: Books,
         fitting: list[LlmRequest],
-        num_generating: int,
+        started: Sequence[LlmRequest],
     ) -> None:
-        """All that fit, once nobody generates."""
-        if num_generating == 0:
-            self.admit(fresh, forecast, fitting)
+        """All that fit."""
+        del started
+        self.admit(fresh, books, fitting)
 
 
 class MaxUtilizationScheduler(CapacityScheduler):
@@ -196,10 +255,11 @@ class MaxUtilizationScheduler(CapacityScheduler):
             ^   |end
 
     So every started request inside the gate is either fitting or paused, and the first request of
-    the list always makes progress.
+    the list always makes progress. A lack of any of the ``resources`` looks for a victim, as a lack
+    of blocks does; models with an encoder need GUARANTEED_NO_EVICT or STATIC_BATCH.
     """
 
-    __slots__ = ("block_manager", "two_step_lookahead")
+    __slots__ = ("block_manager", "resources", "two_step_lookahead")
 
     def __init__(
         self,
@@ -207,6 +267,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
         block_manager: BlockManager,
         *,
         two_step_lookahead: bool = False,
+        resources: Sequence[Resource] = (),
         no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
         no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
     ) -> None:
@@ -215,15 +276,29 @@ class MaxUtilizationScheduler(CapacityScheduler):
             no_schedule_until_state=no_schedule_until_state,
             no_schedule_after_state=no_schedule_after_state,
         )
+        check_resources(block_manager, resources)
+        if any(resource.serves_encoder for resource in resources):
+            raise ValueError(
+                "max_utilization cannot run a model with an encoder: a pause would lose the "
+                "encoder's output; use guaranteed_no_evict or static_batch"
+            )
         self.block_manager = block_manager
         self.two_step_lookahead = two_step_lookahead
+        self.resources = tuple(resources)
 
-    def schedule_request(
-        self, active_requests: Sequence[LlmRequest]
-    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Linear: each request is looked at once and passed by the moving end at most once."""
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
+        """Linear: each request is looked at once and passed by the moving end at most once.
+
+        Raises `SchedulerError` for an encoder.
+        """
         candidates = self._gated(active_requests)
-        forecast, lookahead = BlockForecast(self.block_manager), self.two_step_lookahead
+        books = Books(
+            self.block_manager,
+            self.resources,
+            to_completion=False,
+            two_step_lookahead=self.two_step_lookahead,
+        )
+        forecast = books.blocks
         if self.block_manager.enable_reuse:
             forecast.promise(filter(is_started_context, candidates))
         fitting: list[LlmRequest] = []
@@ -234,10 +309,9 @@ class MaxUtilizationScheduler(CapacityScheduler):
             if forecast.is_beneficial_to_skip(request):
                 current += 1
                 continue
-            num_needed = forecast.needed_one_step(request, lookahead)
-            if len(fitting) < self.max_num_requests and num_needed <= forecast.num_available:
+            check_encoder(request, self.resources)
+            if len(fitting) < self.max_num_requests and books.try_claim(request) is None:
                 fitting.append(request)
-                forecast.claim(request, num_needed)
                 current += 1
                 continue
             victim = _last_started(candidates, current, end)
@@ -245,8 +319,17 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 break
             end = victim
             paused.append(candidates[victim])
-            forecast.release(candidates[victim])
-        return fitting, paused
+            books.release(candidates[victim])
+        return CapacityResult.part(fitting, paused)
+
+
+def check_encoder(request: LlmRequest, resources: Sequence[Resource]) -> None:
+    """Raise `SchedulerError` if ``request`` waits for an encoder and nothing serves one."""
+    if request.is_encoder_init_state and not any(r.serves_encoder for r in resources):
+        raise SchedulerError(
+            f"request {request.request_id} has {request.encoder_length} tokens for an encoder, but "
+            "there is no pool of cross KV blocks; give the scheduler CrossBlocks"
+        )
 
 
 def is_started_context(request: LlmRequest) -> bool:

@@ -2,7 +2,9 @@
 
 The rules are those of TensorRT-LLM's ``setCtxRequestsChunkSize``; where its two published
 generations differ, these are the newer one: tokens found in the reuse cache cost nothing, so all
-lengths here count what must be computed, and a chunk costs its size.
+lengths here count what must be computed, and a chunk costs its size. A last chunk takes draft
+tokens along; of these, too, the newer rule: only those kept are charged (the older one charged the
+whole rest of the unit), and requests without drafts are not looked at.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import add
 
 
 class ContextChunkingPolicy(IntEnum):
@@ -40,18 +43,49 @@ class ContextChunking:
             )
 
     def chunk_sizes(self, lengths: Sequence[int], capacity: int | None) -> list[int]:
-        """Tokens of each context that run now, 0 for none; their sum is at most ``capacity``.
+        """`chunks` of contexts without drafts."""
+        return self.chunks(lengths, [0] * len(lengths), capacity)[0]
 
-        ``lengths`` are the tokens each has left, in order. ``capacity`` None means unbounded.
-        Contexts that all fit run whole, except under FORCE_CHUNK, which always cuts.
+    def chunks(
+        self, lengths: Sequence[int], num_drafts: Sequence[int], capacity: int | None
+    ) -> tuple[list[int], list[int]]:
+        """Prompt tokens of each context that run now, 0 for none, and drafts next to them.
+
+        ``lengths`` are the prompt tokens each has left, in order, ``num_drafts`` the guesses that
+        may follow its last chunk. What runs is at most ``capacity`` in all; None means unbounded.
+        Contexts that all fit with their drafts run whole, except under FORCE_CHUNK, which always
+        cuts. Otherwise a last chunk keeps the drafts that complete its unit, as far as there is
+        room.
         """
         if self.policy == ContextChunkingPolicy.FORCE_CHUNK:
-            return self._force(lengths, capacity)
-        if self._all_fit(lengths, capacity):
-            return list(lengths)
-        if self.policy == ContextChunkingPolicy.EQUAL_PROGRESS:
-            return self._equal_progress(lengths, capacity)
-        return self._first_come(lengths, capacity)
+            sizes = self._force(lengths, capacity)
+        elif self._all_fit(list(map(add, lengths, num_drafts)), capacity):
+            return list(lengths), list(num_drafts)
+        elif self.policy == ContextChunkingPolicy.EQUAL_PROGRESS:
+            sizes = self._equal_progress(lengths, capacity)
+        else:
+            sizes = self._first_come(lengths, capacity)
+        return sizes, self._fit_drafts(lengths, sizes, num_drafts, capacity)
+
+    def _fit_drafts(
+        self,
+        lengths: Sequence[int],
+        sizes: Sequence[int],
+        num_drafts: Sequence[int],
+        capacity: int | None,
+    ) -> list[int]:
+        """How many drafts run with each chunk; all before a prompt's end wait."""
+        num_left = None if capacity is None else capacity - sum(sizes)
+        kept = []
+        for length, size, num_wanted in zip(lengths, sizes, num_drafts, strict=True):
+            num_kept = 0
+            if num_wanted > 0 and size == length:
+                in_unit = -size % self.unit_size
+                num_kept = _least(num_wanted, in_unit, self._room(size), num_left)
+            if num_left is not None:
+                num_left -= num_kept
+            kept.append(num_kept)
+        return kept
 
     def _all_fit(self, lengths: Sequence[int], capacity: int | None) -> bool:
         longest = self.max_context_length

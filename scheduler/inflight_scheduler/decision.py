@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import InvalidDecision
-from inflight_scheduler.forecast import BlockForecast
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.resources import Books, Resource
 
 
 def check_decision(
@@ -20,10 +20,13 @@ def check_decision(
     max_batch_size: int,
     max_num_tokens: int | None = None,
     may_chunk: bool = False,
+    resources: Sequence[Resource] = (),
 ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
     """Return ``decision`` as three lists if it can be carried out; changes nothing.
 
     ``may_chunk``: a context may be cut, so a request of any length can be paused and run again.
+    ``resources``: what there must be enough of besides blocks. Encoder steps are not checked here,
+    nor planned: whoever runs them takes them out.
     Raises `InvalidDecision` that names the request and the bound otherwise.
     """
     context, generation, paused = _three_lists(decision)
@@ -32,12 +35,13 @@ def check_decision(
         _check_runnable(request, request.is_context_init_state, "context", inflight_request_ids)
         _check_chunk(request)
     for request in generation:
-        is_generation = request.is_generation_in_progress_state
+        has_last_token = request.state is LlmRequestState.GENERATION_TO_COMPLETE
+        is_generation = request.is_generation_in_progress_state and not has_last_token
         _check_runnable(request, is_generation, "generation", inflight_request_ids)
     _check_paused(paused, None if may_chunk else max_num_tokens)
     _check_batch(context, generation, max_batch_size, max_num_tokens, block_manager)
     scheduled = [*context, *generation]
-    _check_blocks(scheduled, paused, block_manager)
+    _check_room(scheduled, paused, Books(block_manager, resources, to_completion=False))
     num_new_slots = sum(request.seq_slot is None for request in scheduled)
     num_free_slots += sum(request.seq_slot is not None for request in paused)
     _check_bound("new requests", num_new_slots, "free slots", num_free_slots)
@@ -96,9 +100,14 @@ def _check_chunk(request: LlmRequest) -> None:
 
 
 def _num_context_tokens(request: LlmRequest, block_manager: BlockManager) -> int:
-    """What the planner will run: a chunk ends at the prompt's end, wherever reuse starts it."""
+    """What the planner will run: a chunk ends at the prompt's end, wherever reuse starts it.
+
+    A last one takes drafts along.
+    """
     num_left = request.context_remaining_length - block_manager.count_reusable_tokens(request)
-    return min(request.context_chunk_size, num_left)
+    if request.context_chunk_size < num_left:
+        return request.context_chunk_size
+    return num_left + min(request.num_chunk_drafts, request.num_draft_tokens)
 
 
 def _check_paused(paused: Sequence[LlmRequest], max_num_tokens: int | None) -> None:
@@ -128,20 +137,20 @@ def _check_batch(
     _check_bound("requests", len(context) + len(generation), "max_batch_size", max_batch_size)
     if max_num_tokens is not None:
         num_tokens = sum(_num_context_tokens(request, block_manager) for request in context)
-        num_tokens += sum(request.beam_width for request in generation)
+        num_tokens += sum(r.beam_width + r.num_draft_tokens for r in generation)
         _check_bound("tokens", num_tokens, "max_num_tokens", max_num_tokens)
 
 
-def _check_blocks(
-    scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest], block_manager: BlockManager
+def _check_room(
+    scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest], books: Books
 ) -> None:
-    forecast = BlockForecast(block_manager)
     for request in paused:
-        forecast.release(request)
-    num_free = forecast.num_available
+        books.release(request)
+    num_free = [num_left for _, num_left in books.left()]
     for request in scheduled:
-        forecast.claim(request, forecast.needed_one_step(request))
-    _check_bound("blocks", num_free - forecast.num_available, "free blocks", num_free)
+        books.claim(request)
+    for (name, num_left), num_before in zip(books.left(), num_free, strict=True):
+        _check_bound(name, num_before - num_left, f"free {name}", num_before)
 
 
 def _check_bound(what: str, number: int, bound_name: str, bound: int) -> None:

@@ -8,11 +8,16 @@ class SchedulerError(Exception):
 
 
 class ContextTooLong(SchedulerError):
-    """A context can never run: it has more tokens than one iteration may compute."""
+    """A context can never run: it has more tokens than one iteration may compute.
 
-    def __init__(self, request_id: int, num_tokens: int, max_num_tokens: int) -> None:
+    Its draft tokens count; of an encoder it is its input.
+    """
+
+    def __init__(
+        self, request_id: int, num_tokens: int, max_num_tokens: int, what: str = "a context"
+    ) -> None:
         super().__init__(
-            f"request {request_id}: a context of {num_tokens} tokens exceeds "
+            f"request {request_id}: {what} of {num_tokens} tokens exceeds "
             f"max_num_tokens={max_num_tokens}; shorten the prompt or raise max_num_tokens"
         )
         self.request_id = request_id

@@ -12,16 +12,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.capacity import (
+    CapacityResult,
     CapacityScheduler,
     MaxUtilizationScheduler,
     ReservingScheduler,
     StaticBatchScheduler,
     is_started_context,
 )
-from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.resources import Books, Lack
 from inflight_scheduler.scheduler import RequestScheduler, SimpleScheduler
 
 Lists = tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
@@ -32,6 +34,7 @@ class WaitCode(Enum):
     """What stands in the way of a request."""
 
     BLOCKS = "blocks"
+    RESOURCE = "resource"
     BEHIND = "behind"
     MAX_REQUESTS = "max_requests"
     STATIC_BATCH = "static_batch"
@@ -42,16 +45,40 @@ class WaitCode(Enum):
     TOKENS = "tokens"
     BEAMS = "beams"
     STATE = "state"
+    LEFT_OUT = "left_out"
     UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What is known of the decision of a scheduler that nobody here has written.
+
+    How many requests and tokens it lets run, each with the limit (None: there is none).
+    """
+
+    scheduler: str
+    num_requests: int
+    max_batch_size: int
+    num_tokens: int
+    max_num_tokens: int | None = None
+
+    def __str__(self) -> str:
+        budget = "" if self.max_num_tokens is None else f" of {self.max_num_tokens}"
+        return (
+            f"{self.num_requests} of {self.max_batch_size} places and {self.num_tokens}{budget} "
+            "tokens are taken"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReason:
     """Why one request does not run now; the numbers that its code speaks of, else 0.
 
-    BLOCKS and TOKENS: needed, and what is left. PAUSED: the same of the request ``behind_id``, for
-    which this one was paused (0 needed: it took the place). MAX_REQUESTS and BATCH: the limit is
+    BLOCKS and TOKENS: needed, and what is left; RESOURCE: the same of ``resource``. PAUSED: the
+    same of the request ``behind_id``, for which this one was paused (0 needed: it took the place
+    or something else than blocks). MAX_REQUESTS and BATCH: the limit is
     ``num_available``. BEHIND: ``behind_id`` waits first, and ``num_ahead`` wait before this one.
+    LEFT_OUT: the blocks its next step needs and those free, beside ``left_out``.
     """
 
     code: WaitCode
@@ -59,6 +86,8 @@ class WaitReason:
     num_available: int = 0
     behind_id: int | None = None
     num_ahead: int = 0
+    left_out: LeftOut | None = None
+    resource: str = ""
 
     def __str__(self) -> str:
         return _TEXTS[self.code].format(
@@ -72,6 +101,7 @@ class WaitReason:
 
 _TEXTS = {
     WaitCode.BLOCKS: "waiting for KV blocks: needs {0.num_needed}, free {0.num_available}",
+    WaitCode.RESOURCE: "waiting for {0.resource}: needs {0.num_needed}, free {0.num_available}",
     WaitCode.BEHIND: "behind {others}, first of them request {0.behind_id}",
     WaitCode.MAX_REQUESTS: "all {0.num_available} places are taken",
     WaitCode.STATIC_BATCH: "waiting until the running batch has ended",
@@ -82,6 +112,8 @@ _TEXTS = {
     WaitCode.TOKENS: "token budget: needs {0.num_needed} tokens, {0.num_available} left",
     WaitCode.BEAMS: "its beam width differs from that of request {0.behind_id}, which runs",
     WaitCode.STATE: "not in a state that can run",
+    WaitCode.LEFT_OUT: "left out by the scheduler {0.left_out.scheduler}: needs {0.num_needed} KV "
+    "blocks, free {0.num_available}; {0.left_out}",
     WaitCode.UNKNOWN: "the scheduler does not say why",
 }
 
@@ -107,14 +139,49 @@ def explain(
         waiting = (request for request in requests if id(request) not in running)
         return {request.request_id: WaitReason(WaitCode.UNKNOWN) for request in waiting}
     capacity = scheduler.capacity_scheduler
-    fitting, paused = capacity.schedule_request(requests)
-    walk = _CapacityWalk(capacity, requests, fitting, paused)
+    fits = capacity.schedule_request(requests)
+    fitting, paused = fits
+    disagg = fits.fitting_disagg_gen_init if isinstance(fits, CapacityResult) else []
+    walk = _CapacityWalk(capacity, requests, [*fitting, *disagg], paused)
     reasons = dict(walk.explain_paused())
     reasons.update(walk.explain_waiting())
     reasons.update(
         _explain_idle(scheduler.micro_batch_scheduler, fitting, decision, inflight_request_ids)
     )
     return reasons
+
+
+def explain_left_out(
+    name: str,
+    active_requests: Sequence[LlmRequest],
+    decision: Lists,
+    *,
+    block_manager: BlockManager,
+    max_batch_size: int,
+    max_num_tokens: int | None,
+    num_free_blocks: int | None = None,
+) -> dict[int, WaitReason]:
+    """What can be said of those whom the foreign scheduler ``name`` does not let run, by id.
+
+    ``num_free_blocks`` are left when the decision is carried out; None: it is, and those free now.
+    """
+    context, generation, paused = decision
+    running = {id(request) for request in (*context, *generation)}
+    num_tokens = sum(r.context_chunk_size for r in context) + sum(r.beam_width for r in generation)
+    facts = LeftOut(name, len(running), max_batch_size, num_tokens, max_num_tokens)
+    free = block_manager.num_free_blocks if num_free_blocks is None else num_free_blocks
+    pausing = {id(request) for request in paused}
+
+    def needed(request: LlmRequest) -> int:
+        if id(request) in pausing and not request.is_context_init_state:  # it starts anew
+            return -(-request.num_tokens // block_manager.tokens_per_block)
+        return block_manager.get_needed_blocks_one_step(request)
+
+    return {
+        request.request_id: WaitReason(WaitCode.LEFT_OUT, needed(request), free, left_out=facts)
+        for request in active_requests
+        if id(request) not in running
+    }
 
 
 class _CapacityWalk:
@@ -132,10 +199,16 @@ class _CapacityWalk:
         self._paused = paused
         is_fitting = {id(request) for request in fitting}
         self._others = [request for request in requests if id(request) not in is_fitting]
-        self._forecast: BlockForecast | None = None
+        self._books: Books | None = None
         if isinstance(capacity, (ReservingScheduler, MaxUtilizationScheduler)):
-            self._forecast = BlockForecast(capacity.block_manager)
-            self._forecast.promise(filter(is_started_context, requests))
+            self._books = Books(
+                capacity.block_manager,
+                capacity.resources,
+                to_completion=isinstance(capacity, ReservingScheduler),
+                two_step_lookahead=isinstance(capacity, MaxUtilizationScheduler)
+                and capacity.two_step_lookahead,
+            )
+            self._books.blocks.promise(filter(is_started_context, requests))
 
     def explain_paused(self) -> Iterator[tuple[int, WaitReason]]:
         """For whom each was paused; afterwards the forecast holds what the decision leaves.
@@ -143,23 +216,23 @@ class _CapacityWalk:
         Whoever has room takes it, whoever has not gets the next victim's. Victims left at the end
         were paused for the first request that does not run, which may be one of them.
         """
-        forecast = self._forecast
-        if forecast is None:
+        books = self._books
+        if books is None:
             return
         victims = list(reversed(self._paused))
         limit = self._capacity.max_num_requests
         for num_fitting, request in enumerate(self._fitting):
-            needed = self._needed(forecast, request)
-            while victims and (needed > forecast.num_available or num_fitting >= limit):
-                yield self._pause(forecast, victims.pop(), request, needed)
-                needed = self._needed(forecast, request)
-            forecast.claim(request, needed)
+            lack = books.lack(request)
+            while victims and (lack is not None or num_fitting >= limit):
+                yield self._pause(books, victims.pop(), request, lack)
+                lack = books.lack(request)
+            books.claim(request)
         schedulable = (r for r in self._others if self._capacity.is_schedulable(r))
-        current = next((r for r in schedulable if not forecast.is_beneficial_to_skip(r)), None)
+        may_skip = books.blocks.is_beneficial_to_skip
+        current = next((r for r in schedulable if not may_skip(r)), None)
         while victims:
             assert current is not None, "a victim is not fitting"
-            needed = self._needed(forecast, current)
-            yield self._pause(forecast, victims.pop(), current, needed)
+            yield self._pause(books, victims.pop(), current, books.lack(current))
 
     def explain_waiting(self) -> Iterator[tuple[int, WaitReason]]:
         """Those who may not hold cache: a bound for the first, a place for the others.
@@ -183,38 +256,37 @@ class _CapacityWalk:
                 reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_ahead)
                 yield request_id, reason
             else:
-                reason = self._bound(request)
-                if reason.code is not WaitCode.SHARED_CONTEXT:
-                    first_id = request_id
+                reason, is_end = self._bound(request)
+                first_id = request_id if is_end else None
                 yield request_id, reason
             num_ahead += 1
 
-    def _bound(self, request: LlmRequest) -> WaitReason:
-        """What stopped the walk; a request that waits for another's context does not."""
-        capacity, forecast = self._capacity, self._forecast
+    def _bound(self, request: LlmRequest) -> tuple[WaitReason, bool]:
+        """What stops the walk at ``request``, and whether it does: some are only passed over."""
+        capacity, books = self._capacity, self._books
         is_static = isinstance(capacity, StaticBatchScheduler)
-        if forecast is not None and not is_static and forecast.is_beneficial_to_skip(request):
-            return WaitReason(WaitCode.SHARED_CONTEXT)
-        if len(self._fitting) >= capacity.max_num_requests or forecast is None:
-            return WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests)
+        if books is not None and not is_static and books.blocks.is_beneficial_to_skip(request):
+            return WaitReason(WaitCode.SHARED_CONTEXT), False
+        if len(self._fitting) >= capacity.max_num_requests or books is None:
+            return WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests), True
         if is_static and any(r.is_generation_in_progress_state for r in self._fitting):
-            return WaitReason(WaitCode.STATIC_BATCH)
-        num_needed = self._needed(forecast, request)
-        return WaitReason(WaitCode.BLOCKS, num_needed, forecast.num_available)
-
-    def _needed(self, forecast: BlockForecast, request: LlmRequest) -> int:
-        """Blocks that the policy wants to see free before it takes ``request``."""
-        if isinstance(self._capacity, MaxUtilizationScheduler):
-            return forecast.needed_one_step(request, self._capacity.two_step_lookahead)
-        return forecast.needed_to_completion(request)
+            return WaitReason(WaitCode.STATIC_BATCH), True
+        lack = books.lack(request)
+        if lack is not None and lack.resource is not None:
+            _, needed, left = lack
+            name = lack.resource.name
+            is_end = lack.ends_walk or isinstance(capacity, MaxUtilizationScheduler)
+            return WaitReason(WaitCode.RESOURCE, needed, left, resource=name), is_end
+        num_needed = books.needed_blocks(request)
+        return WaitReason(WaitCode.BLOCKS, num_needed, books.blocks.num_available), True
 
     def _pause(
-        self, forecast: BlockForecast, victim: LlmRequest, other: LlmRequest, needed: int
+        self, books: Books, victim: LlmRequest, other: LlmRequest, lack: Lack | None
     ) -> tuple[int, WaitReason]:
-        num_available = forecast.num_available
-        forecast.release(victim)
-        if needed <= num_available:
-            needed = num_available = 0
+        needed = num_available = 0
+        if lack is not None and lack.resource is None:
+            _, needed, num_available = lack
+        books.release(victim)
         reason = WaitReason(WaitCode.PAUSED, needed, num_available, behind_id=other.request_id)
         return victim.request_id, reason
 
@@ -235,6 +307,8 @@ def _explain_idle(
         if id(request) in running:
             walk.count(request)
             continue
+        if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
+            continue  # its last token is being computed
         if first_id is not None:
             reason = WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_idle)
         else:
@@ -258,7 +332,7 @@ class _BatchWalk:
         self._inflight_request_ids = inflight_request_ids
         self._num_requests = self._num_tokens = 0
         self._beam_request = generation[0] if generation else None
-        num_tokens = sum(map(self._cost, context)) + sum(r.beam_width for r in generation)
+        num_tokens = sum(map(self._cost, context)) + sum(map(self._cost, generation))
         budget = micro_batch.max_num_tokens
         self._num_tokens_left = 0 if budget is None else budget - num_tokens
 
@@ -294,8 +368,12 @@ class _BatchWalk:
         return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
 
     def _cost(self, request: LlmRequest) -> int:
+        if request.is_encoder_init_state:
+            return request.encoder_length
         if not request.is_context_init_state:
-            return request.beam_width
-        if self._micro_batch.chunking is not None:
-            return request.context_chunk_size
-        return self._micro_batch.num_tokens_to_compute(request)
+            return request.beam_width + request.num_draft_tokens
+        length = self._micro_batch.num_tokens_to_compute(request)
+        if self._micro_batch.chunking is None:
+            return length + request.num_draft_tokens
+        is_last = request.context_chunk_size >= length
+        return request.context_chunk_size + (request.num_chunk_drafts if is_last else 0)

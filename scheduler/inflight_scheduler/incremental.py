@@ -3,8 +3,8 @@
 `capacity` and `micro_batch` are the rules. Here are their results for the usual case, read off the
 sums of `ActiveRequests`: everybody who runs goes on, and the first waiting requests start if there
 is room. Each function answers None when it is not the usual case (somebody must be paused, the
-batch is full, beams, steps still in flight, ...); then the rules walk. That both always decide
-alike is tested as a property.
+batch is full, beams, adapters, drafts, further resources, steps still in flight, ...); then the
+rules walk. That both always decide alike is tested as a property.
 """
 
 from __future__ import annotations
@@ -47,10 +47,16 @@ def decide(
 
 
 def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
-    """True for schedulers whose rules are known here; not for subclasses, nor moved gates."""
+    """True for schedulers whose rules are known here.
+
+    Not for subclasses, moved gates, further resources and attention windows.
+    """
     policies = (GuaranteedNoEvictScheduler, StaticBatchScheduler, MaxUtilizationScheduler)
     return (
-        type(capacity) in policies
+        isinstance(capacity, policies)
+        and type(capacity) in policies
+        and not capacity.resources
+        and capacity.block_manager.window_size is None
         and type(micro_batch) is MicroBatchScheduler
         and capacity.no_schedule_until_state == LlmRequestState.CONTEXT_INIT
         and capacity.no_schedule_after_state == LlmRequestState.GENERATION_COMPLETE
@@ -61,10 +67,11 @@ def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) ->
 
 def _is_usual(capacity: CapacityScheduler, active: ActiveRequests) -> bool:
     """Everybody is in a known phase, who has started holds blocks, and all of those may go on."""
-    num_running = len(active.started) + len(active.generation)
+    num_running = len(active.started) + len(active.generation) + len(active.completing)
     return (
         active.num_others == 0
-        and active.num_with_beams == 0
+        and active.num_with_beams_or_adapter == 0
+        and active.num_with_drafts == 0
         and num_running <= capacity.max_num_requests
         and num_running == active.block_manager.num_holders
     )
@@ -77,7 +84,7 @@ def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmR
     forecast.num_available -= active.num_blocks_at_completion - manager.num_held_blocks
     if forecast.num_available < 0:
         return None
-    num_generating = len(active.generation)
+    num_generating = len(active.generation) + len(active.completing)
     fitting = list(active.started)
     limit = capacity.max_num_requests - num_generating
     may_skip = isinstance(capacity, GuaranteedNoEvictScheduler)
@@ -109,7 +116,7 @@ def _max_utilization(
         return None
     fitting = list(active.started)
     forecast.promise(fitting)
-    limit = capacity.max_num_requests - len(active.generation)
+    limit = capacity.max_num_requests - len(active.generation) - len(active.completing)
     for request in active.fresh:
         if forecast.is_beneficial_to_skip(request):
             continue
@@ -125,7 +132,7 @@ def _is_fresh_last(active: ActiveRequests) -> bool:
     if not active.fresh:
         return True
     first_fresh = active.fresh[0].rank
-    lines = (active.started, active.generation)
+    lines = (active.started, active.generation, active.completing)
     return all(line[-1].rank < first_fresh for line in lines if line)
 
 

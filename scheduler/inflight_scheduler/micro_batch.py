@@ -17,10 +17,11 @@ from inflight_scheduler.request import LlmRequest, LlmRequestState
 class MicroBatchScheduler:
     """Fills one iteration, in order, up to ``max_batch_size`` requests and ``max_num_tokens``.
 
-    A context costs its tokens, a generation step its beam width. ``max_num_tokens`` None means
-    unbounded. ``chunking`` None: contexts run whole. ``count_reusable_tokens`` says how many
-    tokens of a fresh context need not be computed. A decision changes nothing but the
-    ``context_chunk_size`` of the contexts it lets run.
+    A context costs its tokens, a generation step its beam width, both also their draft tokens (a
+    context with its last chunk), an encoder its input. ``max_num_tokens`` None means unbounded.
+    ``chunking`` None: contexts run whole. ``count_reusable_tokens`` says how many tokens of a fresh
+    context need not be computed. A decision changes nothing but the ``context_chunk_size`` and
+    ``num_chunk_drafts`` of the contexts it lets run.
     """
 
     __slots__ = (
@@ -61,14 +62,16 @@ class MicroBatchScheduler:
     def schedule(
         self, fitting_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int] = ()
     ) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        """Return ``(context_requests, generation_requests)``.
+        """Return ``(context_requests, generation_requests)``; encoders are with the contexts.
 
         The walk ends at the batch size or at the first request over the token budget, so nobody is
         overtaken; a generation whose beam width differs from the first one's is passed over. With
         chunking, a context that gets no token this time still counts towards the batch size, and
-        contexts that are not at their last chunk come first in the result.
+        contexts that are not at their last chunk come first in the result. Then each part is in
+        the order of its adapters (``lora_task_id``), those without one first.
         Raises `ContextTooLong` for a context that no iteration can hold.
         """
+        encoders: list[LlmRequest] = []
         context: list[LlmRequest] = []
         generation: list[LlmRequest] = []
         until, after = self.no_schedule_until_state, self.no_schedule_after_state
@@ -81,18 +84,27 @@ class MicroBatchScheduler:
             if not until <= state < after or request.request_id in inflight_request_ids:
                 continue
             is_context = state is LlmRequestState.CONTEXT_INIT
-            cost = self._context_cost(request) if is_context else request.beam_width
+            is_encoder = state is LlmRequestState.ENCODER_INIT
+            if is_context:
+                cost = self._context_cost(request)
+            elif is_encoder:
+                cost = self._fitting(request, request.encoder_length, "an encoder input")
+            else:
+                cost = request.beam_width + len(request.draft_tokens)
             if budget is not None and num_tokens + cost > budget:
                 break
             if is_context:
                 context.append(request)
+            elif is_encoder:
+                encoders.append(request)
             elif generation and generation[0].beam_width != request.beam_width:
                 continue
             else:
                 generation.append(request)
             num_tokens += cost
             num_left -= 1
-        return self.set_chunks(context, num_tokens), generation
+        chosen = encoders + self.set_chunks(context, num_tokens)
+        return chosen, _by_adapter(generation)
 
     def num_tokens_to_compute(self, request: LlmRequest) -> int:
         """Prompt tokens left, without those that a fresh context finds in the reuse cache."""
@@ -104,24 +116,37 @@ class MicroBatchScheduler:
     def set_chunks(self, context: list[LlmRequest], num_other_tokens: int) -> list[LlmRequest]:
         """The contexts that run, cut to what ``num_other_tokens`` leave of the budget."""
         if self.chunking is None or not context:
-            return context
+            return _by_adapter(context)
         budget = self.max_num_tokens
         capacity = None if budget is None else budget - num_other_tokens
         lengths = [self.num_tokens_to_compute(request) for request in context]
-        sizes = self.chunking.chunk_sizes(lengths, capacity)
+        num_drafts = [len(request.draft_tokens) for request in context]
+        sizes, kept = self.chunking.chunks(lengths, num_drafts, capacity)
         unfinished: list[LlmRequest] = []
         last: list[LlmRequest] = []
-        for request, length, size in zip(context, lengths, sizes, strict=True):
+        for request, length, size, num_kept in zip(context, lengths, sizes, kept, strict=True):
             if size > 0:
                 request.context_chunk_size = size
+                request.num_chunk_drafts = num_kept
                 (last if size == length else unfinished).append(request)
-        return unfinished + last
+        return _by_adapter(unfinished) + _by_adapter(last)
 
     def _context_cost(self, request: LlmRequest) -> int:
         """Tokens booked during the walk; contexts that may be cut take what is left after it."""
         if self.chunking is not None:
             return 0
-        num_tokens = self.num_tokens_to_compute(request)
+        num_tokens = self.num_tokens_to_compute(request) + len(request.draft_tokens)
+        return self._fitting(request, num_tokens, "a context")
+
+    def _fitting(self, request: LlmRequest, num_tokens: int, what: str) -> int:
+        """``num_tokens``, if some iteration can hold them."""
         if self.max_num_tokens is not None and num_tokens > self.max_num_tokens:
-            raise ContextTooLong(request.request_id, num_tokens, self.max_num_tokens)
+            raise ContextTooLong(request.request_id, num_tokens, self.max_num_tokens, what)
         return num_tokens
+
+
+def _by_adapter(requests: list[LlmRequest]) -> list[LlmRequest]:
+    """Those with the same adapter together, those without one first."""
+    if all(request.lora_task_id is None for request in requests):
+        return requests
+    return sorted(requests, key=lambda r: (r.lora_task_id is not None, r.lora_task_id or 0))

@@ -3,7 +3,9 @@
 Order of side effects in `BatchPlanner.plan`: paused requests give back blocks and slots, then
 fresh contexts take a slot and share the cached blocks (before anybody allocates, so that none of
 these can be evicted), then contexts take the other blocks of their whole prompt, then generation
-steps take the block their token opens. There is no rollback, since a decision that was made by our
+steps take the block their token opens. Draft tokens take room like tokens that are sure; those for
+which a last chunk has no room are dropped, and `BatchPlanner.update` drops all of the step, since
+they have been verified then. There is no rollback, since a decision that was made by our
 schedulers, or has passed `check_decision`, always has room; if it has not, that is our bug and an
 `AssertionError`.
 
@@ -11,11 +13,20 @@ A slot and the blocks of a request are given back in one place, `BatchPlanner.re
 the reason; full computed blocks stay cached, except after a failed step. A batch remembers its
 requests, so that tokens of a request which was released, paused or finished while the batch ran
 are dropped and never reach the next owner of the slot.
+
+The tokens of a batch come back in one of two ways:
+
+- `update`, when nothing else is planned meanwhile;
+- `advance` as soon as the step has been started, and `settle` when its tokens are there. Between
+  them the next batch may be planned (and advanced): its requests look as if they had their tokens
+  already. What a request has given back is written once more by a step that still runs, but steps
+  run in order, so before anybody who gets the blocks later writes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.batch import (
@@ -26,7 +37,7 @@ from inflight_scheduler.batch import (
     SlotSetup,
 )
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import LlmRequest, add_new_tokens
+from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
 
 
 class SlotPool:
@@ -69,6 +80,7 @@ class BatchPlanner:
     """
 
     __slots__ = (
+        "_advanced",
         "_generation",
         "_generation_slots",
         "_iteration",
@@ -87,6 +99,7 @@ class BatchPlanner:
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
+        self._advanced: set[int] = set()  # of those, the ones that were advanced
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
@@ -104,7 +117,8 @@ class BatchPlanner:
     ) -> ScheduledBatch:
         """Apply a decision and return what the engine shall run.
 
-        Unless the batch is empty, exactly one of `update` and `discard` must follow.
+        Unless the batch is empty, exactly one of `update`, `advance` with `settle`, and `discard`
+        must follow.
         """
         for request in paused_requests:
             self.release(request)
@@ -134,7 +148,7 @@ class BatchPlanner:
             generation = generation_requests if is_everybody else list(generation_requests)
             self._planned[batch.iteration] = (list(context_requests), generation)
             if self.active is not None:
-                self.active.tick(is_everybody)
+                self.active.tick(is_everybody and self.active.num_with_drafts == 0)
         return batch
 
     def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
@@ -145,13 +159,7 @@ class BatchPlanner:
         """
         if batch.is_empty:
             return []
-        num_expected = len(batch.generation_slots)
-        num_expected += sum(chunk.is_last for chunk in batch.context_chunks)
-        if len(tokens) != num_expected:
-            raise ValueError(
-                f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
-                f"expected {num_expected}"
-            )
+        _check_num_tokens(batch, tokens)
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
         # Read before contexts join: the same list means that nobody has left since the plan.
@@ -163,36 +171,99 @@ class BatchPlanner:
                 continue
             request.move_to_next_context_chunk()
             if token is not None:
-                request.add_new_token(token)
+                _advance(request, token)
                 self.block_manager.store(request)
                 advanced.append(request)
-        if is_complete:
+        if is_complete and self.active is not None and self.active.num_with_drafts == 0:
             add_new_tokens(generation_requests, token_iterator)
             return [*advanced, *generation_requests]
         slots = batch.generation_slots
         for request, slot, token in zip(generation_requests, slots, token_iterator, strict=True):
             if request.seq_slot == slot and not request.is_finished:
-                request.add_new_token(token)
+                _advance(request, token)
                 advanced.append(request)
         return advanced
+
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Move the requests of a step that has been started on, before its tokens are known.
+
+        Prompts enter the cache now: whoever shares them runs later.
+        """
+        if batch.is_empty:
+            return
+        context_requests, generation_requests = self._planned[batch.iteration]
+        self._advanced.add(batch.iteration)
+        for request in generation_requests if self._may_have_drafts else ():
+            _drop_drafts(request)
+        expect_tokens(generation_requests)
+        for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
+            request.move_to_next_context_chunk()
+            if chunk.is_last:
+                _drop_drafts(request)
+                request.expect_token()
+                self.block_manager.store(request)
+
+    def settle(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+        """Apply the tokens of an advanced batch; otherwise as `update`.
+
+        Batches are settled in the order in which they were planned.
+        """
+        if batch.is_empty:
+            return []
+        _check_num_tokens(batch, tokens)
+        owners = self.token_owners(batch)
+        del self._planned[batch.iteration]
+        self._advanced.remove(batch.iteration)
+        settled: list[LlmRequest] = []
+        for request, token in zip(owners, tokens, strict=True):
+            if request.num_pending_tokens:
+                request.settle_token(token)
+                settled.append(request)
+                if token < 0:
+                    self.block_manager.forget(request.request_id)
+        return settled
+
+    def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Whose tokens the engine returns for a batch that is not settled, in their order."""
+        context_requests, generation_requests = self._planned[batch.iteration]
+        chunks = zip(context_requests, batch.context_chunks, strict=True)
+        return [*(r for r, chunk in chunks if chunk.is_last), *generation_requests]
+
+    def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
+        """A step that runs already, of which ``requests`` expect the tokens, in this order."""
+        batch = ScheduledBatch(iteration=self._iteration, generation_slots=_slots_of(requests))
+        self._planned[batch.iteration] = ([], list(requests))
+        self._advanced.add(batch.iteration)
+        return batch
 
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Forget a batch whose step failed; return its requests, for the caller to end each.
 
-        Their blocks are free: nobody knows what the step has written, so nothing is kept.
+        Their blocks are free: nobody knows what the step has written, so nothing is kept. If it
+        was advanced, others may have found some of that in the cache, which is emptied, and all
+        batches that were advanced must be discarded with it.
         """
         context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
+        if batch.iteration in self._advanced:
+            self._advanced.remove(batch.iteration)
+            self.block_manager.forget_all()
         requests = [*context_requests, *generation_requests]
         for request in requests:
             self.block_manager.free(request.request_id)
+            request.drop_pending_tokens()
         return requests
 
     def release(self, request: LlmRequest) -> None:
         """Give back the request's blocks and slot; harmless when it holds none."""
+        request.drop_pending_tokens()
         self.block_manager.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
             request.seq_slot = None
+
+    @property
+    def _may_have_drafts(self) -> bool:
+        return self.active is None or self.active.num_with_drafts > 0
 
     def _is_everybody(self, requests: Sequence[LlmRequest]) -> bool:
         """True for the list of all that generate, as `ActiveRequests` has it now."""
@@ -218,6 +289,9 @@ class BatchPlanner:
             sampling=request.sampling,
             end_id=request.end_id,
             min_end_position=request.orig_prompt_len + request.sampling.min_length,
+            prompt_len=request.orig_prompt_len,
+            tokens=tuple(request.tokens) if request.sampling.looks_back else (),
+            outputs=request.outputs,
         )
 
     def _plan_context(
@@ -230,7 +304,10 @@ class BatchPlanner:
         slot = request.seq_slot
         assert slot is not None
         first_own = len(new_blocks)
-        self._grow(request, slot, request.prompt_len, new_blocks)
+        if request.is_last_context_chunk and request.num_chunk_drafts < request.num_draft_tokens:
+            request.set_draft_tokens(request.draft_tokens[: request.num_chunk_drafts])
+        num_tokens = self.block_manager.num_tokens_after_step(request)
+        self._grow(request, slot, num_tokens, new_blocks)
         if request.request_id in sources:
             destination = new_blocks[first_own].block_id
             copies.append(BlockCopy(sources[request.request_id], destination))
@@ -245,26 +322,25 @@ class BatchPlanner:
     def _plan_generation(
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
     ) -> tuple[int, ...]:
-        """Slots of ``requests``; who opens a block gets one."""
-        if self.active is not None and self._is_everybody(requests):
-            due: Sequence[LlmRequest] = self.active.due_requests()
+        """Slots of ``requests``; who opens blocks gets them."""
+        manager, active = self.block_manager, self.active
+        if active is not None and self._is_everybody(requests) and active.num_with_drafts == 0:
+            due: Sequence[LlmRequest] = active.due_requests()
             if requests is not self._generation:
                 self._generation, self._generation_slots = requests, _slots_of(requests)
             slots = self._generation_slots
         else:
-            num_places_left = self.block_manager.num_places_left
-            due = [request for request in requests if num_places_left(request) == 0]
+            num_places_left = manager.num_places_left
+            due = [r for r in requests if num_places_left(r) == 0 or r.draft_tokens]
             slots = _slots_of(requests)
-        tokens_per_block = self.block_manager.tokens_per_block
         for request in due:
-            slot, request_id = request.seq_slot, request.request_id
+            slot = request.seq_slot
             assert slot is not None
-            # A step that is still running may have opened the block already.
-            num_places = self.block_manager.num_blocks_of(request_id) * tokens_per_block
-            if request.num_cached_tokens < num_places:
+            if request.draft_tokens or manager.window_size is not None:
+                self._grow(request, slot, manager.num_tokens_after_step(request), new_blocks)
                 continue
-            appended = self.block_manager.append_block(request_id)
-            assert appended is not None, _no_room(request, num_places + 1, self.block_manager)
+            appended = manager.append_block(request.request_id)
+            assert appended is not None, _no_room(request, request.num_tokens, manager)
             new_blocks.append(BlockAssignment(slot, *appended))
         return slots
 
@@ -280,6 +356,28 @@ class BatchPlanner:
         )
 
 
+def _check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
+    num_expected = len(batch.generation_slots)
+    num_expected += sum(chunk.is_last for chunk in batch.context_chunks)
+    if len(tokens) != num_expected:
+        raise ValueError(
+            f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
+            f"expected {num_expected}"
+        )
+
+
+def _advance(request: LlmRequest, token: int) -> None:
+    """The step has run, and the text goes on with ``token``."""
+    _drop_drafts(request)
+    request.add_new_token(token)
+
+
+def _drop_drafts(request: LlmRequest) -> None:
+    """The step has verified them."""
+    if request.draft_tokens:
+        request.set_draft_tokens(())
+
+
 def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
     return (
         f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
@@ -288,6 +386,6 @@ def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) 
 
 
 def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
-    slots = tuple([slot for request in requests if (slot := request.seq_slot) is not None])
-    assert len(slots) == len(requests), "somebody generates without a slot"
-    return slots
+    slots = tuple([request.seq_slot for request in requests])
+    assert None not in slots, "somebody generates without a slot"
+    return cast("tuple[int, ...]", slots)

@@ -15,9 +15,10 @@ The life of the token list (beam width 1)::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams, Word
 
 
 class LlmRequestState(IntEnum):
@@ -38,10 +39,15 @@ class LlmRequestState(IntEnum):
 
 
 # The loops of the scheduler read states some thousand times per iteration.
+_ENCODER_INIT = LlmRequestState.ENCODER_INIT
+_DISAGG_GENERATION_INIT = LlmRequestState.DISAGG_GENERATION_INIT
+_TRANS_COMPLETE = LlmRequestState.DISAGG_GENERATION_TRANS_COMPLETE
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
-_GENERATION_IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
 _GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
+
+PENDING_TOKEN = -2
+"""Stands in the token list for a token that a running step will draw."""
 
 
 class FinishReason(IntEnum):
@@ -55,28 +61,14 @@ class FinishReason(IntEnum):
     CANCELLED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is drawn. Both ``top_k`` and ``top_p`` at 0 (off) mean greedy."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
-    seed: int = 0
-    min_length: int = 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """True when the most likely token is always taken (TensorRT-LLM's rule)."""
-        no_filter = self.top_k == 0 and self.top_p == 0.0
-        return self.temperature == 0.0 or self.top_k == 1 or no_filter
-
-
 class PhaseTracker(Protocol):
     """Who wants to hear that a request has moved on (`ActiveRequests`)."""
 
     def phase_changed(self, request: LlmRequest) -> None:
         """The state or the place in the context of ``request`` is another one now."""
+
+    def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
+        """``request`` has other draft tokens now than the ``num_before`` it had."""
 
 
 class LlmRequest:
@@ -85,29 +77,46 @@ class LlmRequest:
     ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
     `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed or was
     found cached. Requests share cached blocks only if their ``cache_salt`` is the same;
-    ``block_keys`` is the memory of `ReuseIndex` for this text.
+    ``block_keys`` is the memory of `ReuseIndex` for this text, and ``text_number`` what the flight
+    recorder calls it (-1: nothing).
+
+    While steps of it run (overlapped loop), the last ``num_pending_tokens`` entries of ``tokens``
+    are `PENDING_TOKEN`: they count wherever tokens are counted, and nobody has seen them.
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
-    have finished, on the clock of `time.monotonic`; the owner of the loop watches them. ``rank``
-    is its place in `ActiveRequests`, which is also its ``tracker``.
+    have finished, on the clock of `time.monotonic`; the owner of the loop watches them, and
+    ``stop_words`` too. ``rank`` is its place in `ActiveRequests`, which is also its ``tracker``;
+    ``arrival`` is its number among all requests, if a queue before that has counted it.
+
+    ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
+    of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
+    next, verified by its next step; treat them as read-only and set them with
+    `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context.
     """
 
     __slots__ = (
+        "arrival",
         "beam_width",
         "block_keys",
         "cache_salt",
         "context_chunk_size",
         "context_current_position",
+        "draft_tokens",
+        "encoder_length",
         "end_id",
         "exclude_input_in_output",
         "finish_reason",
         "is_streaming",
+        "lora_task_id",
         "max_new_tokens",
         "max_num_tokens",
+        "num_chunk_drafts",
         "num_pauses",
+        "num_pending_tokens",
         "num_reused_blocks",
         "num_sent_tokens",
         "orig_prompt_len",
+        "outputs",
         "pad_id",
         "priority",
         "prompt_len",
@@ -118,6 +127,8 @@ class LlmRequest:
         "sampling",
         "seq_slot",
         "state",
+        "stop_words",
+        "text_number",
         "tokens",
         "tracker",
     )
@@ -138,6 +149,11 @@ class LlmRequest:
         cache_salt: bytes = b"",
         queue_deadline: float | None = None,
         run_deadline: float | None = None,
+        lora_task_id: int | None = None,
+        encoder_length: int = 0,
+        draft_tokens: Sequence[int] = (),
+        stop_words: tuple[Word, ...] = (),
+        outputs: OutputParams = NO_OUTPUTS,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(input_tokens)
@@ -153,16 +169,25 @@ class LlmRequest:
         self.priority = priority
         self.cache_salt = cache_salt
         self.block_keys: list[bytes] = []
-        self.state = LlmRequestState.CONTEXT_INIT
+        self.text_number = -1
+        self.lora_task_id = lora_task_id
+        self.encoder_length = encoder_length
+        self.draft_tokens = tuple(draft_tokens)
+        self.num_chunk_drafts = len(self.draft_tokens)
+        self.state = self._first_state
         self.finish_reason = FinishReason.NOT_FINISHED
         self.context_current_position = 0
         self.context_chunk_size = self.prompt_len
         self.seq_slot: int | None = None
         self.num_sent_tokens = 0
         self.num_pauses = 0
+        self.num_pending_tokens = 0
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
+        self.stop_words = stop_words
+        self.outputs = outputs
+        self.arrival: int | None = None
         self.rank: tuple[float, int] = (0.0, 0)
         self.tracker: PhaseTracker | None = None
 
@@ -178,9 +203,14 @@ class LlmRequest:
         return len(self.tokens)
 
     @property
+    def num_drawn_tokens(self) -> int:
+        """Prompt plus generated tokens that are known: none of them is pending."""
+        return len(self.tokens) - self.num_pending_tokens
+
+    @property
     def num_generated_tokens(self) -> int:
-        """Tokens generated since the request arrived; a pause does not change it."""
-        return len(self.tokens) - self.orig_prompt_len
+        """Tokens generated and known since the request arrived; a pause does not change it."""
+        return self.num_drawn_tokens - self.orig_prompt_len
 
     @property
     def num_cached_tokens(self) -> int:
@@ -200,9 +230,24 @@ class LlmRequest:
         return self.state is _CONTEXT_INIT
 
     @property
+    def is_encoder_init_state(self) -> bool:
+        """True while the encoder has not run."""
+        return self.state is _ENCODER_INIT
+
+    @property
+    def is_disagg_generation_init_state(self) -> bool:
+        """True while its context is computed elsewhere and its KV has not begun to come."""
+        return self.state is _DISAGG_GENERATION_INIT
+
+    @property
     def is_generation_in_progress_state(self) -> bool:
-        """True while tokens are generated one step at a time."""
-        return _GENERATION_IN_PROGRESS <= self.state <= _GENERATION_TO_COMPLETE
+        """True while tokens are generated step by step (also right after the KV has come)."""
+        return _TRANS_COMPLETE <= self.state <= _GENERATION_TO_COMPLETE
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Guesses that its next step verifies."""
+        return len(self.draft_tokens)
 
     @property
     def has_started(self) -> bool:
@@ -243,6 +288,29 @@ class LlmRequest:
             self.state = LlmRequestState.GENERATION_IN_PROGRESS
         self._tell_phase()
 
+    def finish_encoder(self) -> None:
+        """The encoder has run: the context comes next."""
+        self.state = LlmRequestState.CONTEXT_INIT
+        self._tell_phase()
+
+    def set_draft_tokens(self, tokens: Sequence[int]) -> None:
+        """Take ``tokens`` as the guesses of the next step, instead of those it had.
+
+        A context that has started reserved room for the drafts it had then, so it may only drop
+        some: `ValueError` for more. Keep beam width + drafts within the token budget.
+        """
+        num_before = len(self.draft_tokens)
+        has_reserved = self.is_context_init_state and self.seq_slot is not None
+        if has_reserved and len(tokens) > num_before:
+            raise ValueError(
+                f"request {self.request_id}: {len(tokens)} draft tokens, but its context started "
+                f"with {num_before}; give no more until it generates"
+            )
+        self.draft_tokens = tuple(tokens)
+        self.num_chunk_drafts = len(self.draft_tokens)
+        if self.tracker is not None:
+            self.tracker.drafts_changed(self, num_before)
+
     def add_new_token(self, token: int) -> None:
         """Append a generated token and finish on ``end_id`` or at ``max_new_tokens``."""
         self.tokens.append(token)
@@ -251,27 +319,64 @@ class LlmRequest:
         elif len(self.tokens) >= self.max_num_tokens:
             self.finish(FinishReason.LENGTH)
 
+    def expect_token(self) -> None:
+        """A step that draws the next token has been started; `settle_token` brings the token.
+
+        The last token that may come makes the state GENERATION_TO_COMPLETE: nothing more runs.
+        """
+        self.tokens.append(PENDING_TOKEN)
+        self.num_pending_tokens += 1
+        if len(self.tokens) >= self.max_num_tokens:
+            self.state = LlmRequestState.GENERATION_TO_COMPLETE
+            self._tell_phase()
+
+    def settle_token(self, token: int) -> None:
+        """Put the drawn token in the place of the oldest pending one; it may end the request."""
+        self.tokens[-self.num_pending_tokens] = token
+        self.num_pending_tokens -= 1
+        if token == self.end_id:
+            self.finish(FinishReason.END_ID)
+        elif self.num_pending_tokens == 0 and self.state is _GENERATION_TO_COMPLETE:
+            self.finish(FinishReason.LENGTH)
+
+    def drop_pending_tokens(self) -> None:
+        """Whatever running steps draw is not wanted any more."""
+        if self.num_pending_tokens:
+            del self.tokens[-self.num_pending_tokens :]
+            self.num_pending_tokens = 0
+
     def finish(self, reason: FinishReason) -> None:
         """End the request; the caller frees its blocks and slot."""
+        self.drop_pending_tokens()
         self.state = LlmRequestState.GENERATION_COMPLETE
         self.finish_reason = reason
         self._tell_phase()
 
     def pause(self) -> None:
-        """Go back to the context phase with all tokens so far as prompt (beam width 1).
+        """Go back to the first phase with all tokens so far as prompt.
 
-        The caller frees blocks and slot. What was sent stays counted in ``num_sent_tokens``, so a
-        streaming client sees neither a gap nor a duplicate after the resume.
+        With beams these are thrown away and generated again. Drafts are dropped. The caller frees
+        blocks and slot. What was sent stays counted in ``num_sent_tokens``, so a streaming client
+        sees neither a gap nor a duplicate after the resume.
         """
+        assert self.num_pending_tokens == 0, f"request {self.request_id} pauses in a running step"
+        if self.beam_width > 1:
+            del self.tokens[self.prompt_len :]
         moved = len(self.tokens) - self.prompt_len
         self.prompt_len += moved
         self.max_new_tokens -= moved
+        if self.draft_tokens:
+            self.set_draft_tokens(())
         self.context_current_position = 0
         self.context_chunk_size = self.prompt_len
         self.seq_slot = None
         self.num_pauses += 1
-        self.state = LlmRequestState.CONTEXT_INIT
+        self.state = self._first_state
         self._tell_phase()
+
+    @property
+    def _first_state(self) -> LlmRequestState:
+        return LlmRequestState.CONTEXT_INIT if self.encoder_length == 0 else _ENCODER_INIT
 
     def _tell_phase(self) -> None:
         if self.tracker is not None:
@@ -291,3 +396,14 @@ def add_new_tokens(requests: Iterable[LlmRequest], tokens: Iterable[int]) -> Non
             request.finish(FinishReason.END_ID)
         elif len(text) >= request.max_num_tokens:
             request.finish(FinishReason.LENGTH)
+
+
+def expect_tokens(requests: Iterable[LlmRequest]) -> None:
+    """`LlmRequest.expect_token` for all of ``requests``, written out for the same reason."""
+    for request in requests:
+        text = request.tokens
+        text.append(PENDING_TOKEN)
+        request.num_pending_tokens += 1
+        if len(text) >= request.max_num_tokens:
+            request.state = _GENERATION_TO_COMPLETE
+            request._tell_phase()

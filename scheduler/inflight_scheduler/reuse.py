@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from struct import pack
 
 from inflight_scheduler.request import LlmRequest
 
@@ -56,6 +56,7 @@ class ReuseIndex:
         "_hash_key",
         "_key_to_block",
         "_memo",
+        "_packed_block",
         "_starts",
         "_version",
         "may_copy",
@@ -67,6 +68,7 @@ class ReuseIndex:
     ) -> None:
         self.tokens_per_block = tokens_per_block
         self.may_copy = may_copy
+        self._packed_block = f"{tokens_per_block}q"
         self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
         self._key_to_block: dict[bytes, int] = {}
         self._block_to_key: dict[int, bytes] = {}
@@ -103,6 +105,26 @@ class ReuseIndex:
             parent, tokens = self._starts.pop(block_id)
             if self._beginnings.get((parent, tokens[0])) == block_id:
                 del self._beginnings[parent, tokens[0]]
+
+    @property
+    def beginnings(self) -> list[int]:
+        """The blocks that a partial match finds, in no special order."""
+        return list(self._beginnings.values())
+
+    def keep_beginnings(self, block_ids: Collection[int]) -> None:
+        """Of all blocks in the index a partial match finds these, and no others.
+
+        ``ValueError`` for blocks that are not here, or two of them with the same beginning.
+        """
+        self._version += 1
+        self._beginnings.clear()
+        for block_id in block_ids:
+            if block_id not in self._starts:
+                raise ValueError(f"block {block_id} is not kept")
+            parent, tokens = self._starts[block_id]
+            self._beginnings[parent, tokens[0]] = block_id
+        if len(self._beginnings) != len(block_ids):
+            raise ValueError("two blocks have the same beginning")
 
     def match(self, request: LlmRequest) -> PrefixMatch:
         """The longest cached beginning of the prompt, without its last token.
@@ -172,7 +194,7 @@ class ReuseIndex:
         while len(keys) <= index:
             start = len(keys) * size
             parent = keys[-1] if keys else self._parent(request, 0)
-            tokens = array("q", request.tokens[start : start + size]).tobytes()
+            tokens = pack(self._packed_block, *request.tokens[start : start + size])
             keys.append(self._hash(parent + tokens, b"block"))
         return keys[index]
 

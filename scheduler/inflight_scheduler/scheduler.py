@@ -14,6 +14,7 @@ from enum import IntEnum
 from inflight_scheduler import incremental
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.capacity import (
+    CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
@@ -22,7 +23,8 @@ from inflight_scheduler.capacity import (
 )
 from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.resources import Resource
 
 
 class TrtGptModelType(IntEnum):
@@ -62,6 +64,15 @@ class RequestScheduler(ABC):
         """
 
 
+class ScheduleResult(tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]):
+    """``(context_requests, generation_requests, paused_requests)``.
+
+    Beside them ``fitting_disagg_gen_init``, as in `CapacityResult`.
+    """
+
+    fitting_disagg_gen_init: list[LlmRequest]
+
+
 class SimpleScheduler(RequestScheduler):
     """The default: what fits, by the capacity scheduler; of that, what runs, by the other one.
 
@@ -80,17 +91,26 @@ class SimpleScheduler(RequestScheduler):
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
-    ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
+    ) -> ScheduleResult:
         """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
         if self._is_incremental and not inflight_request_ids:
             decision = incremental.decide(
                 self.capacity_scheduler, self.micro_batch_scheduler, active_requests
             )
             if decision is not None:
-                return decision
-        fitting, paused = self.capacity_scheduler.schedule_request(active_requests)
+                return _as_result(decision, [])
+        fits = self.capacity_scheduler.schedule_request(active_requests)
+        fitting, paused = fits
         context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
-        return context, generation, paused
+        # A scheduler of the user may return a plain pair.
+        disagg = fits.fitting_disagg_gen_init if isinstance(fits, CapacityResult) else []
+        return _as_result((context, generation, paused), disagg)
+
+
+def _as_result(decision: incremental.Decision, disagg: list[LlmRequest]) -> ScheduleResult:
+    result = ScheduleResult(decision)
+    result.fitting_disagg_gen_init = disagg
+    return result
 
 
 def make_capacity_scheduler(
@@ -99,17 +119,37 @@ def make_capacity_scheduler(
     max_num_requests: int,
     *,
     two_step_lookahead: bool = False,
+    resources: Sequence[Resource] = (),
 ) -> CapacityScheduler:
-    """The capacity scheduler of ``policy``; without a block manager only the count limits."""
+    """The capacity scheduler of ``policy``; without a block manager only the count limits.
+
+    With a resource that serves encoders the gate opens at ENCODER_INIT. Raises `ValueError` for
+    such a one under MAX_UTILIZATION, and for resources without a block manager.
+    """
     if block_manager is None:
+        if resources:
+            raise ValueError("resources need a block_manager: without one only a count limits")
         return MaxRequestsScheduler(max_num_requests)
     if policy == CapacitySchedulerPolicy.MAX_UTILIZATION:
         return MaxUtilizationScheduler(
-            max_num_requests, block_manager, two_step_lookahead=two_step_lookahead
+            max_num_requests,
+            block_manager,
+            two_step_lookahead=two_step_lookahead,
+            resources=resources,
         )
-    if policy == CapacitySchedulerPolicy.STATIC_BATCH:
-        return StaticBatchScheduler(max_num_requests, block_manager)
-    return GuaranteedNoEvictScheduler(max_num_requests, block_manager)
+    is_static = policy == CapacitySchedulerPolicy.STATIC_BATCH
+    scheduler_class = StaticBatchScheduler if is_static else GuaranteedNoEvictScheduler
+    return scheduler_class(
+        max_num_requests,
+        block_manager,
+        resources=resources,
+        no_schedule_until_state=_first_state(resources),
+    )
+
+
+def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
+    has_encoder = any(resource.serves_encoder for resource in resources)
+    return LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT
 
 
 def make_scheduler(
@@ -121,16 +161,18 @@ def make_scheduler(
     max_num_requests: int | None = None,
     chunking: ContextChunking | None = None,
     two_step_lookahead: bool = False,
+    resources: Sequence[Resource] = (),
 ) -> SimpleScheduler:
     """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``.
 
-    ``chunking`` None: a context runs whole.
+    ``chunking`` None: a context runs whole. ``resources``: see `make_capacity_scheduler`.
     """
     capacity_scheduler = make_capacity_scheduler(
         policy,
         block_manager,
         max_batch_size if max_num_requests is None else max_num_requests,
         two_step_lookahead=two_step_lookahead,
+        resources=resources,
     )
     micro_batch_scheduler = MicroBatchScheduler(
         max_batch_size,
@@ -139,5 +181,6 @@ def make_scheduler(
         count_reusable_tokens=block_manager.count_reusable_tokens
         if block_manager is not None and block_manager.enable_reuse
         else None,
+        no_schedule_until_state=_first_state(resources),
     )
     return SimpleScheduler(capacity_scheduler, micro_batch_scheduler)

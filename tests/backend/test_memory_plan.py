@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from backend.commands.harness import run
 from checkpoints import VARIANTS, write_checkpoint
 
+from inflight_backend import memory_plan
 from inflight_backend.commands.plan import format_size, parse_size, plan
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.inflight_batcher import load_engine
 from inflight_backend.memory_plan import (
     GIB,
     MemoryPlan,
@@ -25,6 +28,7 @@ from inflight_backend.memory_plan import (
     make_plan,
     usual_shapes,
 )
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 
@@ -83,12 +87,27 @@ def test_the_default_of_a_cpu() -> None:
     assert check_pool(DEMO_MODEL, engine)
 
 
-def test_a_pool_that_is_not_as_planned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scarce_gpu_may_stay_below_the_plan_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu", max_tokens_in_paged_kv_cache=64))
     engine._pool.num_blocks = 1
+    engine.config = replace(engine.config, device="cuda")
     assert not check_pool(DEMO_MODEL, engine)
     assert "KV pool: 1 blocks of 32 tokens" in caplog.text
     assert "the plan says 2 blocks" in caplog.text
+    engine._pool.num_blocks = 3
+    with pytest.raises(AssertionError, match="has 3 blocks and the plan says 2"):
+        check_pool(DEMO_MODEL, engine)
+
+
+def test_a_server_whose_pool_is_not_the_plan_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The real way to start, with a plan that has drifted from the engine."""
+    monkeypatch.setattr(memory_plan, "_CPU_DEFAULT_TOKENS", 640)
+    with pytest.raises(AssertionError, match="has 2048 blocks and the plan says 20"):
+        load_engine(DEMO_MODEL, TrtGptModelOptionalParams(device="cpu"))
 
 
 def test_a_gpu_gets_a_share_of_what_is_left() -> None:

@@ -7,8 +7,10 @@ from dataclasses import fields
 import pytest
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters
 from inflight_client.protocol import PARAMETERS
+from inflight_scheduler import ContextChunkingPolicy
 
 MINIMAL = {"gpt_model_path": "checkpoint"}
 
@@ -45,6 +47,12 @@ def test_template_as_it_stands_is_all_defaults() -> None:
         ("gpt_model_type", "V1", "V1"),
         ("device", "cpu", "cpu"),
         ("scheduler_class", "mine:Scheduler", "mine:Scheduler"),
+        ("batch_scheduler_policy", "static_batch", "static_batch"),
+        ("context_chunking_policy", "equal_progress", "equal_progress"),
+        ("context_chunk_unit", "64", 64),
+        ("priority_span", "0", 0.0),
+        ("max_queue_seconds", "2.5", 2.5),
+        ("max_run_seconds", "", None),
         ("max_seq_len", "${max_seq_len}", None),
         ("max_seq_len", "", None),
     ],
@@ -67,11 +75,34 @@ def test_values_are_typed(key: str, text: str, value: object) -> None:
         ("exclude_input_in_output", "maybe", "must be true or false, got 'maybe'"),
         ("gpt_model_type", "V2", "Invalid gpt_model_type 'V2': choose one of V1, v1"),
         ("batch_scheduler_policy", "no_such_batch", "max_utilization, static_batch"),
+        ("context_chunking_policy", "FORCE", "first_come_first_served, equal_progress, force_ch"),
+        ("context_chunk_unit", "0", "context_chunk_unit is 0: it must be between 1 and 1048576"),
+        ("priority_span", "-1", "priority_span is -1: it must be between 0 and"),
+        ("max_queue_seconds", "0", "max_queue_seconds is 0: it must be between 0.001 and"),
+        ("max_run_seconds", "nan", "max_run_seconds is nan: it must be between 0.001 and"),
     ],
 )
 def test_bad_values_name_key_and_bound(key: str, text: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_parameters({**MINIMAL, key: text})
+
+
+def test_settings_of_the_scheduler_reach_the_batch_manager() -> None:
+    raw = {
+        "enable_chunked_context": "true",
+        "context_chunking_policy": "force_chunk",
+        "context_chunk_unit": "64",
+        "priority_span": "20",
+        "max_queue_seconds": "2.5",
+        "max_run_seconds": "60",
+    }
+    params = TrtGptModelOptionalParams.from_parameters(parse_parameters({**MINIMAL, **raw}))
+    assert params.enable_chunked_context
+    assert params.context_chunking_policy == ContextChunkingPolicy.FORCE_CHUNK
+    assert (params.context_chunk_unit, params.priority_span) == (64, 20.0)
+    assert (params.max_queue_seconds, params.max_run_seconds) == (2.5, 60.0)
+    defaults = TrtGptModelOptionalParams.from_parameters(parse_parameters(MINIMAL))
+    assert defaults == TrtGptModelOptionalParams()
 
 
 def test_unknown_key_suggests_the_nearest() -> None:

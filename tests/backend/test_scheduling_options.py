@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_scheduler import (
     ActiveRequests,
     BlockManager,
@@ -26,7 +25,7 @@ from inflight_scheduler import (
 )
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
-REUSE = KvCacheConfig(enable_block_reuse=True)
+EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
 
 
 def params(**values: Any) -> TrtGptModelOptionalParams:
@@ -85,7 +84,7 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     prompt = list(range(20))
     engine = CountingEngine(tokens_per_block=4)
     recorder = Recorder([request(1, prompt, 3)])
-    with running(recorder, engine, params=params(kv_cache_config=REUSE)):
+    with running(recorder, engine):
         recorder.wait_for_finals(1)
         recorder.pending.append(request(2, prompt, 3))
         recorder.wait_for_finals(2)
@@ -95,38 +94,6 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     assert recorder.stats[-1]["Reused KV cache blocks"] == 4
     assert recorder.stats[-1]["KV cache hit rate"] == 4 / 10
     assert not any(batch.block_copies for batch in engine.batches), "this engine cannot copy"
-
-
-@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_the_engine_answers_alike_with_reuse_chunks_and_pauses(
-    policy: CapacitySchedulerPolicy, tmp_path: Path
-) -> None:
-    """The real engine on shared prompts: everything on against everything off."""
-    folder = write_checkpoint(tmp_path / "model")
-    system = [(7 * i) % 50 for i in range(21)]
-    prompts = [[*system[: 5 * i], i, *system[:i]] for i in range(1, 5)] * 3
-    config = EngineConfig(
-        device="cpu", max_batch_size=8, tokens_per_block=4, max_tokens_in_paged_kv_cache=128
-    )
-
-    def answers(**options: Any) -> tuple[list[list[int]], Recorder]:
-        recorder = Recorder([request(i, prompt, 12) for i, prompt in enumerate(prompts)])
-        engine: Any = Engine.load(folder, config)
-        with running(recorder, engine, policy, params=params(**options)):
-            recorder.wait_for_finals(*range(len(prompts)))
-        return [recorder.tokens(i) for i in range(len(prompts))], recorder
-
-    plain, _ = answers()
-    assert all(len(tokens) == 12 for tokens in plain)
-    reused, recorder = answers(
-        kv_cache_config=REUSE, enable_chunked_context=True, context_chunk_unit=3
-    )
-    assert reused == plain
-    num_computed = sum(stats["Total Context Tokens"] for stats in recorder.stats)
-    if policy == GUARANTEED:
-        assert num_computed < sum(map(len, prompts))
-    else:
-        assert sum(stats["Paused Requests"] for stats in recorder.stats) > 0
 
 
 def test_a_request_that_never_starts_in_time_hears_why() -> None:
@@ -158,22 +125,31 @@ def test_a_request_past_its_run_deadline_ends_with_what_it_has() -> None:
     assert recorder.responses[1] == [([2], False, ""), ([], True, "")]
 
 
-def test_a_deadline_of_its_own_counts_instead() -> None:
-    own = request(1, [1], 40)
-    own.llm_request = LlmRequest(
-        1, [1], 40, is_streaming=True, run_deadline=time.monotonic() + 10 * WAIT
+def test_a_run_deadline_without_a_start_says_what_was_in_the_way() -> None:
+    """An empty answer would look like a short one."""
+    engine = GatedEngine(num_blocks=8, tokens_per_block=4)
+    recorder = Recorder([request(1, [1], 30), request(2, [9], 30)])
+    with running(recorder, engine, params=params(max_run_seconds=0.02)) as manager:
+        assert engine.has_begun.wait(WAIT)
+        time.sleep(0.03)
+        engine.go_on.set()
+        recorder.wait_for_finals(1, 2)
+        load = manager.describe_load()
+    assert recorder.responses[1][-1] == ([], True, "")
+    assert recorder.responses[2] == [
+        ([], True, "not started before its deadline: waiting for KV blocks: needs 8, free 0")
+    ]
+    assert load == (
+        "0 of 8 places are taken, 0 of those requests wait, and 8 of 8 KV blocks are free"
     )
-    recorder = Recorder([own])
-    with running(recorder, params=params(max_run_seconds=1e-6)):
-        recorder.wait_for_finals(1)
-    assert recorder.tokens(1) == list(range(2, 42))
 
 
 def test_requests_that_have_ended_are_not_watched_for_ever() -> None:
     active = ActiveRequests(BlockManager(4, 4))
-    watch = DeadlineWatch(params(max_queue_seconds=1000, max_run_seconds=1000))
+    watch = DeadlineWatch()
+    far = time.monotonic() + 1000
     for request_id in range(5000):
-        ended = LlmRequest(request_id, [1], 1)
+        ended = LlmRequest(request_id, [1], 1, queue_deadline=far, run_deadline=far)
         active.add(ended)
         watch.add(ended)
         active.remove(ended)
@@ -192,15 +168,12 @@ def test_a_failed_request_and_its_deadlines_do_not_touch_the_next_with_its_id() 
         if batch.iteration == 2:
             raise RuntimeError("once")
 
-    recorder = Recorder([request(1, [1], 10)])
-    options = params(max_queue_seconds=0.05, max_run_seconds=0.05)
-    with running(recorder, CountingEngine(before_step=fail_once), params=options):
+    recorder = Recorder([request(1, [1], 10, max_queue_time_ms=50, allotted_time_ms=50)])
+    with running(recorder, CountingEngine(before_step=fail_once), params=params()):
         recorder.wait_for_finals(1)
+        assert recorder.responses[1][-1][2] == "the engine failed while it ran this request"
         recorder.responses.clear()
         again = request(1, [50], 100)
-        again.llm_request = LlmRequest(
-            1, [50], 100, is_streaming=True, run_deadline=time.monotonic() + 10 * WAIT
-        )
         # 100 tokens, 1 ms each: the deadlines of the first one pass meanwhile.
         recorder.on_response = lambda request_id, is_final: time.sleep(0.001)
         recorder.pending.append(again)
@@ -214,11 +187,7 @@ def test_priority_decides_who_starts_first() -> None:
     with running(recorder, engine):
         assert engine.has_begun.wait(WAIT)
         for request_id, priority in ((2, 0.1), (3, 0.9), (4, 0.5)):
-            waiting = request(request_id, [1], 9)
-            waiting.llm_request = LlmRequest(
-                request_id, [1], 9, is_streaming=True, priority=priority
-            )
-            recorder.pending.append(waiting)
+            recorder.pending.append(request(request_id, [1], 9, priority=priority))
         engine.go_on.set()
         recorder.wait_for_finals(1, 2, 3, 4)
     started = [setup.request_id for batch in engine.batches for setup in batch.setups]
@@ -231,6 +200,15 @@ def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
         params(**{name: 0})
     with pytest.raises(ConfigurationError, match="priority_span must be at least 0"):
         params(priority_span=-1)
+    for values in ({"context_chunk_unit": 8}, {"context_chunking_policy": EQUAL_PROGRESS}):
+        with pytest.raises(ConfigurationError, match="set enable_chunked_context to true"):
+            params(**values)
+    unit = params(enable_chunked_context=True, context_chunk_unit=17)
+    with (
+        pytest.raises(ConfigurationError, match="unit is 17, more than max_num_tokens = 16"),
+        running(Recorder(), CountingEngine(max_num_tokens=16), params=unit),
+    ):
+        pass
 
 
 def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
@@ -247,9 +225,7 @@ def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
     engine = Engine.load(demo_model, config)
     prompt = [20 + k % 10 for k in range(100)]
     recorder = Recorder([request(0, prompt, 4)])
-    options = params(
-        max_batch_size=32, kv_cache_config=REUSE, enable_chunked_context=True, max_seq_len=128
-    )
+    options = params(max_batch_size=32, enable_chunked_context=True, max_seq_len=128)
     with running(recorder, engine, MAX_UTILIZATION, params=options) as manager:
         recorder.wait_for_finals(0)
         recorder.pending.extend(request(i, prompt, 4) for i in range(1, 33))

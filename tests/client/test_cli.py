@@ -42,6 +42,8 @@ def test_generate_prints_the_text(local: Local) -> None:
 
 def test_generate_passes_its_options_on(local: Local) -> None:
     options = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "7"]
+    options += ["--priority", "0.75", "--cache-salt", "me"]
+    options += ["--max-queue-time-ms", "9", "--allotted-time-ms", "10"]
     done = run(
         "generate", "count", "--max-tokens=2", "--no-stream", "--request-id=mine", *options,
         *server_options(local),
@@ -59,6 +61,10 @@ def test_generate_passes_its_options_on(local: Local) -> None:
         "runtime_top_k": 3,
         "runtime_top_p": 0.25,
         "seed": 7,
+        "priority": 0.75,
+        "cache_salt": "me",
+        "max_queue_time_ms": 9,
+        "allotted_time_ms": 10,
     }
 
 

@@ -40,6 +40,10 @@ EVERY_OPTION: GenerateOptions = {
     "end_id": -1,
     "pad_id": 0,
     "exclude_input_in_output": False,
+    "priority": 0.25,
+    "cache_salt": "tenant",
+    "max_queue_time_ms": 1,
+    "allotted_time_ms": 2**31 - 1,
 }
 
 
@@ -137,6 +141,8 @@ def test_numpy_values_are_values() -> None:
         ({"top_p": math.inf}, r"^top_p = inf: give a finite number"),
         ({"temperature": "warm"}, r"temperature = 'warm': give a number"),
         ({"exclude_input_in_output": 1}, r"exclude_input_in_output = 1: give True or False"),
+        ({"cache_salt": 7}, r"cache_salt = 7: give a string"),
+        ({"cache_salt": "\ud800"}, r"cache_salt is not valid Unicode text \(position 0\)"),
         ({"temprature": 1.0}, r"temprature is not an option .* known are temperature, top_k"),
         ({"prompt": [1, 2**31]}, r"prompt = 2147483648 does not fit INT32"),
         ({"prompt": [1, "2"]}, r"prompt = '2': give a whole number"),

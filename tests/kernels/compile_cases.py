@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from kernels.compile_recorder import record
 
+from inflight_kernels.adjust_logits import adjust_logits
+from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
 from inflight_kernels.copy_blocks import copy_blocks
 from inflight_kernels.paged_attention_context import paged_attention_context
 from inflight_kernels.paged_attention_generation import paged_attention_generation
@@ -135,6 +137,24 @@ def _sample(vocabulary: int) -> None:
     sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, _int64(64), _int64(64))
 
 
+def _sample_min_p(vocabulary: int) -> None:
+    numbers, seeds = torch.empty(64), _int64(64)
+    sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, seeds, seeds, numbers)
+
+
+def _adjust(vocabulary: int) -> None:
+    table = torch.empty(64, vocabulary)
+    settings = (torch.empty(64), table, table.int(), torch.empty(64, 3))
+    adjust_logits(torch.empty(64, vocabulary), _int64(64), *settings)
+
+
+def _ban(vocabulary: int) -> None:
+    logits, history = torch.empty(64, vocabulary), _int32(65, 8192)
+    ban_repeated_ngrams(logits, _int64(64), _int64(64), _int32(64), history, 8192)
+    words = (_int32(100, 6), _int32(100), _int32(100))
+    ban_words(logits, _int32(65), _int64(64), *words, history)
+
+
 def token_cases() -> Iterator[Case]:
     """The ops that work token by token, at the two headline shapes in bfloat16."""
     for shape in (LLAMA_8B, LLAMA_13B):
@@ -154,6 +174,10 @@ def token_cases() -> Iterator[Case]:
         yield Case("quantize_fp8", shape.name, _HOPPER, partial(quantize_fp8, norm[0]))
         yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
         yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
+        with_min_p = partial(_sample_min_p, shape.vocabulary)
+        yield Case("sample", f"{shape.name} min-p", _BOTH, with_min_p)
+        yield Case("adjust_logits", shape.name, _BOTH, partial(_adjust, shape.vocabulary))
+        yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))
 
 
 def main() -> None:

@@ -56,6 +56,19 @@ def test_equals_the_reference(
     assert torch.equal(sample(*arguments), reference.sample(*arguments))
 
 
+def test_min_p_equals_the_reference(device: torch.device, generator: torch.Generator) -> None:
+    """Alone, with the other filters, off, and so high that one token is left."""
+    rows = [(0.0, 0, 0.0), (1.0, 0, 0.0), (0.7, 5, 0.9), (2.0, 0, 0.95), (1.5, 0, 1.0), (1.0, 0, 0)]
+    min_p = torch.tensor([0.5, 0.1, 0.05, 0.3, 1.0, 0.0], device=device)
+    logits = 3 * torch.randn(len(rows), 5000, generator=generator)
+    settings = parameters(device, rows)
+    noise = noise_arguments(len(rows), device)
+    arguments = (logits.to(device), *settings, *noise, min_p)
+    tokens = sample(*arguments)
+    assert torch.equal(tokens, reference.sample(*arguments))
+    assert torch.equal(tokens[[0, 4, 5]].cpu(), logits[[0, 4, 5]].argmax(-1))
+
+
 def test_follows_the_distribution(device: torch.device) -> None:
     """150 draws of a fixed distribution: frequencies within five standard deviations."""
     num_rows = 150

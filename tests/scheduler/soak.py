@@ -7,7 +7,8 @@ import random
 import sys
 import time
 
-from scheduler.world import World, make_request, tokens_alone
+from scheduler.extras import ADAPTERS, Extras, Spec, admit, guess
+from scheduler.world import World
 
 from inflight_scheduler import (
     BlockManager,
@@ -22,20 +23,29 @@ from inflight_scheduler import (
 
 
 class Soak:
-    """One world with settings, arrivals, stops and failures drawn from ``seed``."""
+    """One world with settings, arrivals, stops and failures drawn from ``seed``.
 
-    def __init__(self, seed: int, policy: CapacitySchedulerPolicy) -> None:
+    The engine finds a wrong block in every step; everything else is checked in every
+    ``check_every``-th and in the end.
+    """
+
+    def __init__(self, seed: int, policy: CapacitySchedulerPolicy, check_every: int = 1) -> None:
         self.dice = dice = random.Random(seed)
         self.policy = policy
         max_batch_size = dice.randint(1, 6)
         num_slots = max_batch_size + dice.randint(0, 2)
         self.max_num_tokens = dice.choice([None, dice.randint(4, 30)])
         self.chunking = dice.choice([None, self._chunking()])
+        num_blocks, tokens_per_block = dice.randint(3, 14), dice.randint(1, 4)
+        enable_reuse = dice.random() < 0.6
+        self.extras = self._draw_extras().possible(policy, enable_reuse)
+        resources = self.extras.resources(num_blocks, tokens_per_block)
         manager = BlockManager(
-            dice.randint(3, 14),
-            dice.randint(1, 4),
-            enable_reuse=dice.random() < 0.6,
+            num_blocks,
+            tokens_per_block,
+            enable_reuse=enable_reuse,
             may_copy_blocks=dice.random() < 0.5,
+            window_size=self.extras.window_size,
         )
         scheduler = make_scheduler(
             policy,
@@ -45,8 +55,11 @@ class Soak:
             max_num_requests=num_slots,
             chunking=self.chunking,
             two_step_lookahead=dice.random() < 0.2,
+            resources=resources,
         )
-        self.world = World(scheduler, manager, num_slots, dice.choice([0, 3, 1000]))
+        span = dice.choice([0, 3, 1000])
+        max_drafts = self.extras.max_drafts
+        self.world = World(scheduler, manager, num_slots, span, resources, max_drafts, check_every)
         self.alone: dict[int, list[int]] = {}
         self.num_arrivals = 0
         self.num_iterations = 0
@@ -64,6 +77,8 @@ class Soak:
         self.num_iterations += 1
         if may_arrive and len(self.world.active) < 12:
             self._arrive()
+        if self.extras.max_drafts and self.dice.random() < 0.3:
+            guess(self.world, self.dice, self.alone)
         self._step()
         self._check_finished()
 
@@ -84,27 +99,23 @@ class Soak:
 
     def _arrive(self) -> None:
         dice = self.dice
-        num_prompt, max_new = dice.randint(1, 14), dice.randint(1, 12)
-        end_id = dice.choice([-1, dice.randint(0, 10)])
-        min_length = dice.randint(0, 3)
-        family, salt = dice.randint(0, 3), dice.choice([b"", b"", b"tenant"])
-        priority = dice.choice([0.0, 0.5, 0.5, 0.5, 1.0])
-        while True:
-            request = make_request(
-                self.num_arrivals,
-                num_prompt,
-                max_new,
-                end_id=end_id,
-                min_length=min_length,
-                priority=priority,
-                family=family,
-                cache_salt=salt,
-            )
-            if self._refusal_reason(request) is None:
-                break
-            num_prompt, max_new = max(1, num_prompt - 1), max(1, max_new - 1)
+        wish = Spec(
+            num_prompt=dice.randint(1, 14),
+            max_new=dice.randint(1, 12),
+            end_id=dice.choice([-1, dice.randint(0, 10)]),
+            min_length=dice.randint(0, 3),
+            priority=dice.choice([0.0, 0.5, 0.5, 0.5, 1.0]),
+            family=dice.randint(0, 3),
+            cache_salt=dice.choice([b"", b"", b"tenant"]),
+            beam_width=dice.choice([1, 1, 2]),
+            lora_task_id=dice.choice([None, None, *ADAPTERS]),
+            encoder_length=dice.choice([0, 0, dice.randint(1, 5)]),
+            num_drafts=dice.randint(0, 2),
+        )
+        request_id = self.num_arrivals
+        request, spec = admit(wish.within(self.extras), request_id, self._refusal_reason)
         self.num_arrivals += 1
-        self.alone[request.request_id] = tokens_alone(request.tokens, max_new, end_id, min_length)
+        self.alone[request_id] = spec.alone(self.extras.window_size, request.tokens)
         self.world.arrive(request)
 
     def _refusal_reason(self, request: LlmRequest) -> str | None:
@@ -114,6 +125,7 @@ class Soak:
             max_num_tokens=self.max_num_tokens,
             may_pause=self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION,
             may_chunk=self.chunking is not None,
+            resources=self.world.resources,
         )
 
     def _check_finished(self) -> None:
@@ -124,6 +136,19 @@ class Soak:
                 alone = alone[: request.num_tokens]
             assert request.tokens == alone
         self.world.finished.clear()
+
+    def _draw_extras(self) -> Extras:
+        """Each seldom, so that many worlds have one of them or none and take the short way."""
+        dice = self.dice
+        further = [(dice.randint(2, 8),), (3, None)]
+        return Extras(
+            window_size=dice.choice([None] * 4 + [dice.randint(2, 12)]),
+            further_windows=dice.choice([()] * 6 + further),
+            num_cross_blocks=dice.choice([None] * 3 + [dice.randint(2, 8)]),
+            num_pages=dice.choice([None] * 3 + [dice.randint(3, 6)]),
+            max_drafts=dice.choice([0, 0, 1, 4]),
+            max_beams=dice.choice([1, 1, 1, 2]),
+        )
 
     def _chunking(self) -> ContextChunking:
         unit_size = self.dice.randint(1, 4)
@@ -139,11 +164,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--iterations", type=int, default=100_000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--check-every", type=int, default=1)
     args = parser.parse_args()
     start, num_left, seed = time.monotonic(), args.iterations, args.first_seed
     while num_left > 0:
         for policy in CapacitySchedulerPolicy:
-            soak = Soak(seed, policy)
+            soak = Soak(seed, policy, args.check_every)
             soak.run(300)
             num_left -= soak.num_iterations
         seed += 1

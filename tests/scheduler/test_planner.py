@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.world import FakeEngine, make_request, tokens_alone
+from scheduler.fake_engine import FakeEngine, tokens_alone
+from scheduler.world import make_request
 
 from inflight_scheduler import (
     BatchPlanner,
@@ -29,8 +30,10 @@ def test_story_of_two_requests() -> None:
     first = planner.plan([one, two], [])
     assert first.iteration == 1
     assert first.setups == (
-        SlotSetup(0, 1, SamplingParams(min_length=2), end_id=10, min_end_position=4 + 2),
-        SlotSetup(1, 2, SamplingParams(), end_id=-1, min_end_position=2),
+        SlotSetup(
+            0, 1, SamplingParams(min_length=2), end_id=10, min_end_position=4 + 2, prompt_len=4
+        ),
+        SlotSetup(1, 2, SamplingParams(), end_id=-1, min_end_position=2, prompt_len=2),
     )
     assert first.new_blocks == (BlockAssignment(0, 0, 0), BlockAssignment(1, 0, 1))
     assert first.context_chunks == (

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler.world import VOCAB_SIZE, Decision, World, ids, make_request, tokens_alone
+from scheduler.extras import ADAPTERS, Extras, Spec, admit, guess
+from scheduler.fake_engine import VOCAB_SIZE, tokens_alone
+from scheduler.world import Decision, World, ids, make_request
 
 from inflight_scheduler import (
     BlockManager,
@@ -24,16 +25,29 @@ from inflight_scheduler import (
     refusal_reason,
 )
 
-Spec = tuple[int, int, int, int, float, int, bytes]
-# prompt, output, end id, min length, priority, family of prompts, salt
-SPECS = st.tuples(
-    st.integers(1, 8),
-    st.integers(1, 12),
-    st.just(-1) | st.integers(0, VOCAB_SIZE - 1),
-    st.integers(0, 4),
-    st.sampled_from([0.5, 0.5, 0.5, 0.1, 0.9]),
-    st.integers(0, 3),
-    st.sampled_from([b"", b"", b"tenant"]),
+SPECS = st.builds(
+    Spec,
+    num_prompt=st.integers(1, 8),
+    max_new=st.integers(1, 12),
+    end_id=st.just(-1) | st.integers(0, VOCAB_SIZE - 1),
+    min_length=st.integers(0, 4),
+    priority=st.sampled_from([0.5, 0.5, 0.5, 0.1, 0.9]),
+    family=st.integers(0, 3),
+    cache_salt=st.sampled_from([b"", b"", b"tenant"]),
+    beam_width=st.sampled_from([1, 1, 2, 3]),
+    lora_task_id=st.none() | st.sampled_from(ADAPTERS),
+    encoder_length=st.sampled_from([0, 1, 4]),
+    num_drafts=st.integers(0, 3),
+)
+# Each seldom: what is usual takes the short way.
+EXTRAS = st.builds(
+    Extras,
+    window_size=st.sampled_from([None, None, None, 2, 5, 8]),
+    further_windows=st.sampled_from([(), (), (), (), (4,), (3, None)]),
+    num_cross_blocks=st.sampled_from([None, None, 2, 5]),
+    num_pages=st.sampled_from([None, None, 3, 6]),
+    max_drafts=st.sampled_from([0, 0, 1, 4]),
+    max_beams=st.sampled_from([1, 1, 3]),
 )
 CHUNKINGS = st.none() | st.builds(
     ContextChunking,
@@ -59,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_reuse=st.booleans(),
         may_copy_blocks=st.booleans(),
         priority_span=st.sampled_from([0, 2, 1000]),
+        extras=EXTRAS,
     )
     def build(
         self,
@@ -72,12 +87,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_reuse: bool,
         may_copy_blocks: bool,
         priority_span: float,
+        extras: Extras,
     ) -> None:
+        self.extras = extras = extras.possible(self.policy, enable_reuse)
+        resources = extras.resources(num_blocks, tokens_per_block)
         manager = BlockManager(
             num_blocks,
             tokens_per_block,
             enable_reuse=enable_reuse,
             may_copy_blocks=may_copy_blocks,
+            window_size=extras.window_size,
         )
         num_slots = max_batch_size + num_spare_requests
         scheduler = make_scheduler(
@@ -88,8 +107,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_requests=num_slots,
             chunking=chunking,
             two_step_lookahead=two_step_lookahead,
+            resources=resources,
         )
-        self.world = World(scheduler, manager, num_slots, priority_span)
+        self.world = World(
+            scheduler, manager, num_slots, priority_span, resources, extras.max_drafts
+        )
         self.max_num_tokens = max_num_tokens
         self.may_chunk = chunking is not None
         self.alone: dict[int, list[int]] = {}
@@ -97,23 +119,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(specs=st.lists(SPECS, min_size=1, max_size=5))
     def arrive(self, specs: list[Spec]) -> None:
         """What is too large for this world is cut until it is admitted."""
-        for num_prompt, max_new, end_id, min_length, priority, family, salt in specs:
-            make = partial(
-                make_request,
-                len(self.alone),
-                end_id=end_id,
-                min_length=min_length,
-                priority=priority,
-                family=family,
-                cache_salt=salt,
-            )
-            request = make(num_prompt, max_new)
-            while self.refusal_reason(request) is not None:
-                num_prompt, max_new = max(1, num_prompt - 1), max(1, max_new - 1)
-                request = make(num_prompt, max_new)
-            self.alone[request.request_id] = tokens_alone(
-                request.tokens, max_new, end_id, min_length
-            )
+        for wish in specs:
+            request_id = len(self.alone)
+            request, spec = admit(wish.within(self.extras), request_id, self.refusal_reason)
+            self.alone[request_id] = spec.alone(self.extras.window_size, request.tokens)
             self.world.arrive(request)
 
     def refusal_reason(self, request: LlmRequest) -> str | None:
@@ -123,13 +132,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_tokens=self.max_num_tokens,
             may_pause=self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION,
             may_chunk=self.may_chunk,
+            resources=self.world.resources,
         )
 
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            batch = self.world.step()
-            assert not batch.is_empty or not self.world.active
+            has_work = len(self.world.active) > 0
+            self.world.step()
+            assert (self.world.num_running > 0) == has_work
+
+    @precondition(lambda self: self.extras.max_drafts > 0)
+    @rule(seed=st.integers(0, 2**16))
+    def draft(self, seed: int) -> None:
+        guess(self.world, random.Random(seed), self.alone)
+        self.world.check_invariants()
 
     @precondition(lambda self: self.world.active)
     @rule(data=st.data())

@@ -75,3 +75,14 @@ def test_repr_says_what_one_wants_to_know_and_no_text() -> None:
     request = make_request(4, num_prompt=3, max_new=5)
     request.add_new_token(9)
     assert repr(request) == "LlmRequest(4, CONTEXT_INIT, prompt=3, generated=1, left=4)"
+
+
+def test_a_pause_throws_away_what_beams_have_generated() -> None:
+    request = make_request(1, 3, 8, beam_width=2)
+    request.move_to_next_context_chunk()
+    for token in (1, 2):
+        request.add_new_token(token)
+    request.num_sent_tokens = 2
+    request.pause()
+    assert (request.num_tokens, request.prompt_len, request.max_new_tokens) == (3, 3, 8)
+    assert (request.context_chunk_size, request.num_sent_tokens) == (3, 2)

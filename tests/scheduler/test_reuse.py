@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from scheduler.world import FakeEngine, World, ids, make_request
+from scheduler.fake_engine import FakeEngine
+from scheduler.world import World, ids, make_request
 
 from inflight_scheduler import (
     BatchPlanner,

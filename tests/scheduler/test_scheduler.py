@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.world import World, generating, ids, make_request, tokens_alone
+from scheduler.fake_engine import tokens_alone
+from scheduler.world import World, generating, ids, make_request
 
 from inflight_scheduler import (
     BlockManager,

@@ -1,35 +1,31 @@
-"""A small world around the scheduler: a fake engine that really reads its paged memory.
-
-The model is a function of the whole text, which the engine can only know through the block tables
-it was given: a block given twice, freed too early or forgotten changes the tokens.
-"""
+"""A small world around the scheduler: the loop of a manager, with every invariant checked."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from scheduler.fake_engine import VOCAB_SIZE, FakeEngine
 
 from inflight_scheduler import (
     DEFAULT_PRIORITY_SPAN,
     ActiveRequests,
     BatchPlanner,
-    BlockForecast,
     BlockManager,
+    CrossBlocks,
     FinishReason,
     GuaranteedNoEvictScheduler,
     LlmRequest,
     LlmRequestState,
     MaxUtilizationScheduler,
+    Resource,
     SamplingParams,
     ScheduledBatch,
     SimpleScheduler,
-    SlotSetup,
     StaticBatchScheduler,
+    WindowBlocks,
     check_decision,
 )
-
-VOCAB_SIZE = 11
-EMPTY = -1
+from inflight_scheduler.resources import Books
 
 
 def make_request(
@@ -43,6 +39,9 @@ def make_request(
     priority: float = 0.5,
     family: int | None = None,
     cache_salt: bytes = b"",
+    lora_task_id: int | None = None,
+    encoder_length: int = 0,
+    num_drafts: int = 0,
 ) -> LlmRequest:
     """A request whose prompt depends on its id; those of one ``family`` begin alike."""
     first = request_id if family is None else family
@@ -56,6 +55,9 @@ def make_request(
         priority=priority,
         cache_salt=cache_salt,
         sampling=SamplingParams(min_length=min_length),
+        lora_task_id=lora_task_id,
+        encoder_length=encoder_length,
+        draft_tokens=[0] * num_drafts,
     )
 
 
@@ -73,110 +75,14 @@ def ids(*groups: Sequence[LlmRequest]) -> tuple[list[int], ...]:
     return tuple([request.request_id for request in group] for group in groups)
 
 
-def draw(text: Sequence[int], end_id: int, min_end_position: int) -> int:
-    """The model: a token that depends on every token of ``text`` and on their order."""
-    state = 17
-    for token in text:
-        state = (state * 31 + token + 1) % 1_000_003
-    token = state % VOCAB_SIZE
-    if token == end_id and len(text) < min_end_position:
-        return (token + 1) % VOCAB_SIZE
-    return token
-
-
-def tokens_alone(prompt: Sequence[int], max_new: int, end_id: int, min_length: int) -> list[int]:
-    """What a request generates when nobody else is there."""
-    text = list(prompt)
-    while len(text) < len(prompt) + max_new:
-        text.append(draw(text, end_id, len(prompt) + min_length))
-        if text[-1] == end_id:
-            break
-    return text
-
-
-@dataclass
-class SlotState:
-    """What the fake engine keeps for one slot."""
-
-    setup: SlotSetup
-    table: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    last_token: int = EMPTY
-
-
-class FakeEngine:
-    """Executes batches with nothing but what they say.
-
-    A cell holds a token and, as KV does, what came before it: a block that is reused behind
-    another text than its own is found out.
-    """
-
-    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
-        self.tokens_per_block = tokens_per_block
-        self.memory: list[tuple[int, int]] = [(EMPTY, EMPTY)] * (num_blocks * tokens_per_block)
-        self.slots: dict[int, SlotState] = {}
-        self.num_computed = 0
-
-    def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token per last context chunk, then one per generation slot."""
-        self._copy(batch)
-        for setup in batch.setups:
-            self.slots[setup.slot] = SlotState(setup)
-        for new in batch.new_blocks:
-            assert new.index == len(self.slots[new.slot].table), "a hole in a block table"
-            self.slots[new.slot].table.append(new.block_id)
-        drawn = []
-        for chunk in batch.context_chunks:
-            state = self.slots[chunk.slot]
-            if state.num_cached == 0:
-                state.num_cached = chunk.start  # the rest is in blocks that are reused
-            assert chunk.start == state.num_cached
-            self._write(state, chunk.tokens)
-            if chunk.is_last:
-                drawn.append(self._draw(state))
-        for slot in batch.generation_slots:
-            self._write(self.slots[slot], (self.slots[slot].last_token,))
-            drawn.append(self._draw(self.slots[slot]))
-        return drawn
-
-    def _copy(self, batch: ScheduledBatch) -> None:
-        size = self.tokens_per_block
-        contents = [
-            self.memory[c.source * size : (c.source + 1) * size] for c in batch.block_copies
-        ]
-        for copy, content in zip(batch.block_copies, contents, strict=True):
-            self.memory[copy.destination * size : (copy.destination + 1) * size] = content
-
-    def _cell(self, state: SlotState, position: int) -> int:
-        index, offset = divmod(position, self.tokens_per_block)
-        return state.table[index] * self.tokens_per_block + offset
-
-    def _write(self, state: SlotState, tokens: Sequence[int]) -> None:
-        position = state.num_cached
-        before = self.memory[self._cell(state, position - 1)][1] if position else 0
-        for token in tokens:
-            before = hash((before, token))
-            self.memory[self._cell(state, state.num_cached)] = (token, before)
-            state.num_cached += 1
-        self.num_computed += len(tokens)
-
-    def _draw(self, state: SlotState) -> int:
-        text = []
-        before = 0
-        for position in range(state.num_cached):
-            token, content = self.memory[self._cell(state, position)]
-            before = hash((before, token))
-            assert content == before, f"position {position} holds KV of another text"
-            text.append(token)
-        state.last_token = draw(text, state.setup.end_id, state.setup.min_end_position)
-        return state.last_token
-
-
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
 
 class World:
-    """The loop of a manager without its callbacks; every step checks every invariant."""
+    """The loop of a manager without its callbacks; a step checks every invariant.
+
+    ``check_every`` n: only every n-th step does.
+    """
 
     def __init__(
         self,
@@ -184,14 +90,26 @@ class World:
         manager: BlockManager,
         num_slots: int,
         priority_span: float = DEFAULT_PRIORITY_SPAN,
+        resources: Sequence[Resource] = (),
+        max_drafts: int = 0,
+        check_every: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.manager = manager
         self.active = ActiveRequests(manager, priority_span)
         self.planner = BatchPlanner(manager, num_slots, self.active)
-        self.engine = FakeEngine(manager.num_blocks, manager.tokens_per_block)
+        self.engine = FakeEngine(manager.num_blocks, manager.tokens_per_block, manager.window_size)
+        self.resources = resources
+        self.windows = [r.block_manager for r in resources if isinstance(r, WindowBlocks)]
+        self.cross = [r.block_manager for r in resources if isinstance(r, CrossBlocks)]
+        self.max_drafts = max_drafts
+        self._check_every = check_every
+        self._num_decisions = 0
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
+        self.num_running = 0  # in the last plan, encoders included
+        self.num_right_guesses = 0
+        self._guesses: dict[int, list[tuple[LlmRequest, int, tuple[int, ...]]]] = {}
 
     def arrive(self, request: LlmRequest) -> None:
         """It gets its place."""
@@ -199,11 +117,14 @@ class World:
 
     def decide(self) -> Decision:
         """The decision by what changed, which is the one by the rules; deciding changes nothing."""
+        self._num_decisions += 1
+        if not self._is_checked:
+            return self.scheduler.schedule_request(self.active, frozenset())
         by_rules = self.scheduler.schedule_request(list(self.active), frozenset())
-        chunks_by_rules = [request.context_chunk_size for request in by_rules[0]]
+        chunks_by_rules = self._chunks(by_rules)
         decision = self.scheduler.schedule_request(self.active, frozenset())
         assert ids(*decision) == ids(*by_rules)
-        assert [request.context_chunk_size for request in decision[0]] == chunks_by_rules
+        assert self._chunks(decision) == chunks_by_rules
         self._check_policy(decision)
         return decision
 
@@ -218,22 +139,29 @@ class World:
             max_batch_size=micro_batch.max_batch_size,
             max_num_tokens=micro_batch.max_num_tokens,
             may_chunk=micro_batch.chunking is not None,
+            resources=self.resources,
         )
 
     def plan(self, decision: Decision) -> ScheduledBatch:
-        """Carry out; nobody takes more blocks than was estimated."""
-        assert ids(*self.check(decision)) == ids(*decision)
-        context, generation, paused = decision
-        forecast = BlockForecast(self.manager)
-        for request in paused:
-            forecast.release(request)
-        for request in [*context, *generation]:
-            forecast.claim(request, forecast.needed_one_step(request))
-        batch = self.planner.plan(context, generation, paused)
-        assert self.manager.num_free_blocks >= forecast.num_available
+        """Carry out; nobody takes more of anything than was estimated."""
+        encoders = [request for request in decision[0] if request.is_encoder_init_state]
+        context = [request for request in decision[0] if not request.is_encoder_init_state]
+        _, generation, paused = decision
+        self.num_running = len(decision[0]) + len(generation)
+        lists = (context, generation, paused)
+        left = self._expect([*encoders, *context, *generation], paused) if self._is_checked else []
+        assert not self._is_checked or ids(*self.check(lists)) == ids(*lists)
+        batch = self.planner.plan(*lists)
+        self._take(*lists)
+        for (name, num_left), num_free in zip(left, self._num_free(), strict=False):
+            assert 0 <= num_left <= num_free, f"more {name} were taken than was estimated"
+        for request in encoders:
+            request.finish_encoder()
+        self._remember_guesses(batch, context, generation)
         self.num_pauses += len(paused)
         limit = self.scheduler.micro_batch_scheduler.max_num_tokens
-        assert limit is None or batch.num_tokens <= limit
+        num_guesses = sum(len(guesses) for _, _, guesses in self._guesses[batch.iteration])
+        assert limit is None or batch.num_tokens + num_guesses <= limit
         return batch
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
@@ -244,10 +172,21 @@ class World:
 
     def complete(self, batch: ScheduledBatch) -> None:
         """Execute, update and release."""
-        for request in self.planner.update(batch, self.engine.execute(batch)):
+        advanced = self.planner.update(batch, self.engine.execute(batch))
+        for request, slot, guesses in self._guesses.pop(batch.iteration):
+            if request.seq_slot == slot and not request.is_finished:
+                assert not request.draft_tokens
+                right = self.engine.verify(slot, guesses[: request.num_remaining_tokens])
+                for token in right:
+                    request.add_new_token(token)
+                    self.num_right_guesses += 1
+                    if request.is_finished:
+                        break
+        for request in advanced:
             if request.is_finished:
                 self.end(request)
-        self.check_invariants()
+        if self._is_checked:
+            self.check_invariants()
 
     def stop(self, request: LlmRequest) -> None:
         """What a stop signal does."""
@@ -257,22 +196,23 @@ class World:
     def end(self, request: LlmRequest) -> None:
         """Release, and take from the active list."""
         self.planner.release(request)
+        self._give_back(request)
         self.active.remove(request)
         self.finished.append(request)
 
     def drain(self) -> None:
-        """Everybody finishes: a token comes at least once in as many steps as there are prompts."""
+        """Everybody finishes, each in as many steps as all texts together have tokens."""
         patience = sum(request.num_tokens + request.num_remaining_tokens for request in self.active)
-        num_steps_left = patience
+        num_steps_left = (patience + 1) * len(self.active)
         while self.active and num_steps_left:
-            num_before = sum(request.num_tokens for request in self.active)
-            num_before += sum(request.num_tokens for request in self.finished)
-            assert not self.step().is_empty, "active requests and nothing runs"
-            num_after = sum(request.num_tokens for request in [*self.active, *self.finished])
-            num_steps_left = patience if num_after > num_before else num_steps_left - 1
+            self.step()
+            assert self.num_running > 0, "active requests and nothing runs"
+            num_steps_left -= 1
         assert not self.active
-        assert self.manager.num_used_blocks == 0
+        for manager in (self.manager, *self.windows, *self.cross):
+            assert manager.num_used_blocks == 0
         assert self.planner.num_free_slots == self.planner.slots.num_slots
+        self.check_invariants()
 
     def check_invariants(self) -> None:
         """The list of the design document."""
@@ -287,14 +227,90 @@ class World:
             assert (num_blocks > 0) == (request.seq_slot is not None)
             assert num_blocks <= self.manager.get_blocks_at_completion(request)
             if num_blocks:
-                num_tokens = max(request.num_cached_tokens, request.prompt_len)
-                room = num_blocks * self.manager.tokens_per_block
-                assert room - self.manager.tokens_per_block < num_tokens <= room
+                self._check_room(request, num_blocks)
+        self._check_further()
         assert num_held == self.manager.num_held_blocks, "blocks of nobody active"
         if not self.manager.enable_reuse:
             assert num_held == self.manager.num_used_blocks
         for request in self.finished:
             assert request.seq_slot is None
+
+    def _check_room(self, request: LlmRequest, num_blocks: int) -> None:
+        size, window_size = self.manager.tokens_per_block, self.manager.window_size
+        num_tokens = max(request.num_cached_tokens, request.prompt_len)
+        if window_size is not None:
+            num_tokens = min(num_tokens, window_size)
+        assert (num_blocks - 1) * size < num_tokens + self.max_drafts
+        assert num_tokens <= num_blocks * size
+
+    def _check_further(self) -> None:
+        for manager in (*self.windows, *self.cross):
+            manager.check_integrity()
+            holders = [r for r in self.active if manager.num_blocks_of(r.request_id) > 0]
+            assert len(holders) == manager.num_holders, "blocks of nobody active"
+            assert all(request.seq_slot is not None for request in holders)
+
+    @property
+    def _is_checked(self) -> bool:
+        return self._num_decisions % self._check_every == 0
+
+    def _expect(
+        self, scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest]
+    ) -> list[tuple[str, int]]:
+        """What is left of everything after this decision, at least."""
+        books = Books(self.manager, self.resources, to_completion=False)
+        for request in paused:
+            books.release(request)
+        for request in scheduled:
+            books.claim(request)
+        return books.left()
+
+    def _chunks(self, decision: Decision) -> list[tuple[int, int]]:
+        return [(request.context_chunk_size, request.num_chunk_drafts) for request in decision[0]]
+
+    def _num_free(self) -> list[int]:
+        """Of each resource, blocks first; adapters do not stay between decisions."""
+        free = [self.manager.num_free_blocks]
+        for resource in self.resources:
+            if isinstance(resource, (WindowBlocks, CrossBlocks)):
+                free.append(resource.block_manager.num_free_blocks)
+            else:
+                free.append(resource.num_total)
+        return free
+
+    def _take(
+        self,
+        context: Sequence[LlmRequest],
+        generation: Sequence[LlmRequest],
+        paused: Sequence[LlmRequest],
+    ) -> None:
+        """What the planner does with the KV blocks, with all other pools."""
+        for request in paused:
+            self._give_back(request)
+        for request in [*context, *generation]:
+            for manager in self.windows:
+                num_tokens = manager.num_tokens_after_step(request)
+                assert manager.allocate(request.request_id, num_tokens) is not None
+        for request in context:
+            for manager in self.cross:
+                assert manager.allocate(request.request_id, request.encoder_length) is not None
+
+    def _give_back(self, request: LlmRequest) -> None:
+        for manager in (*self.windows, *self.cross):
+            manager.free(request.request_id)
+
+    def _remember_guesses(
+        self,
+        batch: ScheduledBatch,
+        context: Sequence[LlmRequest],
+        generation: Sequence[LlmRequest],
+    ) -> None:
+        last = [r for r, c in zip(context, batch.context_chunks, strict=True) if c.is_last]
+        self._guesses[batch.iteration] = [
+            (request, request.seq_slot, request.draft_tokens)
+            for request in [*last, *generation]
+            if request.draft_tokens and request.seq_slot is not None
+        ]
 
     def _check_policy(self, decision: Decision) -> None:
         capacity = self.scheduler.capacity_scheduler
@@ -303,10 +319,10 @@ class World:
         assert {id(request) for request in decision[0] + decision[1]} <= set(map(id, fitting))
         if isinstance(capacity, (GuaranteedNoEvictScheduler, StaticBatchScheduler)):
             assert not paused
-            forecast = BlockForecast(self.manager)
+            books = Books(self.manager, self.resources, to_completion=True)
             for request in fitting:
-                forecast.claim(request, forecast.needed_to_completion(request))
-            assert forecast.num_available >= 0
+                books.claim(request)
+            assert all(num_left >= 0 for _, num_left in books.left())
         if isinstance(capacity, MaxUtilizationScheduler):
             place = {id(request): index for index, request in enumerate(self.active)}
             last_fitting = max((place[id(request)] for request in fitting), default=-1)

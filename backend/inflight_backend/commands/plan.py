@@ -116,4 +116,10 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
                 f"{value:>{max(len(name), 7)},}" for name, value in zip(header, values, strict=True)
             )
         )
+    lines += [
+        "",
+        "guaranteed_no_evict: safe, nobody is ever paused (static_batch: as many in a batch).",
+        "max_utilization pauses nobody up to that number either; staggered: when requests are",
+        "spread over their lives, so that each holds the mean of its blocks.",
+    ]
     return "\n".join(lines)

@@ -10,15 +10,12 @@ import typer
 
 from inflight_backend.commands.common import (
     RecordingArgument,
-    SchedulerClassOption,
     reported_errors,
-    scheduler_maker,
 )
 from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from inflight_scheduler.recording.history import History
-    from inflight_scheduler.recording.simulation import MakeScheduler
 
 _SUFFIXES = (".svg", ".html", ".json")
 
@@ -31,7 +28,6 @@ def timeline(
             "--output", "-o", help="out.svg, out.html (interactive) or out.json (Perfetto trace)."
         ),
     ],
-    scheduler_class: SchedulerClassOption = None,
 ) -> None:
     """Draw what happened to every request: waiting, context, generation, paused, resumed."""
     with reported_errors():
@@ -40,27 +36,24 @@ def timeline(
             raise ConfigurationError(
                 f"{output} ends in {suffix or 'nothing'}: choose one of {', '.join(_SUFFIXES)}"
             )
-        history = _read(recording, scheduler_class, is_svg=suffix == ".svg")
+        history = _read(recording, is_svg=suffix == ".svg")
         with output.open("w", encoding="utf-8") as file:
             file.writelines(_writer(suffix)(history))
     typer.echo(f"{output}: {len(history.rows)} requests, {history.num_iterations} iterations")
 
 
-def _read(recording: Path, scheduler_class: str | None, *, is_svg: bool) -> History:
+def _read(recording: Path, *, is_svg: bool) -> History:
     from inflight_scheduler.recording.files import open_recording
     from inflight_scheduler.recording.history import build_history
     from inflight_scheduler.recording.svg import MAX_ROWS
 
     with open_recording(recording) as reader:
-        needs_own = reader.header.settings.scheduler_class is not None and scheduler_class is None
         num_requests = len(reader.header.active)
         # Reasons cost as much as all the rest, and a picture without rows shows none.
         for iteration in reader if is_svg else ():
             num_requests += len(iteration.arrivals)
-    # Decisions are in the recording; only their reasons need the scheduler that made them.
-    make: MakeScheduler | None = None if needs_own else scheduler_maker(scheduler_class)
     with open_recording(recording) as reader:
-        return build_history(reader, make, with_reasons=not is_svg or num_requests <= MAX_ROWS)
+        return build_history(reader, with_reasons=not is_svg or num_requests <= MAX_ROWS)
 
 
 def _writer(suffix: str) -> Callable[[History], Iterable[str]]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.adjustments import MIN_P, Adjustments
 from inflight_backend.engine.attention import ATTENTION_BACKENDS
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
@@ -26,6 +27,7 @@ from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
 from inflight_backend.engine.parameters import (
     decoder_parameters,
@@ -33,10 +35,11 @@ from inflight_backend.engine.parameters import (
     ignorable_names,
 )
 from inflight_backend.engine.rope import make_cos_sin
-from inflight_backend.engine.slots import SamplingInputs, SlotTable, StepInputs
-from inflight_backend.engine.step_buffer import StepBuffer, max_words
+from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
+from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.step_outputs import StepOutputs
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -63,6 +66,15 @@ class Engine:
         self.model_config = model_config
         self._ops = make_ops(config.attention_backend, config.quantization)
         self._decoder = Decoder(model_config, parameters, self._ops)
+        self._adjustments = Adjustments(
+            config.max_batch_size,
+            model_config.vocab_size,
+            config.seq_len_limit,
+            config.device,
+            self._ops,
+        )
+        self._observer = Observer(config.max_batch_size, config.device)
+        self._outputs: StepOutputs | None = None
         self._pool = _make_pool(config, model_config)
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._attention = ATTENTION_BACKENDS[config.attention_backend](
@@ -138,6 +150,11 @@ class Engine:
         return self.config.num_tokens_limit
 
     @property
+    def is_asynchronous(self) -> bool:
+        """True where steps run on a device while the host goes on."""
+        return self.config.device != "cpu"
+
+    @property
     def supports_block_copies(self) -> bool:
         """True: plans may ask for `BlockCopy`."""
         return True
@@ -147,11 +164,19 @@ class Engine:
 
         -1 stands for a row whose logits are not finite; the other rows are not affected.
         """
-        return self.submit(batch).read()
+        pending = self.submit(batch)
+        tokens = pending.read()
+        self._outputs = pending.read_outputs()
+        return tokens
+
+    def take_outputs(self) -> StepOutputs | None:
+        """What the plan executed last brought beside tokens; None if no request asked."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
 
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
-        return self._reader.send(self.enqueue(batch))
+        return self._reader.send(self.enqueue(batch), self._observer.take())
 
     @torch.inference_mode()
     def enqueue(self, batch: ScheduledBatch) -> Tensor:
@@ -165,12 +190,22 @@ class Engine:
         if batch.new_blocks and self._attention.reads_past_the_end:
             self._pool.clean(words.block_ids.long())
         self._slots.set_up(batch, words)
+        self._adjustments.set_up(batch.setups)
+        self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
         if self._runner is not None and not batch.context_chunks:
-            self._slots.book_generation(batch)
-            return self._runner.run(len(batch.generation_slots))
-        return self._run(self._slots.begin(batch, words))
+            return self._replay(self._runner, batch, words)
+        step = self._slots.begin(batch, words)
+        attention = self._attention.begin(step.attention)
+        observed = self._observer.observed_chunks(batch.context_chunks)
+        if observed:
+            hidden = self._decoder.forward(step.tokens, attention, None)
+            self._observer.keep_context(observed, hidden, self._decoder.logits)
+            hidden = hidden[step.sample_rows]
+        else:
+            hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
+        return self._finish(hidden, step.sampling, drawing_slots(batch))
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -178,37 +213,43 @@ class Engine:
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
         return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)
 
-    def _run(self, step: StepInputs) -> Tensor:
-        """Decode and draw; the tokens are where the next step of their slots finds them."""
-        hidden = self._decoder.forward(
-            step.tokens, self._attention.begin(step.attention), step.sample_rows
-        )
-        tokens = self._draw(hidden, step.sampling)
-        self._slots.store(step.sampling.slots, tokens)
+    def _replay(self, runner: GraphRunner, batch: ScheduledBatch, words: StepWords) -> Tensor:
+        """A step of generations alone."""
+        self._slots.book_generation(batch)
+        num_rows = len(batch.generation_slots)
+        slots = batch.generation_slots
+        if not (self._adjustments.features(slots) or self._observer.wants_draw(slots)):
+            return runner.run(num_rows)
+        hidden = runner.forward(num_rows)
+        sampling = self._slots.sampling(words.generation_slots.long())
+        return self._finish(hidden, sampling, slots)
+
+    def _finish(self, hidden: Tensor, sampling: SamplingInputs, slots: Sequence[int]) -> Tensor:
+        """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
+        features = self._adjustments.features(slots)
+        is_observed = self._observer.wants_draw(slots)
+        if not (features or is_observed):
+            return self._draw(hidden, sampling)
+        logits = self._decoder.logits(hidden)
+        original = logits.clone() if is_observed else logits
+        self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
+        tokens = self._choose(logits, sampling, has_min_p=bool(features & MIN_P))
+        self._adjustments.record(sampling, tokens, features, self._slots.parameters)
+        if is_observed:
+            self._observer.keep_draw(slots, original, tokens)
+        self._slots.store(sampling.slots, tokens)
         return tokens
 
-    def _run_generation(self, slots: Tensor) -> Tensor:
-        """What is recorded: a step of generations in ``slots`` [B] int32."""
-        return self._run(self._slots.begin_generation(slots))
-
-    def _make_runner(self, capture: Capture | None) -> GraphRunner | None:
-        if not (self.config.cuda_graph_mode and self._attention.is_capturable):
-            return None
-        if capture is None:
-            if self.config.device != "cuda":
-                return None
-            capture = CudaCapture()
-        try:
-            return GraphRunner(self._run_generation, self._buffer.padded_slots, capture)
-        except RuntimeError:
-            _logger.warning("generation steps cannot be recorded and run eagerly", exc_info=True)
-            return None
-
     def _draw(self, hidden: Tensor, sampling: SamplingInputs) -> Tensor:
-        """The next token of every row of hidden [num_samples, hidden_size]."""
+        """The next token of every row of hidden [num_samples, hidden_size], without features."""
         if len(hidden) == 0:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        logits = self._decoder.logits(hidden)
+        tokens = self._choose(self._decoder.logits(hidden), sampling, has_min_p=False)
+        self._slots.store(sampling.slots, tokens)
+        return tokens
+
+    def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
+        """A token for every row of logits [num_samples, vocab], which may be changed."""
         if sampling.may_forbid_end:
             _forbid_end(logits, sampling)
         if sampling.is_all_greedy:
@@ -220,7 +261,32 @@ class Engine:
             sampling.top_p,
             sampling.seeds,
             sampling.positions,
+            sampling.min_p if has_min_p else None,
         )
+
+    def _record_forward(self, slots: Tensor) -> Tensor:
+        """What is recorded: the decoder, for generations in ``slots`` [B] int32."""
+        step = self._slots.begin_generation(slots)
+        return self._decoder.forward(step.tokens, self._attention.begin(step.attention), None)
+
+    def _record_draw(self, slots: Tensor, hidden: Tensor) -> Tensor:
+        """What is recorded behind it: the draw of requests without features."""
+        return self._draw(hidden, self._slots.sampling(slots.long()))
+
+    def _make_runner(self, capture: Capture | None) -> GraphRunner | None:
+        if not (self.config.cuda_graph_mode and self._attention.is_capturable):
+            return None
+        if capture is None:
+            if self.config.device != "cuda":
+                return None
+            capture = CudaCapture()
+        try:
+            return GraphRunner(
+                self._record_forward, self._record_draw, self._buffer.padded_slots, capture
+            )
+        except RuntimeError:
+            _logger.warning("generation steps cannot be recorded and run eagerly", exc_info=True)
+            return None
 
 
 def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:

@@ -5,6 +5,9 @@ it, since a replay would repeat the number it had when it was recorded. A step t
 its rows from the head of the packed copy; rows up to the bucket's size are the padding slot's,
 which attends to nothing and keeps nothing.
 
+The decoder and the draw of a step are two recordings: a step whose requests want more done to their
+logits than a recording holds replays the decoder only.
+
 Recording is a strategy (`Capture`): CUDA graphs on a GPU; in tests something that runs the same
 function again on the same tensors.
 """
@@ -13,38 +16,61 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-Step: TypeAlias = Callable[[Tensor], Tensor]
-"""slots [B] int32 at a fixed address -> tokens [B] int64."""
+Forward: TypeAlias = Callable[[Tensor], Tensor]
+"""slots [B] int32 at a fixed address -> hidden states [B, hidden_size]."""
+
+Draw: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""slots [B] int32 and hidden states, both at fixed addresses -> tokens [B] int64."""
 
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Records a call: what replays it, and the tensor that holds its answer after each replay."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    replay_forward: Callable[[], Any]
+    hidden: Tensor
+    replay_draw: Callable[[], Any]
+    tokens: Tensor
+
+
 class GraphRunner:
     """Owner of the recordings; the largest is made first, so that the others fit its memory."""
 
-    def __init__(self, step: Step, slots: Tensor, capture: Capture) -> None:
+    def __init__(self, forward: Forward, draw: Draw, slots: Tensor, capture: Capture) -> None:
         """``slots`` [max_batch_size] int32 keeps its address; now it holds padding only."""
         self._sizes = bucket_sizes(len(slots))
-        self._graphs = {
-            size: capture(partial(step, slots[:size])) for size in reversed(self._sizes)
-        }
+        self._recordings: dict[int, _Recording] = {}
+        for size in reversed(self._sizes):
+            replay_forward, hidden = capture(partial(forward, slots[:size]))
+            replay_draw, tokens = capture(partial(draw, slots[:size], hidden))
+            self._recordings[size] = _Recording(replay_forward, hidden, replay_draw, tokens)
 
     def run(self, num_rows: int) -> Tensor:
         """Replay the smallest bucket that holds ``num_rows``: their tokens [num_rows] int64.
 
         The tensor is overwritten by the next replay of its bucket.
         """
-        size = self._sizes[bisect_left(self._sizes, num_rows)]
-        replay, tokens = self._graphs[size]
-        replay()
-        return tokens[:num_rows]
+        recording = self._find(num_rows)
+        recording.replay_forward()
+        recording.replay_draw()
+        return recording.tokens[:num_rows]
+
+    def forward(self, num_rows: int) -> Tensor:
+        """Replay the decoder only: hidden states [num_rows, hidden_size], until the next replay."""
+        recording = self._find(num_rows)
+        recording.replay_forward()
+        return recording.hidden[:num_rows]
+
+    def _find(self, num_rows: int) -> _Recording:
+        return self._recordings[self._sizes[bisect_left(self._sizes, num_rows)]]
 
 
 class CudaCapture:

@@ -31,7 +31,10 @@ class Ops:
     to_activation: Callable[[Tensor], Activation]
     make_linear: Callable[[Tensor, Tensor | None], Callable[[Any], Tensor]]
     greedy: Callable[[Tensor], Tensor]
-    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    adjust_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
+    ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+    ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -47,6 +50,9 @@ TORCH_OPS = Ops(
     make_linear=Linear,
     greedy=reference.greedy,
     sample=reference.sample,
+    adjust_logits=reference.adjust_logits,
+    ban_repeated_ngrams=reference.ban_repeated_ngrams,
+    ban_words=reference.ban_words,
 )
 
 

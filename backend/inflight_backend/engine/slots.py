@@ -11,6 +11,7 @@ none, whatever runs in it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +28,16 @@ from inflight_scheduler import ScheduledBatch
 class SamplingInputs:
     """What drawing the next tokens needs; all [num_samples] on the device.
 
-    ``positions`` are those the drawn tokens will take. The two flags come from the host's mirror.
+    ``positions`` are those the drawn tokens will take; ``rows`` [num_samples, NUM_COLUMNS] int32
+    is all the table of slots holds of them. The two flags come from the host's mirror.
     """
 
     slots: Tensor
+    rows: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     seeds: Tensor
     positions: Tensor
     end_ids: Tensor
@@ -92,7 +96,7 @@ class SlotTable:
             tokens=tokens,
             sample_rows=words.sample_rows.long() if batch.context_chunks else None,
             attention=attention,
-            sampling=self._sampling(words.sample_slots.long(), *self._sampling_flags(batch)),
+            sampling=self.sampling(words.sample_slots.long(), *self._sampling_flags(batch)),
         )
 
     def begin_generation(self, generation_slots: Tensor) -> StepInputs:
@@ -117,8 +121,17 @@ class SlotTable:
             slot_mapping=slot_mapping,
             host=None,
         )
-        sampling = self._sampling(slots, is_all_greedy=False, may_forbid_end=True)
+        sampling = self.sampling(slots)
         return StepInputs(self._last_tokens[slots], None, attention, sampling)
+
+    @property
+    def parameters(self) -> Tensor:
+        """The table of slots [num_slots + 1, NUM_COLUMNS] int32; see `step_buffer`."""
+        return self._parameters
+
+    def longest(self, slots: Sequence[int]) -> int:
+        """Tokens cached of the longest of ``slots``, after the step that was begun last."""
+        return int(self._host_lengths[list(slots)].max(initial=0))
 
     def book_generation(self, batch: ScheduledBatch) -> None:
         """Book on the host what `begin_generation` does on the device for a plan."""
@@ -195,19 +208,23 @@ class SlotTable:
 
     def _sampling_flags(self, batch: ScheduledBatch) -> tuple[bool, bool]:
         """Whether all rows are greedy, and whether some row's end may have to wait."""
-        slots = [chunk.slot for chunk in batch.context_chunks if chunk.is_last]
-        slots += batch.generation_slots
+        slots = drawing_slots(batch)
         may_forbid_end = (self._host_min_end[slots] > self._host_lengths[slots]).any()
         return bool(self._host_is_greedy[slots].all()), bool(may_forbid_end)
 
-    def _sampling(self, slots: Tensor, is_all_greedy: bool, may_forbid_end: bool) -> SamplingInputs:
+    def sampling(
+        self, slots: Tensor, is_all_greedy: bool = False, may_forbid_end: bool = True
+    ) -> SamplingInputs:
+        """What the next draw of ``slots`` [N] needs; the flags are on the safe side by default."""
         rows = self._parameters[slots]
         floats = rows.view(torch.float32)
         return SamplingInputs(
             slots=slots,
+            rows=rows,
             temperature=floats[:, columns.TEMPERATURE],
             top_k=rows[:, columns.TOP_K],
             top_p=floats[:, columns.TOP_P],
+            min_p=floats[:, columns.MIN_P],
             seeds=rows.view(torch.int64)[:, columns.SEED],
             positions=self._cached_lengths[slots],
             end_ids=rows[:, columns.END_ID].long(),
@@ -215,3 +232,10 @@ class SlotTable:
             is_all_greedy=is_all_greedy,
             may_forbid_end=may_forbid_end,
         )
+
+
+def drawing_slots(batch: ScheduledBatch) -> list[int]:
+    """The slots that draw a token in ``batch``, in plan order."""
+    slots = [chunk.slot for chunk in batch.context_chunks if chunk.is_last]
+    slots += batch.generation_slots
+    return slots

@@ -20,7 +20,9 @@ from inflight_scheduler import ScheduledBatch, SlotSetup
 
 # Columns of the table of slots, in words. The seed comes first, so that it can be read as int64.
 SEED, TEMPERATURE, TOP_K, TOP_P, END_ID, MIN_END_POSITION = 0, 2, 3, 4, 5, 6
-NUM_COLUMNS = 8
+MIN_P, INITIAL_TOP_P, TOP_P_DECAY, TOP_P_MIN, TOP_P_RESET_ID = 7, 8, 9, 10, 11
+REPETITION_PENALTY, PRESENCE_PENALTY, FREQUENCY_PENALTY, NO_REPEAT_NGRAM_SIZE = 12, 13, 14, 15
+NUM_COLUMNS = 16
 
 _Words = npt.NDArray[np.int32]
 _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
@@ -146,11 +148,60 @@ def _setup_rows(setups: tuple[SlotSetup, ...]) -> _Words:
     if setups:
         seeds = [setup.sampling.seed % 2**64 for setup in setups]
         rows[:, SEED : SEED + 2] = np.array(seeds, dtype=np.uint64).view(np.int32).reshape(-1, 2)
-        temperatures = [setup.sampling.temperature for setup in setups]
-        rows[:, TEMPERATURE] = np.array(temperatures, dtype=np.float32).view(np.int32)
-        rows[:, TOP_K] = [setup.sampling.top_k for setup in setups]
-        top_ps = [setup.sampling.top_p for setup in setups]
-        rows[:, TOP_P] = np.array(top_ps, dtype=np.float32).view(np.int32)
-        rows[:, END_ID] = [setup.end_id for setup in setups]
-        rows[:, MIN_END_POSITION] = [setup.min_end_position for setup in setups]
+        rows[:, _INTEGER_COLUMNS] = [_integers(setup) for setup in setups]
+        floats = np.array([_floats(setup) for setup in setups], dtype=np.float32)
+        rows[:, _FLOAT_COLUMNS] = floats.view(np.int32)
     return rows
+
+
+_INTEGER_COLUMNS = [TOP_K, END_ID, MIN_END_POSITION, TOP_P_RESET_ID, NO_REPEAT_NGRAM_SIZE]
+_FLOAT_COLUMNS = [
+    TEMPERATURE,
+    TOP_P,
+    MIN_P,
+    INITIAL_TOP_P,
+    TOP_P_DECAY,
+    TOP_P_MIN,
+    REPETITION_PENALTY,
+    PRESENCE_PENALTY,
+    FREQUENCY_PENALTY,
+]
+
+
+def _integers(setup: SlotSetup) -> tuple[int, ...]:
+    sampling = setup.sampling
+    return (
+        sampling.top_k,
+        setup.end_id,
+        setup.min_end_position,
+        sampling.top_p_reset_id,
+        sampling.no_repeat_ngram_size,
+    )
+
+
+def _floats(setup: SlotSetup) -> tuple[float, ...]:
+    sampling = setup.sampling
+    # All rows of a step decay if one does: the others by nothing, and never up to a minimum.
+    decay = (sampling.top_p_decay, sampling.top_p_min) if sampling.has_decay else (1.0, 0.0)
+    return (
+        sampling.temperature,
+        current_top_p(setup),
+        sampling.min_p,
+        sampling.top_p,
+        *decay,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+
+
+def current_top_p(setup: SlotSetup) -> float:
+    """top_p for the token that comes after the text of ``setup``, rounded as on the device."""
+    sampling = setup.sampling
+    if not sampling.has_decay:
+        return sampling.top_p
+    top_p = initial = np.float32(sampling.top_p)
+    decay, least = np.float32(sampling.top_p_decay), np.float32(sampling.top_p_min)
+    for token in setup.tokens[setup.prompt_len :]:
+        top_p = initial if token == sampling.top_p_reset_id else max(top_p * decay, least)
+    return float(top_p)

@@ -7,23 +7,33 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.observer import PendingOutputs
+from inflight_backend.step_outputs import StepOutputs
+
 _DEPTH = 2  # steps whose tokens may be on their way at once
 
 
 class PendingTokens:
     """The tokens of a step that may still run."""
 
-    __slots__ = ("_tokens", "_wait")
+    __slots__ = ("_outputs", "_tokens", "_wait")
 
-    def __init__(self, tokens: Tensor, wait: Callable[[], object]) -> None:
+    def __init__(
+        self, tokens: Tensor, wait: Callable[[], object], outputs: PendingOutputs | None = None
+    ) -> None:
         self._tokens = tokens
         self._wait = wait
+        self._outputs = outputs
 
     def read(self) -> list[int]:
         """Wait for the step and return its tokens, in plan order."""
         self._wait()
         tokens: list[int] = self._tokens.tolist()
         return tokens
+
+    def read_outputs(self) -> StepOutputs | None:
+        """What the step brought beside tokens, once these are read; None if no request asked."""
+        return None if self._outputs is None else self._outputs.read()
 
 
 class TokenReader:
@@ -46,16 +56,19 @@ class TokenReader:
         """Page-locked host memory."""
         return sum(host.nbytes for host, _ in self._lanes)
 
-    def send(self, tokens: Tensor) -> PendingTokens:
-        """Start the copy of tokens [n] int64; the tensor may be overwritten by later steps."""
+    def send(self, tokens: Tensor, outputs: PendingOutputs | None = None) -> PendingTokens:
+        """Start the copy of tokens [n] int64; the tensor may be overwritten by later steps.
+
+        ``outputs``: copies that were started before this one.
+        """
         if not self._lanes:
-            return PendingTokens(tokens.clone(), _return_at_once)
+            return PendingTokens(tokens.clone(), _return_at_once, outputs)
         host, event = self._lanes[self._turn]
         self._turn = (self._turn + 1) % len(self._lanes)
         target = host[: len(tokens)]
         target.copy_(tokens, non_blocking=True)
         event.record()
-        return PendingTokens(target, event.synchronize)
+        return PendingTokens(target, event.synchronize, outputs)
 
 
 def new_event() -> torch.cuda.Event:

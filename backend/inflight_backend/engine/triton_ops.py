@@ -8,6 +8,8 @@ from torch import Tensor
 
 from inflight_backend.engine.layers import Fp8Linear, Quantized
 from inflight_backend.engine.ops import TORCH_OPS
+from inflight_kernels import adjust_logits as adjusting
+from inflight_kernels import ban_tokens as banning
 from inflight_kernels import quantize_fp8 as quantize_module
 from inflight_kernels import rms_norm as norms
 from inflight_kernels import sample as sampling
@@ -21,6 +23,7 @@ def _sample(
     top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    min_p: Tensor | None,
 ) -> Tensor:
     """The parameters are columns of a table: the kernel wants each by itself."""
     return sampling.sample(
@@ -30,6 +33,7 @@ def _sample(
         top_p.contiguous(),
         seeds.contiguous(),
         positions,
+        None if min_p is None else min_p.contiguous(),
     )
 
 
@@ -40,6 +44,9 @@ TRITON_OPS = replace(
     final_norm=norms.add_rms_norm,
     silu_mul=activation.silu_mul,
     sample=_sample,
+    adjust_logits=adjusting.adjust_logits,
+    ban_repeated_ngrams=banning.ban_repeated_ngrams,
+    ban_words=banning.ban_words,
 )
 
 

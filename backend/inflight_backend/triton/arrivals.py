@@ -2,55 +2,127 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import threading
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
 from inflight_backend.inference_request import InferenceRequest
+from inflight_scheduler import DEFAULT_PRIORITY_SPAN, rank_at_arrival
+
+_MIN_CLEAN = 64  # deadlines kept before those of requests that have left are looked for
+
+_Entry = tuple[float, int, InferenceRequest]  # rank, number of arrival (unique), request
+
+
+@dataclass(frozen=True, slots=True)
+class OverdueRequest:
+    """A request that left the queue because its time was up.
+
+    ``place`` is where it stood among the ``num_waiting`` that waited, from 1.
+    """
+
+    request: InferenceRequest
+    place: int
+    num_waiting: int
 
 
 class ArrivalQueue:
-    """Requests that wait for a place among the active ones. Thread-safe, bounded, FIFO."""
+    """Validated requests that wait for a place among the active ones. Thread-safe and bounded.
 
-    def __init__(self, max_size: int) -> None:
+    It numbers requests as they arrive and hands them out by rank, the order in which
+    `ActiveRequests` then keeps them: priority decides, and nobody is passed by more than
+    ``priority_span`` allows, here and there together. Give both the same span.
+    """
+
+    def __init__(self, max_size: int, priority_span: float = DEFAULT_PRIORITY_SPAN) -> None:
         self._max_size = max_size
-        self._waiting: dict[int, InferenceRequest] = {}
+        self._priority_span = priority_span
+        self._num_arrivals = 0
+        self._order: list[_Entry] = []
+        self._entries: dict[int, _Entry] = {}
+        self._deadlines: list[tuple[float, int, int]] = []  # a heap of (when, arrival, id)
+        self._clean_at = _MIN_CLEAN
         self._stops: set[int] = set()
         self._lock = threading.Lock()
         self._is_draining = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._order)
 
     @property
     def is_draining(self) -> bool:
         """True once `drain` was called."""
         return self._is_draining
 
-    def put(self, request: InferenceRequest) -> None:
-        """Add a request; `CapacityExceeded` when the queue is full or the server drains."""
+    def put(
+        self, *requests: InferenceRequest, describe_load: Callable[[], str] | None = None
+    ) -> None:
+        """Add requests, all or none; `CapacityExceeded` when there is no room or when draining.
+
+        ``describe_load`` says what keeps those out who wait, for that error.
+        """
         with self._lock:
             if self._is_draining:
                 raise CapacityExceeded("the server is shutting down; send the request elsewhere")
-            if len(self._waiting) >= self._max_size:
+            if len(self._order) + len(requests) > self._max_size:
+                load = f"; {describe_load()}" if describe_load is not None else ""
                 raise CapacityExceeded(
-                    f"the request queue is full: max_queue_size = {self._max_size}; try again later"
+                    f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
+                    f"try again later{load}"
                 )
-            self._waiting[request.request_id] = request
+            for request in requests:
+                self._add(request)
+
+    def _add(self, request: InferenceRequest) -> None:
+        llm_request = request.llm_request
+        assert llm_request is not None, "validate the request first"
+        self._num_arrivals += 1
+        arrival = llm_request.arrival = self._num_arrivals
+        rank = rank_at_arrival(arrival, llm_request.priority, self._priority_span)
+        entry = self._entries[request.request_id] = (rank, arrival, request)
+        insort(self._order, entry)
+        deadlines = (llm_request.queue_deadline, llm_request.run_deadline)
+        if known := [deadline for deadline in deadlines if deadline is not None]:
+            self._watch(min(known), arrival, request.request_id)
 
     def take(self, max_num_requests: int) -> list[InferenceRequest]:
         """The get-inference-requests callback; a negative number takes all."""
-        if not self._waiting or max_num_requests == 0:
+        if not self._order or max_num_requests == 0:
             return []
         with self._lock:
-            limit = None if max_num_requests < 0 else max_num_requests
-            ids = list(itertools.islice(self._waiting, limit))
-            return [self._waiting.pop(request_id) for request_id in ids]
+            limit = len(self._order) if max_num_requests < 0 else max_num_requests
+            requests = [request for _, _, request in self._order[:limit]]
+            del self._order[:limit]
+            for request in requests:
+                del self._entries[request.request_id]
+            return requests
+
+    def take_overdue(self) -> list[OverdueRequest]:
+        """Take out the requests whose deadline has passed before they could start."""
+        deadlines = self._deadlines  # another thread may put a cleaned list in its place
+        if not deadlines or deadlines[0][0] > time.monotonic():
+            return []
+        overdue: list[OverdueRequest] = []
+        with self._lock:
+            now = time.monotonic()
+            while self._deadlines and self._deadlines[0][0] <= now:
+                _, arrival, request_id = heapq.heappop(self._deadlines)
+                if self._is_waiting(arrival, request_id):
+                    num_waiting = len(self._order)
+                    request, index = self._remove(request_id)
+                    overdue.append(OverdueRequest(request, index + 1, num_waiting))
+        return overdue
 
     def stop(self, request_id: int) -> bool:
         """Stop a request: True if it was still waiting (and is gone now), else it is signalled."""
         with self._lock:
-            if self._waiting.pop(request_id, None) is not None:
+            if request_id in self._entries:
+                self._remove(request_id)
                 return True
             self._stops.add(request_id)
             return False
@@ -58,9 +130,10 @@ class ArrivalQueue:
     def find_place(self, request_id: int) -> tuple[int, int] | None:
         """Place of a request that still waits, from 1, and how many do; None if it does not."""
         with self._lock:
-            if request_id not in self._waiting:
+            entry = self._entries.get(request_id)
+            if entry is None:
                 return None
-            return list(self._waiting).index(request_id) + 1, len(self._waiting)
+            return bisect_left(self._order, entry) + 1, len(self._order)
 
     def poll_stop_signals(self) -> set[int]:
         """The poll-stop-signals callback: ids to stop, each named once."""
@@ -74,6 +147,24 @@ class ArrivalQueue:
         """Refuse everything from now on; what waits already is served."""
         with self._lock:
             self._is_draining = True
+
+    def _remove(self, request_id: int) -> tuple[InferenceRequest, int]:
+        """Take one out; the request and its index."""
+        entry = self._entries.pop(request_id)
+        index = bisect_left(self._order, entry)
+        del self._order[index]
+        return entry[2], index
+
+    def _watch(self, deadline: float, arrival: int, request_id: int) -> None:
+        if len(self._deadlines) >= self._clean_at:
+            self._deadlines = [each for each in self._deadlines if self._is_waiting(*each[1:])]
+            heapq.heapify(self._deadlines)
+            self._clean_at = max(_MIN_CLEAN, 2 * len(self._deadlines))
+        heapq.heappush(self._deadlines, (deadline, arrival, request_id))
+
+    def _is_waiting(self, arrival: int, request_id: int) -> bool:
+        entry = self._entries.get(request_id)
+        return entry is not None and entry[1] == arrival
 
 
 class RequestIds:

@@ -10,8 +10,12 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_validation import RequestLimits
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
-from inflight_backend.triton.stream import ResponseStream, TokenStream
+from inflight_backend.triton.stop_text import StopText, StopTokens
+from inflight_backend.triton.stream import Stream
+from inflight_backend.triton.texts import MAX_STOP_WORDS, read_texts, set_text_tensors
+from inflight_backend.triton.token_stream import TextWriter, TokenStream
 from inflight_client import protocol
 
 Array = npt.NDArray[Any]
@@ -19,6 +23,15 @@ Array = npt.NDArray[Any]
 _ALL_OUTPUTS = frozenset(protocol.names(protocol.OUTPUTS))
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
+_ANSWERS = frozenset({"stats", "why", "recording"})
+_OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
+# Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
+_BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
+_BY_INPUT = _OUTPUTS - _TOKEN_OUTPUTS - _TEXT_OUTPUTS - _BY_NAME_ONLY
+_ENSEMBLE_OUTPUTS = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
+
+
+_FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence_index")}
 
 
 def read_inputs(triton_request: Any) -> dict[str, Array]:
@@ -64,10 +77,14 @@ def read_text(inputs: Mapping[str, Array]) -> str | None:
 
 
 def make_request(
-    number: int, inputs: Mapping[str, Array], codec: TextCodec | None, max_input_len: int
+    number: int, inputs: Mapping[str, Array], codec: TextCodec | None, limits: RequestLimits
 ) -> InferenceRequest:
-    """The request for the batch manager; a text prompt is encoded here."""
-    request = InferenceRequest(number, is_streaming=bool(is_streaming(inputs)))
+    """The request for the batch manager; texts are encoded here.
+
+    With stop words to be found in the text its tokens must come as they are drawn.
+    """
+    has_stop_text = bool(read_texts(inputs, "stop_words", MAX_STOP_WORDS))
+    request = InferenceRequest(number, is_streaming=has_stop_text or bool(is_streaming(inputs)))
     text = read_text(inputs)
     for name, tensor in inputs.items():
         if name not in protocol.CONTROL_INPUTS:
@@ -75,32 +92,42 @@ def make_request(
     if text is not None:
         if codec is None:
             raise InvalidRequest("'text_input' needs a tokenizer, and the checkpoint has none")
-        ids = codec.encode(text, max_input_len)
+        ids = codec.encode(text, limits.max_input_len)
         request.set_tensor("input_ids", np.array([ids], dtype=np.int32))
         if not request.has_tensor("end_id") and codec.end_id >= 0:
             request.set_tensor("end_id", np.array([codec.end_id], dtype=np.int32))
+    set_text_tensors(request, inputs, codec, limits.vocab_size)
     return request
 
 
+def names_none(requested: frozenset[str]) -> bool:
+    """True for a client that names no output: Triton then requests all there are.
+
+    Through the ensemble it always does, and keeps those from the client that it did not name.
+    """
+    return not requested or requested in (_ALL_OUTPUTS, _ENSEMBLE_OUTPUTS)
+
+
 def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:
-    """The tensors to send. A client that names none gets those of the kind of its prompt.
+    """The tensors to send, as far as there are any: inputs like ``return_log_probs`` decide that.
+
+    A client that names none gets those of the kind of its prompt.
 
     A token prompt needs ``output_ids`` or ``text_output``; the peer's rule that ``output_ids`` and
     ``sequence_length`` come together holds for clients that name one of them.
     """
-    if not requested or requested == _ALL_OUTPUTS:
-        return _TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS
-    chosen = requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS)
-    if not chosen:
+    if names_none(requested):
+        return (_TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS) | _BY_INPUT
+    if not requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS):
         raise InvalidRequest(
             "none of the requested outputs can be sent; request 'output_ids' with "
             "'sequence_length', or 'text_output'"
         )
-    return chosen
+    return requested & _OUTPUTS
 
 
 def make_token_stream(
-    stream: ResponseStream,
+    stream: Stream,
     request: InferenceRequest,
     inputs: Mapping[str, Array],
     requested: frozenset[str],
@@ -111,17 +138,28 @@ def make_token_stream(
     assert llm_request is not None, "validate the request first"
     text = read_text(inputs)
     outputs = choose_outputs(requested, is_text=text is not None)
-    if "text_output" not in outputs:
-        return TokenStream(stream, outputs)
-    if codec is None:
-        raise InvalidRequest("'text_output' needs a tokenizer, and the checkpoint has none")
     # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
-    includes_prompt = not llm_request.is_streaming and not llm_request.exclude_input_in_output
-    prompt_text = codec.decode(llm_request.tokens) if text is None else text
-    return TokenStream(
-        stream,
-        outputs,
+    is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
+    includes_prompt = is_whole and not llm_request.exclude_input_in_output
+    token_stream = TokenStream(stream, outputs, constants=_FIRST)
+    if requested == _ENSEMBLE_OUTPUTS:  # perhaps the client has named them
+        token_stream.final_outputs = _BY_NAME_ONLY
+    if is_whole and llm_request.is_streaming:
+        token_stream.is_whole = True
+        token_stream.ids = list(llm_request.tokens) if includes_prompt else []
+    stop_words = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
+    if "text_output" not in outputs and not stop_words:
+        return token_stream
+    if codec is None:
+        name = "stop_words" if stop_words else "text_output"
+        raise InvalidRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
+    token_stream.text = TextWriter(
         IncrementalDetokenizer(codec, llm_request.tokens),
-        text_prefix=prompt_text if includes_prompt else "",
-        num_prompt_ids=llm_request.prompt_len if includes_prompt else 0,
+        stop_tokens=StopTokens(llm_request.stop_words) if llm_request.stop_words else None,
+        stop_text=StopText(stop_words) if stop_words else None,
     )
+    if includes_prompt:
+        token_stream.text.prefix = codec.decode(llm_request.tokens) if text is None else text
+        if not llm_request.is_streaming:  # else the prompt's ids do not come with the answer's
+            token_stream.text.num_prompt_ids = llm_request.prompt_len
+    return token_stream

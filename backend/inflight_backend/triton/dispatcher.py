@@ -16,26 +16,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from inflight_backend.inference_request import NamedTensor
-from inflight_backend.triton.stream import ResponseStream, TokenStream
+from inflight_backend.triton.pieces import Piece
+from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.triton.token_stream import TokenStream
 
 _logger = logging.getLogger(__name__)
 
 _FEW_REQUESTS = 16  # up to here every token leaves on its own
 _MAX_REST_SECONDS = 0.02
-
-
-@dataclass(slots=True)
-class _Piece:
-    """What one request has to say in one round: tokens, and perhaps its end."""
-
-    ids: list[int] = field(default_factory=list)
-    is_final: bool = False
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +123,7 @@ class ResponseDispatcher:
 
     def _send_round(self, items: Sequence[_Item | _Stats | _Answer | None]) -> tuple[int, bool]:
         """Merge per request and send: (requests served, True unless the end was reached)."""
-        pieces: dict[int, _Piece] = {}
+        pieces: dict[int, Piece] = {}
         stats: list[str] = []
         is_open = True
         for item in items:
@@ -141,14 +134,15 @@ class ResponseDispatcher:
             elif isinstance(item, _Answer):
                 self._send_answer(item)
             else:
-                _merge(pieces, item)
+                request_id, tensors, is_final, error = item
+                pieces.setdefault(request_id, Piece()).add(tensors, is_final, error)
         for request_id, piece in pieces.items():
             self._send_piece(request_id, piece)
         if stats:
             self._send_stats(stats)
         return len(pieces), is_open
 
-    def _send_piece(self, request_id: int, piece: _Piece) -> None:
+    def _send_piece(self, request_id: int, piece: Piece) -> None:
         token_stream = self._streams.get(request_id)
         if token_stream is None:
             _logger.error("a response for the unknown request %d was dropped", request_id)
@@ -157,7 +151,9 @@ class ResponseDispatcher:
             del self._streams[request_id]
         try:
             if piece.ids or not piece.error:
-                token_stream.send(piece.ids, is_final=piece.is_final and not piece.error)
+                is_final = piece.is_final and not piece.error
+                if token_stream.send(piece.ids, piece.extras, is_final=is_final):
+                    self._stop_request(request_id)
             if piece.error:
                 token_stream.stream.send_error(piece.error)
         except Exception:  # one client's stream may break, the others go on
@@ -184,13 +180,3 @@ class ResponseDispatcher:
                 with self._subscribers_lock:
                     self._subscribers.remove(stream)
                 stream.abandon("the statistics could not be sent")
-
-
-def _merge(pieces: dict[int, _Piece], item: _Item) -> None:
-    request_id, tensors, is_final, error = item
-    piece = pieces.setdefault(request_id, _Piece())
-    for named in tensors:
-        if named.name == "output_ids":
-            piece.ids.extend(named.tensor.reshape(-1).tolist())
-    piece.is_final = is_final or bool(error)
-    piece.error = piece.error or error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from inflight_backend.triton.decoding import (
     is_streaming,
     make_request,
     make_token_stream,
+    names_none,
     read_flag,
     read_inputs,
 )
@@ -26,7 +27,9 @@ from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
 from inflight_backend.triton.sampling_parameters import expand
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
+from inflight_backend.why import why_queued
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
@@ -66,18 +69,25 @@ class Frontend:
         self._codec = codec
         self._ids = RequestIds()
         self._live: dict[int, ResponseStream] = {}
+        self._groups: dict[int, list[int]] = {}  # of requests with several sequences
+        self._max_num_sequences = 1
         self._feeds: list[ResponseStream] = []
         self._lock = threading.Lock()
         self._limits: RequestLimits | None = None
         self._wake: Callable[[], None] = lambda: None
         self._stats_json: Callable[[], str] = lambda: "{}"
         self._inspector: Inspector | None = None
+        self._why_queued = ""
+        self._describe_load: Callable[[], str] = str
 
     def start(self, manager: GptManager, description: ModelDescription) -> None:
         """Connect to the batch manager; comes before the first request."""
         self._limits, self._wake = manager.limits, manager.wake
+        self._max_num_sequences = manager.max_num_requests
         self._stats_json = lambda: manager.stats_json
         self._inspector = Inspector(manager, self._arrivals, self._dispatcher, description)
+        self._why_queued = why_queued(manager.max_num_requests)
+        self._describe_load = manager.describe_load
 
     @property
     def num_live(self) -> int:
@@ -103,8 +113,12 @@ class Frontend:
         except Exception as error:  # whatever a request contains, it ends only itself
             self._refuse(stream, error)
 
+    def stop_group(self, number: int) -> None:
+        """Stop a Triton request in flight: all its sequences."""
+        self._stop_each(self._groups.get(number, [number]))
+
     def stop(self, number: int) -> None:
-        """Stop a request in flight, waiting or running."""
+        """Stop one sequence in flight, waiting or running."""
         if self._arrivals.stop(number):
             self._dispatcher.send_response(number, (), True, "")
         else:
@@ -113,18 +127,43 @@ class Frontend:
     def stop_all(self) -> None:
         """Stop every request in flight and end every feed of statistics."""
         for number in list(self._live):
-            self.stop(number)
+            self.stop_group(number)
         for feed in list(self._feeds):
             self._end_feed(feed)
+
+    def end_overdue(self) -> None:
+        """End the requests whose deadline has passed in the queue, with an error that says why."""
+        for overdue in self._arrivals.take_overdue():
+            place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
+            reason = f"not started before its deadline: {place}, and {self._why_queued}"
+            self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
 
     def check_cancelled(self) -> None:
         """Look once at every open stream and stop those whose client has gone."""
         for number, stream in list(self._live.items()):
             if stream.is_cancelled():
-                self.stop(number)
+                self.stop_group(number)
         for feed in list(self._feeds):
             if feed.is_cancelled():
                 self._end_feed(feed)
+
+    def _check_one_response(self, inputs: Mapping[str, Array]) -> None:
+        """`InvalidRequest` for what has several responses, where Triton takes one only."""
+        if self._is_decoupled:
+            return
+        if is_streaming(inputs):
+            raise InvalidRequest(
+                "'streaming' needs a decoupled deployment: this one sends whole answers only"
+            )
+        if read_num_sequences(inputs, self._max_num_sequences) > 1:
+            raise InvalidRequest(
+                "'num_return_sequences' above 1 needs a decoupled deployment: "
+                "this one sends one response per request"
+            )
+
+    def _stop_each(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.stop(number)
 
     def _enqueue(
         self,
@@ -136,26 +175,36 @@ class Frontend:
         limits = self._limits
         assert limits is not None, "start() comes before the first request"
         number = self._ids.reserve(name)
+        numbers = [number]
         try:
-            if not self._is_decoupled and is_streaming(inputs):
-                raise InvalidRequest(
-                    "'streaming' needs a decoupled deployment: this one sends whole answers only"
-                )
-            request = make_request(number, inputs, self._codec, limits.max_input_len)
-            validate(request, limits)
-            token_stream = make_token_stream(stream, request, inputs, requested, self._codec)
-            self._dispatcher.open(number, token_stream)
+            self._check_one_response(inputs)
+            num_sequences = read_num_sequences(inputs, self._max_num_sequences)
+            numbers += [self._ids.reserve("") for _ in range(1, num_sequences)]
+            request = make_request(number, inputs, self._codec, limits)
+            requests = copy_request(request, numbers[1:])
+            streams: Sequence[Stream] = [stream]
+            if num_sequences > 1:
+                self._groups[number] = numbers
+                streams = share(stream, num_sequences, lambda: self._stop_each(numbers))
+            for index, (one, way) in enumerate(zip(requests, streams, strict=True)):
+                validate(one, limits)
+                token_stream = make_token_stream(way, one, inputs, requested, self._codec)
+                if num_sequences > 1:
+                    token_stream.set_index(index, is_asked=names_none(requested))
+                self._dispatcher.open(one.request_id, token_stream)
             self._live[number] = stream
             stream.on_final(lambda: self._forget(number, name))
-            self._arrivals.put(request)
+            self._arrivals.put(*requests, describe_load=self._describe_load)
         except BaseException:
-            self._dispatcher.discard(number)
+            for opened in numbers:
+                self._dispatcher.discard(opened)
             self._forget(number, name)
             raise
         self._wake()
 
     def _forget(self, number: int, name: str) -> None:
         self._live.pop(number, None)
+        self._groups.pop(number, None)
         if name:
             self._ids.release(name)
 
@@ -165,7 +214,7 @@ class Frontend:
             raise InvalidRequest("a stop request needs the request id of the request to stop")
         number = self._ids.find(name)
         if number is not None:
-            self.stop(number)
+            self.stop_group(number)
         else:
             _logger.debug("stop for a request that is not in flight")
         stream.send({}, is_final=True)

@@ -28,6 +28,8 @@ KV_BLOCK_METRICS = {
     "used": "Used KV cache blocks",
     "tokens_per": "Tokens per KV cache block",
     "fraction": "Fraction used KV cache blocks",
+    "reused": "Reused KV cache blocks",  # this and the next stay 0 without block reuse
+    "hit_rate": "KV cache hit rate",  # ours
 }
 BATCHER_METRICS = {
     "total_context_tokens": "Total Context Tokens",
@@ -90,7 +92,7 @@ class TritonMetrics:
         """Set every gauge whose value changed since the last call."""
         stats = json.loads(stats_json)
         for key, gauge in self._gauges:
-            value = _to_number(stats[key])
+            value = _to_number(stats.get(key, 0))
             if self._last_values.get(key) != value:
                 gauge.set(value)
                 self._last_values[key] = value

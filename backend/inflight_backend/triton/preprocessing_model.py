@@ -86,7 +86,7 @@ class Preprocessor:
         )
 
     def _encode_word(self, word: str) -> list[int]:
-        return self._codec.encode_raw(word, add_special_tokens=False)
+        return self._codec.encode_word(word)
 
 
 class TritonPythonModel:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
-
-from inflight_backend.text import IncrementalDetokenizer
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +48,19 @@ class ResponseFactory:
         return self.pb_utils.InferenceResponse(
             output_tensors=[], error=error_class(message, getattr(error_class, code))
         )
+
+
+class Stream(Protocol):
+    """What a generation needs of its way back; `ResponseStream` is one."""
+
+    def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
+        """Send one response with ``tensors``."""
+
+    def send_error(self, message: str, code: str = "INTERNAL") -> None:
+        """End the stream with an error."""
+
+    def abandon(self, message: str) -> None:
+        """After a send that raised: end the stream, and never raise."""
 
 
 class ResponseStream:
@@ -113,41 +123,3 @@ class ResponseStream:
                 if self._on_final is not None:
                     self._on_final()  # the id is free just before the last response leaves
             self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
-
-
-@dataclass(slots=True)
-class TokenStream:
-    """Gives the tokens of one generation request the form its client asked for.
-
-    ``outputs`` are the names of the tensors to send. ``detokenizer`` is set when text is among
-    them; ``text_prefix`` is the prompt, for an answer that includes it, and ``num_prompt_ids`` how
-    many of the first ids are the prompt's.
-    """
-
-    stream: ResponseStream
-    outputs: frozenset[str]
-    detokenizer: IncrementalDetokenizer | None = None
-    text_prefix: str = ""
-    num_prompt_ids: int = 0
-
-    def send(self, ids: Sequence[int], *, is_final: bool) -> None:
-        """Send the tokens that are new since the last call, merged into one response."""
-        text = self._text(ids, is_final)
-        tensors: dict[str, Array] = {}
-        if "output_ids" in self.outputs:
-            tensors["output_ids"] = np.array([[ids]], dtype=np.int32)
-        if "sequence_length" in self.outputs:
-            tensors["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
-        if "text_output" in self.outputs:
-            if not text and not is_final and len(self.outputs) == 1:
-                return  # the token completes no character yet: nothing to say
-            tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
-        self.stream.send(tensors, is_final=is_final)
-
-    def _text(self, ids: Sequence[int], is_final: bool) -> str:
-        if self.detokenizer is None:
-            return ""
-        prefix, self.text_prefix = self.text_prefix, ""
-        skipped, self.num_prompt_ids = self.num_prompt_ids, 0
-        text = prefix + self.detokenizer.push(ids[skipped:])
-        return text + self.detokenizer.finish() if is_final else text

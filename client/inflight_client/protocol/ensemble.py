@@ -33,8 +33,16 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "lora_task_id": "lora_task_id",
     "lora_weights": "lora_weights",
     "lora_config": "lora_config",
+    "embedding_bias_words": "embedding_bias_words",
+    "embedding_bias_weights": "embedding_bias_weights",
+    "min_p": "min_p",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
+    "priority": "priority",
+    "cache_salt": "cache_salt",
+    "max_queue_time_ms": "max_queue_time_ms",
+    "allotted_time_ms": "allotted_time_ms",
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 

@@ -10,7 +10,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     scalar("encoder_output_lengths", "INT32", "encoder output length"),
     honoured(scalar("input_lengths", "INT32", "number of ids of the prompt that count")),
     honoured(scalar("request_output_len", "INT32", "maximum number of new tokens")),
-    scalar("num_return_sequences", "INT32", "sequences to return for the prompt", 1),
+    honoured(scalar("num_return_sequences", "INT32", "sequences to return for the prompt")),
     ragged("draft_input_ids", "INT32", (-1,), "draft tokens for speculative decoding"),
     ragged("decoder_input_ids", "INT32", (-1,), "decoder prompt of an encoder-decoder model"),
     scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids"),
@@ -18,32 +18,40 @@ INPUTS: tuple[TensorSpec, ...] = (
     scalar("draft_acceptance_threshold", "FP32", "acceptance threshold of drafts"),
     honoured(scalar("end_id", "INT32", "token that ends the answer; -1 = none")),
     honoured(scalar("pad_id", "INT32", "token that pads beams of unequal length")),
-    ragged("stop_words_list", "INT32", (2, -1), "stop words as token ids and end offsets"),
-    ragged("bad_words_list", "INT32", (2, -1), "forbidden words as token ids and end offsets"),
-    ragged("embedding_bias", "FP32", (-1,), "bias added to the logits"),
+    honoured(
+        ragged("stop_words_list", "INT32", (2, -1), "stop words as token ids and end offsets")
+    ),
+    honoured(
+        ragged("bad_words_list", "INT32", (2, -1), "forbidden words as token ids and end offsets")
+    ),
+    honoured(ragged("embedding_bias", "FP32", (-1,), "bias added to the logits")),
     scalar("beam_width", "INT32", "number of beams", 1),
     honoured(scalar("temperature", "FP32", "divides the logits; 0 = greedy")),
     honoured(scalar("runtime_top_k", "INT32", "draw among the k most likely; 0 = off")),
     honoured(scalar("runtime_top_p", "FP32", "draw within probability mass p; 0 = off")),
-    scalar("runtime_top_p_min", "FP32", "lower bound of a decaying top_p", 1e-6),
-    scalar("runtime_top_p_decay", "FP32", "decay of top_p per token", 1.0),
-    scalar("runtime_top_p_reset_ids", "INT32", "token that resets a decaying top_p", -1),
+    honoured(scalar("runtime_top_p_min", "FP32", "lower bound of a decaying top_p", 1e-6)),
+    honoured(scalar("runtime_top_p_decay", "FP32", "factor of top_p after each token", 1.0)),
+    honoured(
+        scalar(
+            "runtime_top_p_reset_ids", "INT32", "token after which top_p starts anew; -1 = none", -1
+        )
+    ),
     scalar("len_penalty", "FP32", "beam search: length penalty", 1.0),
     scalar("early_stopping", "BOOL", "beam search: stop early", False),
-    scalar("repetition_penalty", "FP32", "multiplicative penalty of tokens seen", 1.0),
-    scalar("presence_penalty", "FP32", "additive penalty of tokens generated", 0.0),
-    scalar("frequency_penalty", "FP32", "additive penalty by count of tokens generated", 0.0),
+    honoured(scalar("repetition_penalty", "FP32", "divides positive logits of tokens seen", 1.0)),
+    honoured(scalar("presence_penalty", "FP32", "subtracted once from tokens seen", 0.0)),
+    honoured(scalar("frequency_penalty", "FP32", "subtracted per occurrence of tokens seen", 0.0)),
     scalar("beam_search_diversity_rate", "FP32", "beam search: diversity", 0.0),
     honoured(scalar("min_length", "INT32", "minimum number of new tokens")),
     honoured(scalar("min_tokens", "INT32", "newer name of min_length")),
     honoured(scalar("random_seed", "UINT64", "seed of the draw")),
     honoured(scalar("seed", "UINT64", "newer name of random_seed")),
-    scalar("return_log_probs", "BOOL", "return log probabilities", False),
-    scalar("return_context_logits", "BOOL", "return the logits of the prompt", False),
-    scalar("return_generation_logits", "BOOL", "return the logits of new tokens", False),
-    scalar("return_perf_metrics", "BOOL", "return times and cache use of the request", False),
-    scalar("return_num_input_tokens", "BOOL", "return num_input_tokens", False),
-    scalar("return_num_output_tokens", "BOOL", "return num_output_tokens", False),
+    honoured(scalar("return_log_probs", "BOOL", "return log probabilities")),
+    honoured(scalar("return_context_logits", "BOOL", "return the logits of the prompt")),
+    honoured(scalar("return_generation_logits", "BOOL", "return the logits of new tokens")),
+    honoured(scalar("return_perf_metrics", "BOOL", "return times and cache use of the request")),
+    honoured(scalar("return_num_input_tokens", "BOOL", "return num_input_tokens")),
+    honoured(scalar("return_num_output_tokens", "BOOL", "return num_output_tokens")),
     honoured(scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer")),
     honoured(scalar("stop", "BOOL", "end the running request that has this request id")),
     honoured(scalar("streaming", "BOOL", "one response per step instead of one at the end")),
@@ -102,8 +110,27 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "lookahead_verification_set_size", "INT32", (1,), "lookahead decoding", is_ragged=True
     ),
+    # Ours, or read by the peer without being in its config.
+    honoured(scalar("min_p", "FP32", "drop tokens less likely than this share of the likeliest")),
+    honoured(scalar("no_repeat_ngram_size", "INT32", "no n-gram of this size twice; 0 = off")),
+    honoured(scalar("noRepeatNgramSize", "INT32", "name of no_repeat_ngram_size in GptManager")),
+    honoured(
+        scalar(
+            "prompt_ignore_length",
+            "INT32",
+            "first tokens of the prompt that presence and frequency do not count",
+        )
+    ),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
+    TensorSpec("stop_words", "STRING", (-1,), "texts that end the answer", is_honoured=True),
+    TensorSpec("bad_words", "STRING", (-1,), "texts that are not generated", is_honoured=True),
+    TensorSpec(
+        "embedding_bias_words", "STRING", (-1,), "texts whose tokens get a bias", is_honoured=True
+    ),
+    TensorSpec(
+        "embedding_bias_weights", "FP32", (-1,), "bias of each of these texts", is_honoured=True
+    ),
     TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
     TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
     TensorSpec(
@@ -113,14 +140,18 @@ INPUTS: tuple[TensorSpec, ...] = (
         "settings of vLLM's clients, as a JSON object",
         is_honoured=True,
     ),
-    ragged("bad_words", "STRING", (-1,), "forbidden words as text"),
-    ragged("stop_words", "STRING", (-1,), "stop words as text"),
     TensorSpec(
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
     TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
+    # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
+    # (priority, allottedTimeMs); its cacheSaltID is a number, ours a string: tenants have names.
+    honoured(scalar("priority", "FP32", "0 to 1, the higher the earlier; default 0.5")),
+    honoured(scalar("cache_salt", "STRING", "cached text is shared among equal salts only")),
+    honoured(scalar("max_queue_time_ms", "INT32", "error unless started so soon after arrival")),
+    honoured(scalar("allotted_time_ms", "INT32", "ends so long after arrival, as far as it is")),
 )
 
 INPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in INPUTS}
@@ -130,6 +161,7 @@ RENAMED_INPUTS: dict[str, str] = {
     "seed": "random_seed",
     "max_tokens": "request_output_len",
     "stream": "streaming",
+    "noRepeatNgramSize": "no_repeat_ngram_size",
 }
 """Another name of an input -> the name used inside. Sending both is an error."""
 
@@ -144,6 +176,11 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "why",
         "recording",
         "text_input",
+        "num_return_sequences",
+        "stop_words",
+        "bad_words",
+        "embedding_bias_words",
+        "embedding_bias_weights",
     }
 )
 """Consumed by the Triton model; not tensors of an `InferenceRequest`."""

@@ -100,6 +100,33 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "type of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU",
         ("auto", "float32", "bfloat16", "float16"),
     ),
+    ParameterSpec(
+        "quantization",
+        "choice",
+        "none",
+        "fp8: quantise the linears' weights at load, and what they read",
+        ("none", "fp8"),
+    ),
+    ParameterSpec(
+        "kv_cache_dtype", "choice", "auto", "type of the KV cache; auto: dtype", ("auto", "fp8")
+    ),
+    ParameterSpec(
+        "attention_backend",
+        "choice",
+        "auto",
+        "attention kernels; auto: triton on a GPU, torch on a CPU",
+        ("auto", "torch", "triton"),
+    ),
+    ParameterSpec(
+        "cuda_graph_mode", "bool", "true", "generation steps on a GPU are recorded and replayed"
+    ),
+    ParameterSpec(
+        "overlap_scheduler",
+        "choice",
+        "auto",
+        "plan an iteration while the one before runs; auto: on a GPU",
+        ("auto", "on", "off"),
+    ),
     ParameterSpec("status_file", "str", "", "file in which the model reports loading and state"),
     ParameterSpec("drain_file", "str", "", "file whose appearance makes the model drain"),
     ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
@@ -107,7 +134,46 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "enable_chunked_context", "bool", "false", "a prompt may be computed in several iterations"
     ),
     ParameterSpec(
-        "enable_kv_cache_reuse", "bool", "false", "share KV blocks with requests that begin alike"
+        "context_chunking_policy",
+        "choice",
+        "first_come_first_served",
+        "who gets how much of the token budget, with chunked context",
+        ("first_come_first_served", "equal_progress", "force_chunk"),
+    ),
+    ParameterSpec(
+        "context_chunk_unit",
+        "int",
+        "",
+        "chunks are multiples of so many tokens; default: tokens_per_block",
+        minimum=1,
+        maximum=2**20,
+    ),
+    ParameterSpec(
+        "priority_span",
+        "float",
+        "1000",
+        "later requests of priority 1 that may pass one of priority 0",
+        minimum=0,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "max_queue_seconds",
+        "float",
+        "",
+        "upper bound, and default, of max_queue_time_ms; default: none",
+        minimum=0.001,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "max_run_seconds",
+        "float",
+        "",
+        "upper bound, and default, of allotted_time_ms; default: none",
+        minimum=0.001,
+        maximum=1e9,
+    ),
+    ParameterSpec(
+        "enable_kv_cache_reuse", "bool", "true", "share KV blocks with requests that begin alike"
     ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),
@@ -139,7 +205,6 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec("gpu_weights_percent", "float", "1.0", "weight offload", is_honoured=False),
     ParameterSpec("enable_context_fmha_fp32_acc", "bool", "false", "kernels", is_honoured=False),
     ParameterSpec("multi_block_mode", "bool", "true", "kernels", is_honoured=False),
-    ParameterSpec("cuda_graph_mode", "bool", "false", "kernels", is_honoured=False),
     ParameterSpec("cuda_graph_cache_size", "int", "0", "kernels", is_honoured=False),
     ParameterSpec(
         "speculative_decoding_fast_logits", "bool", "false", "speculation", is_honoured=False

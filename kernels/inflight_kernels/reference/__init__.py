@@ -9,6 +9,12 @@ torch knows. Names, shapes and layouts are those of the kernels beside this pack
 * slot of a token in the cache: ``block_id * tokens_per_block + offset``
 """
 
+from inflight_kernels.reference.adjusting import (
+    COUNT_UNIT,
+    adjust_logits,
+    ban_repeated_ngrams,
+    ban_words,
+)
 from inflight_kernels.reference.attention import (
     AttentionPlan,
     paged_attention_context,
@@ -25,9 +31,13 @@ from inflight_kernels.reference.elementwise import (
 from inflight_kernels.reference.sampling import greedy, sample, uniform
 
 __all__ = [
+    "COUNT_UNIT",
     "AttentionPlan",
     "add_rms_norm",
+    "adjust_logits",
     "apply_rope",
+    "ban_repeated_ngrams",
+    "ban_words",
     "greedy",
     "paged_attention_context",
     "paged_attention_generation",

@@ -1,9 +1,9 @@
 """Draw the next token of each row; a seeded row depends on its own seed and position only.
 
-A row is filtered by temperature, then top-k, then top-p, and drawn by inverting its cumulative
+A row is filtered by temperature, then top-k, top-p and min-p, and drawn by inverting its cumulative
 distribution *in the order of the vocabulary* with one uniform number. That number is a hash of
 (seed, position), so it knows nothing of the batch, of a pause, or of the device, and an
-implementation may find the two thresholds however it likes: with a sort, or by bisection.
+implementation may find the thresholds however it likes: with a sort, or by bisection.
 """
 
 from __future__ import annotations
@@ -40,16 +40,21 @@ def sample(
     top_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    min_p: Tensor | None = None,
 ) -> Tensor:
     """Draw one token per row of logits [N, V] float32 -> [N] int64; -1 where a row is not finite.
 
     temperature [N] float32, top_k [N] int32 (0: off), top_p [N] float32 (0 or >= 1: off), seeds
     and positions [N] int64: what `uniform` hashes; the position is the one the drawn token will
-    take. A row is greedy when its temperature is 0, its top_k is 1, or both filters are 0. Tokens
-    that tie with the last one a filter keeps are kept too. Only rows that draw pay for filters.
+    take. min_p [N] float32 (0: off) drops tokens less likely than that share of the likeliest. A
+    row is greedy when its temperature is 0, its top_k is 1, or all filters are 0. Tokens that tie
+    with the last one a filter keeps are kept too. Only rows that draw pay for filters.
     """
     tokens = greedy(logits)
-    is_greedy = (temperature == 0) | (top_k == 1) | ((top_k == 0) & (top_p == 0))
+    has_no_filter = (top_k == 0) & (top_p == 0)
+    if min_p is not None:
+        has_no_filter &= min_p == 0
+    is_greedy = (temperature == 0) | (top_k == 1) | has_no_filter
     rows = (~is_greedy & (tokens >= 0)).nonzero().squeeze(1)
     if rows.numel() == 0:
         return tokens
@@ -57,6 +62,9 @@ def sample(
     scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) / temperature[rows, None]
     kept = _keep_top_k(scaled, top_k[rows])
     kept = _keep_top_p(kept, top_p[rows])
+    if min_p is not None:
+        # The likeliest token stands at 0, so its share is the exponential.
+        kept = kept.masked_fill(scaled < min_p[rows, None].log(), -torch.inf)
     tokens[rows] = _draw(kept, uniform(seeds[rows], positions[rows]))
     return tokens
 

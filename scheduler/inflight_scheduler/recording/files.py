@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.lines import MAX_LINE_BYTES, Header, LineReader, LineWriter
+from inflight_scheduler.recording.header import Header
+from inflight_scheduler.recording.lines import MAX_LINE_BYTES, LineReader, LineWriter
 from inflight_scheduler.recording.records import Iteration
 
 _logger = logging.getLogger(__name__)

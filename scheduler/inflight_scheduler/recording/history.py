@@ -12,13 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from inflight_scheduler.explain import WaitCode, WaitReason, explain
+from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
+from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.lines import Header
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.records import Iteration, Settings
-from inflight_scheduler.recording.simulation import Lists, MakeScheduler, Simulation
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.recording.simulation import Lists, Simulation, scheduler_of
+from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.scheduler import CapacitySchedulerPolicy, RequestScheduler
+
+_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
 MAX_NUM_SPANS = 4_000_000
 """Spans of one history, about 1 GB; a longer recording must be cut."""
@@ -86,6 +90,14 @@ class History:
     num_generation: array[int] = field(default_factory=lambda: array("i"))
     num_context_tokens: array[int] = field(default_factory=lambda: array("q"))
     num_free_blocks: array[int] = field(default_factory=lambda: array("q"))
+    is_last_busy: array[int] = field(default_factory=lambda: array("b"))
+    """1 for an iteration after which nobody was in flight: time passes before the next one."""
+
+    def end_us(self, index: int) -> int:
+        """When iteration ``index`` was over: at once the next one begins, or nothing happens."""
+        if index + 1 < self.num_iterations and not self.is_last_busy[index]:
+            return self.start_us[index + 1]
+        return self.start_us[index] + self.step_us[index]
 
     @property
     def num_iterations(self) -> int:
@@ -93,18 +105,17 @@ class History:
         return len(self.numbers)
 
 
-def build_history(
-    reader: RecordingReader, make_scheduler: MakeScheduler | None, *, with_reasons: bool = True
-) -> History:
-    """Follow a recording to its end. Without a scheduler nobody can say the reasons.
+def build_history(reader: RecordingReader, *, with_reasons: bool = True) -> History:
+    """Follow a recording to its end.
 
-    The recorded decisions are carried out, whatever the scheduler would decide now.
+    The recorded decisions are carried out, whatever a scheduler would decide now. Of those of a
+    user's scheduler the reasons are numbers only; it is not needed here.
     `RecordingError` for a recording that cannot be read or tells of something impossible.
     """
     header = reader.header
     history = History(header.settings, header)
     try:
-        follower = _Follower(history, make_scheduler, with_reasons)
+        follower = _Follower(history, with_reasons)
     except RecordingError as error:
         raise reader.fail(error) from None
     for iteration in reader:
@@ -121,13 +132,13 @@ def build_history(
 class _Follower:
     """Writes a history while a simulation carries the recorded decisions out."""
 
-    def __init__(
-        self, history: History, make_scheduler: MakeScheduler | None, with_reasons: bool
-    ) -> None:
+    def __init__(self, history: History, with_reasons: bool) -> None:
         self._history = history
-        self._with_reasons = with_reasons and make_scheduler is not None
+        self._with_reasons = with_reasons
         active = history.header.active
-        self._simulation = Simulation(history.settings, active, make_scheduler)
+        self._simulation = Simulation(
+            history.settings, active, _scheduler_in_force, history.header.cache
+        )
         self._rows: dict[int, Row] = {}
         self._num_spans = 0
         for request in self._simulation.active:
@@ -144,10 +155,11 @@ class _Follower:
         before = {request.request_id: request for request in simulation.active}
         if iteration.decision is not None:
             lists = simulation.follow(iteration.decision)
-            self._note(index, lists)
+            self._note(index, lists, iteration)
             simulation.carry_out(lists, iteration)
         reasons = dict(iteration.ends)
         simulation.end(iteration)
+        self._history.is_last_busy.append(not simulation.active)
         if len(simulation.active) < len(before):
             left = before.keys() - {request.request_id for request in simulation.active}
             for request_id in left:
@@ -169,7 +181,7 @@ class _Follower:
         history.num_context_tokens.append(decision.num_context_tokens if decision else 0)
         history.num_free_blocks.append(min(iteration.num_free_blocks, 2**62))
 
-    def _note(self, index: int, lists: Lists) -> None:
+    def _note(self, index: int, lists: Lists, iteration: Iteration) -> None:
         """A span, or one iteration more of the last one, for everybody active."""
         context, generation, paused = lists
         for request in generation:
@@ -177,12 +189,14 @@ class _Follower:
         for request in context:
             activity = Activity.RESUMED if request.num_pauses else Activity.CONTEXT
             self._extend(request, activity, index, _chunk_note(request), request.context_chunk_size)
-        if len(context) + len(generation) == len(self._simulation.active):
+        # Whose last token is being computed waits for nothing.
+        idle = [r for r in self._simulation.active if r.state is not _TO_COMPLETE]
+        if len(context) + len(generation) == len(idle):
             return
-        reasons = self._reasons(lists)
+        reasons = self._reasons(lists, iteration)
         running = {id(request) for request in (*context, *generation)}
         is_paused = {id(request) for request in paused}
-        for request in self._simulation.active:
+        for request in idle:
             if id(request) not in running:
                 activity = _idle_activity(request, id(request) in is_paused)
                 reason = reasons.get(request.request_id)
@@ -190,11 +204,21 @@ class _Follower:
         for request in paused:
             self._rows[request.request_id].num_pauses += 1
 
-    def _reasons(self, lists: Lists) -> dict[int, WaitReason]:
-        scheduler = self._simulation.scheduler
-        if scheduler is None or not self._with_reasons:
+    def _reasons(self, lists: Lists, iteration: Iteration) -> dict[int, WaitReason]:
+        simulation, settings = self._simulation, self._history.settings
+        if not self._with_reasons or simulation.scheduler is None:
             return {}
-        return explain(scheduler, self._simulation.active, (), lists)
+        if settings.scheduler_class is None or iteration.is_by_default:
+            return explain(simulation.scheduler, simulation.active, (), lists)
+        return explain_left_out(
+            settings.scheduler_class.rpartition(":")[2],
+            simulation.active,
+            lists,
+            block_manager=simulation.block_manager,
+            max_batch_size=settings.max_batch_size,
+            max_num_tokens=settings.max_num_tokens,
+            num_free_blocks=iteration.num_free_blocks,
+        )
 
     def _extend(
         self,
@@ -227,6 +251,13 @@ class _Follower:
         row = self._rows.pop(request.request_id)
         row.end, row.end_reason = index + 1, reason
         row.num_generated = request.num_generated_tokens
+
+
+def _scheduler_in_force(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
+    """Whose reasons can be told: ours, or the one that takes over from a user's."""
+    is_ours = settings.scheduler_class is None
+    policy = settings.policy if is_ours else CapacitySchedulerPolicy.MAX_UTILIZATION
+    return scheduler_of(policy, settings, planner)
 
 
 def _is_new(span: Span, reason: WaitReason | str | None) -> bool:

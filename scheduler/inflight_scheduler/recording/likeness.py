@@ -14,14 +14,16 @@ blocks back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from inflight_scheduler.recording.errors import RecordingError
 
 MAX_STEPS = 10_000
 """Pieces that are looked at for one answer; a recording that needs more was not made by us."""
 
+_INT32 = "i"
 _MIN_REMEMBERED = 2**20  # tokens
 
 
@@ -36,11 +38,14 @@ NO_LIKENESS = Likeness(0, 0)
 
 
 class _Node:
-    """An edge of the tree of texts: ``tokens`` lead here, and ``owner`` was the first with them."""
+    """An edge of the tree of texts: ``tokens`` lead here, and ``owner`` was the first with them.
+
+    Packed, since there are millions.
+    """
 
     __slots__ = ("children", "owner", "tokens")
 
-    def __init__(self, tokens: Sequence[int], owner: int) -> None:
+    def __init__(self, tokens: array[int], owner: int) -> None:
         self.tokens = tokens
         self.owner = owner
         self.children: dict[int, _Node] = {}
@@ -72,14 +77,24 @@ class _Tree:
             node = child
         return best
 
+    def owners(self) -> set[int]:
+        """Everybody who was the first with some tokens."""
+        found: set[int] = set()
+        pending = list(self.roots.values())
+        while pending:
+            node = pending.pop()
+            found.add(node.owner)
+            pending.extend(node.children.values())
+        return found
+
     def add(self, salt: bytes, tokens: Sequence[int], owner: int) -> None:
         """Enter a text; what is there already keeps its owner."""
-        node = self.roots.setdefault(salt, _Node((), owner))
+        node = self.roots.setdefault(salt, _Node(array(_INT32), owner))
         place = 0
         while place < len(tokens):
             child = node.children.get(tokens[place])
             if child is None:
-                node.children[tokens[place]] = _Node(tuple(tokens[place:]), owner)
+                node.children[tokens[place]] = _Node(array(_INT32, tokens[place:]), owner)
                 self.num_tokens += len(tokens) - place
                 return
             common = _num_common(child.tokens, tokens, place)
@@ -98,23 +113,31 @@ def _split(parent: _Node, child: _Node, length: int) -> _Node:
     return middle
 
 
-def _num_common(edge: Sequence[int], tokens: Sequence[int], place: int) -> int:
+def _num_common(edge: array[int], tokens: Sequence[int], place: int) -> int:
     """Tokens of ``edge`` that ``tokens`` has from ``place`` on."""
     length = min(len(edge), len(tokens) - place)
-    if tuple(edge[:length]) == tuple(tokens[place : place + length]):
+    if edge[:length] == array(_INT32, tokens[place : place + length]):
         return length
     return next(k for k in range(length) if edge[k] != tokens[place + k])
+
+
+Text: TypeAlias = tuple[bytes, Sequence[int], int]
+"""Salt, tokens and number."""
 
 
 class TextIndex:
     """Finds how far a text agrees with earlier ones.
 
     It remembers texts of at least four times the tokens of the KV pool: what is forgotten here
-    has long been evicted there.
+    has long been evicted there, unless it is the text of a request that still waits. Those come
+    from ``active_texts``: salt, tokens and number of each.
     """
 
-    def __init__(self, num_pool_tokens: int) -> None:
-        self._limit = max(4 * num_pool_tokens, _MIN_REMEMBERED)
+    def __init__(
+        self, num_pool_tokens: int, active_texts: Callable[[], Iterable[Text]] = tuple
+    ) -> None:
+        self._limit = self._max_young = max(4 * num_pool_tokens, _MIN_REMEMBERED)
+        self._active_texts = active_texts
         self._young, self._old = _Tree(), _Tree()
 
     def add(self, salt: bytes, tokens: Sequence[int], number: int) -> Likeness:
@@ -124,9 +147,16 @@ class TextIndex:
             old = self._old.find(salt, tokens, number)
             found = max(found, old, key=lambda likeness: likeness.length)
         self._young.add(salt, tokens, number)
-        if self._young.num_tokens > self._limit:
+        if self._young.num_tokens > self._max_young:
             self._old, self._young = self._young, _Tree()
+            for text in self._active_texts():
+                self._young.add(*text)
+            self._max_young = self._young.num_tokens + self._limit
         return found
+
+    def numbers(self) -> set[int]:
+        """The texts that a later one can be found to be like."""
+        return self._young.owners() | self._old.owners()
 
 
 class _Piece(NamedTuple):
@@ -143,14 +173,15 @@ class _Piece(NamedTuple):
 class TextBook:
     """Texts made up so that they agree as far as they are said to, and no further."""
 
-    def __init__(self) -> None:
-        self._pieces: list[list[_Piece]] = []
+    def __init__(self, num_texts: int = 0) -> None:
+        """``num_texts`` were there before; of those nothing is known unless it is told."""
+        self._num_texts = num_texts
+        self._pieces: dict[int, list[_Piece]] = {}
         self._time = 0
 
     def add(self, likeness: Likeness = NO_LIKENESS) -> int:
         """A new text; its number."""
-        self._pieces.append([])
-        number = len(self._pieces) - 1
+        number, self._num_texts = self._num_texts, self._num_texts + 1
         self.extend(number, likeness, 0)
         return number
 
@@ -159,10 +190,10 @@ class TextBook:
 
         `RecordingError` if there is no such text.
         """
-        pieces = self._pieces[number]
         if likeness.length > start:
-            if not 0 <= likeness.number < len(self._pieces):
+            if not 0 <= likeness.number < self._num_texts:
                 raise RecordingError(f"there is no text {likeness.number} to be like")
+            pieces = self._pieces.setdefault(number, [])
             if start > (pieces[-1].end if pieces else 0):
                 pieces.append(_Piece(start, None, self._tick()))
             pieces.append(_Piece(likeness.length, likeness.number, self._tick()))
@@ -177,7 +208,7 @@ class TextBook:
             if num_steps > MAX_STEPS:
                 raise RecordingError("the texts lean on one another in too many pieces")
             text, first, last, before = pending.pop()
-            for piece in self._pieces[text]:
+            for piece in self._pieces.get(text, ()):
                 if piece.time >= before or first >= last:
                     break
                 if piece.end <= first:

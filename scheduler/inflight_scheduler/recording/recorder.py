@@ -7,25 +7,28 @@ nothing is formatted or written here. The calls of one iteration, in order::
     decided(active, context, ...)            between deciding and carrying out
     carried_out(num_free_blocks)             after carrying out
     failed()                                 if the step brought no tokens
+    lost()                                   if the step before brought none (overlapped loop)
     ended(request, error) ...                requests that ended, for whatever reason
     finish_iteration()                       the record is complete
 
 The last iterations are kept in a ring of segments. A segment begins with the state of all active
-requests, so it can be replayed without those before it; the oldest is dropped when there are too
-many.
+requests and, with block reuse, of the cache (some 20 bytes per block of the pool), so it can be
+replayed without those before it; the oldest is dropped when there are too many.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Protocol
 
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextIndex
-from inflight_scheduler.recording.lines import Header, LineWriter
+from inflight_scheduler.cache_state import CacheState
+from inflight_scheduler.recording.header import Header
+from inflight_scheduler.recording.likeness import NO_LIKENESS
+from inflight_scheduler.recording.lines import LineWriter
 from inflight_scheduler.recording.records import (
     ERROR,
     NOT_FINITE,
@@ -33,11 +36,11 @@ from inflight_scheduler.recording.records import (
     Chunk,
     Decision,
     End,
-    Growth,
     Iteration,
     RequestState,
     Settings,
 )
+from inflight_scheduler.recording.texts import CacheMark, RecordedTexts
 from inflight_scheduler.request import FinishReason, LlmRequest
 
 SEGMENT_ITERATIONS = 512
@@ -65,6 +68,7 @@ class RecordingSink(Protocol):
 @dataclass(slots=True)
 class _Segment:
     active: tuple[RequestState, ...]
+    cache: CacheMark | None
     iterations: list[Iteration] = field(default_factory=list)
     num_numbers: int = 0
 
@@ -79,8 +83,13 @@ class FlightRecorder:
         software: str = "",
         sink: RecordingSink | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        cache_state: Callable[[], CacheState | None] | None = None,
     ) -> None:
-        """``clock`` counts nanoseconds."""
+        """``clock`` counts nanoseconds.
+
+        ``cache_state`` is that of the `BlockManager`: without it, a ring with block reuse that has
+        dropped its beginning cannot be replayed.
+        """
         self.settings = settings
         self._software = software
         self._sink = sink
@@ -92,16 +101,21 @@ class FlightRecorder:
         self._arrivals: list[LlmRequest] = []
         self._came_ns: dict[int, int] = {}
         self._ends: list[End] = []
-        self._texts = _Texts(settings) if settings.enable_reuse else None
+        self._cache_state = cache_state
+        self._texts: RecordedTexts | None = None
+        if settings.enable_reuse:
+            self._texts = RecordedTexts(settings.num_blocks * settings.tokens_per_block)
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
         self._generation_ids = _NO_GENERATION
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
-        self._has_failed = False
+        self._has_failed = self._has_lost = False
+        self._is_by_default = False
+        self._running: Decision | None = None  # overlapped: the decision before the last one
         if sink is not None:
-            sink.begin(self._header(()))
+            sink.begin(Header(settings, software, self._started))
 
     def arrived(self, request: LlmRequest, came_ns: int | None = None) -> None:
         """``request`` is active from now on; it came at ``came_ns`` on the recorder's clock."""
@@ -115,9 +129,15 @@ class FlightRecorder:
         context_requests: Sequence[LlmRequest],
         generation_requests: Sequence[LlmRequest],
         paused_requests: Sequence[LlmRequest],
+        *,
+        is_by_default: bool = False,
     ) -> None:
-        """A decision, before it is carried out."""
+        """A decision, before it is carried out.
+
+        ``is_by_default``: that of the user's scheduler was refused.
+        """
         self._decided_ns = self._clock()
+        self._is_by_default = is_by_default
         if self._ends:
             self._note_early_ends()
         if self._needs_segment():
@@ -150,6 +170,10 @@ class FlightRecorder:
         """The step that was decided brought no tokens."""
         self._has_failed = True
 
+    def lost(self) -> None:
+        """The step before the one that was decided brought no tokens, and took this one with it."""
+        self._has_lost = True
+
     def ended(self, request: LlmRequest, error: str = "") -> None:
         """``request`` is not active any more; the text of an error is not recorded."""
         if self._texts is not None:
@@ -169,15 +193,15 @@ class FlightRecorder:
             decided_ns = self._clock()
             self._register_texts()
         self._append(decided_ns)
-        self._decision = None
+        self._running, self._decision = self._decision, None
 
     def lines(self) -> Iterator[str]:
         """The ring as a recording, line by line.
 
         Call it on the thread that records; the lines may be taken on another one.
         """
-        segments = [(segment.active, list(segment.iterations)) for segment in self._segments]
-        return self._format(segments)
+        iterations = [i for segment in self._segments for i in segment.iterations]
+        return self._format(self._segments[0] if self._segments else None, iterations)
 
     def close(self) -> None:
         """Close the sink."""
@@ -209,9 +233,11 @@ class FlightRecorder:
             tuple(self._ends),
             self._has_failed,
             () if self._texts is None else self._texts.take_growths(),
+            self._is_by_default and self._decision is not None,
+            self._has_lost,
         )
         self._arrivals, self._ends, self._places = [], [], {}
-        self._has_failed = False
+        self._has_failed = self._has_lost = False
         segment = self._segments[-1]
         segment.iterations.append(iteration)
         segment.num_numbers += _num_numbers(iteration)
@@ -237,17 +263,15 @@ class FlightRecorder:
             for request in self._arrivals:
                 self._texts.add(request)
 
-    def _format(
-        self, segments: Sequence[tuple[tuple[RequestState, ...], list[Iteration]]]
-    ) -> Iterator[str]:
+    def _format(self, first: _Segment | None, iterations: list[Iteration]) -> Iterator[str]:
         writer = LineWriter()
-        yield writer.header(self._header(segments[0][0] if segments else ()))
-        for _, iterations in segments:
-            for iteration in iterations:
-                yield writer.iteration(iteration)
-
-    def _header(self, active: tuple[RequestState, ...]) -> Header:
-        return Header(self.settings, self._software, self._started, active)
+        header = Header(self.settings, self._software, self._started)
+        if first is not None and iterations and iterations[0].number > 1:
+            cache = None if first.cache is None else first.cache.start(iterations)
+            header = replace(header, active=first.active, cache=cache)
+        yield writer.header(header)
+        for iteration in iterations:
+            yield writer.iteration(iteration)
 
     def _needs_segment(self) -> bool:
         if not self._segments:
@@ -259,53 +283,27 @@ class FlightRecorder:
 
     def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
         new_ids = {request.request_id for request in self._arrivals}
-        states = [RequestState.of(r) for r in active_requests if r.request_id not in new_ids]
-        self._segments.append(_Segment(tuple(states), num_numbers=9 * len(states)))
+        requests = [r for r in active_requests if r.request_id not in new_ids]
+        mark: CacheMark | None = None
+        state = None if self._cache_state is None else self._cache_state()
+        if self._texts is not None and state is not None:
+            mark = self._texts.mark(requests, state)
+        places = _token_places(self._running)
+        states = tuple(
+            [
+                RequestState.of(r, places[r.request_id] if r.num_pending_tokens else 0)
+                for r in requests
+            ]
+        )
+        self._segments.append(_Segment(states, mark, num_numbers=9 * len(states)))
 
 
-class _Texts:
-    """Whom the texts in flight are like; the request ids are those of active requests."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._index = TextIndex(settings.num_blocks * settings.tokens_per_block)
-        self._num_texts = 0
-        self._numbers: dict[int, int] = {}
-        self._likenesses: dict[int, Likeness] = {}
-        self._growths: list[Growth] = []
-
-    def add(self, request: LlmRequest) -> None:
-        """A prompt, as it came."""
-        number, self._num_texts = self._num_texts, self._num_texts + 1
-        self._numbers[request.request_id] = number
-        found = self._index.add(request.cache_salt, request.tokens, number)
-        self._likenesses[request.request_id] = found
-
-    def likeness(self, request: LlmRequest) -> Likeness:
-        """What was found when the prompt came; to be asked once."""
-        return self._likenesses.pop(request.request_id, NO_LIKENESS)
-
-    def grow(self, request: LlmRequest, *, is_last: bool = False) -> None:
-        """``request`` gives its blocks back; everything it has generated belongs to its text."""
-        number = self._numbers.get(request.request_id)
-        if number is None:
-            return  # it ended before it was registered
-        if is_last:
-            del self._numbers[request.request_id]
-        if request.tokens[-1] < 0 or request.num_tokens == request.prompt_len:
-            return
-        found = self._index.add(request.cache_salt, request.tokens, number)
-        if found.length > request.prompt_len:
-            self._growths.append(Growth(request.request_id, found))
-
-    def forget(self, request_ids: Iterable[int]) -> None:
-        """These have ended before anything was decided about them."""
-        for request_id in request_ids:
-            self._numbers.pop(request_id, None)
-
-    def take_growths(self) -> tuple[Growth, ...]:
-        """Those since the last call."""
-        growths, self._growths = tuple(self._growths), []
-        return growths
+def _token_places(decision: Decision | None) -> dict[int, int]:
+    """Where the tokens of a running step will come, from 1: contexts, then generations."""
+    if decision is None:
+        return {}
+    ids = [*(chunk.request_id for chunk in decision.context), *decision.generation]
+    return {request_id: place for place, request_id in enumerate(ids, start=1)}
 
 
 def _places(

@@ -40,7 +40,9 @@ END_REASONS = TOKEN_ENDS | {ERROR, "timed_out", "cancelled"}
 class Settings:
     """Everything besides the requests that a decision depends on.
 
-    ``scheduler_class`` names a scheduler of the user. It is told, never imported from here.
+    ``is_overlapped``: a step was decided while the one before it ran, so what its tokens ended was
+    known one decision later. ``scheduler_class`` names a scheduler of the user. It is told, never
+    imported from here.
     """
 
     policy: CapacitySchedulerPolicy
@@ -52,6 +54,7 @@ class Settings:
     enable_reuse: bool = False
     may_copy_blocks: bool = False
     scheduler_class: str | None = None
+    is_overlapped: bool = False
 
 
 class Arrival(NamedTuple):
@@ -76,6 +79,8 @@ class RequestState(NamedTuple):
 
     ``prompt_len`` includes what a pause has turned into prompt and ``max_new_tokens`` counts from
     there, as in `LlmRequest`. ``num_computed`` are the tokens of the context that were computed.
+    ``pending_place``: the last token is that of a step which ran, at that place among its
+    tokens, from 1; 0 if no step ran for the request.
     """
 
     request_id: int
@@ -87,9 +92,10 @@ class RequestState(NamedTuple):
     num_pauses: int
     priority: float = 0.5
     beam_width: int = 1
+    pending_place: int = 0
 
     @classmethod
-    def of(cls, request: LlmRequest) -> RequestState:
+    def of(cls, request: LlmRequest, pending_place: int = 0) -> RequestState:
         """The state of ``request`` now."""
         return cls(
             request.request_id,
@@ -101,7 +107,45 @@ class RequestState(NamedTuple):
             request.num_pauses,
             request.priority,
             request.beam_width,
+            pending_place,
         )
+
+
+class TextPart(NamedTuple):
+    """From ``start`` to ``length`` the text ``number`` goes on like the earlier text ``source``."""
+
+    number: int
+    source: int
+    length: int
+    start: int
+
+
+class KeptBlock(NamedTuple):
+    """The block ``block_id`` holds block ``place`` of the text ``text_number``."""
+
+    block_id: int
+    text_number: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStart:
+    """With block reuse: what was cached when the recording began, and with which texts.
+
+    ``num_texts`` had been numbered; ``parts`` say which of those that still matter agree, in the
+    order in which that became known. ``text_numbers`` and ``tables`` (block ids in token order)
+    have one entry per active request. ``kept`` are the blocks whose content is kept, ``idle`` those
+    of them that nobody held, the one to be given up first in front, and ``beginnings`` those that
+    are found by their first token.
+    """
+
+    num_texts: int
+    parts: tuple[TextPart, ...]
+    text_numbers: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    kept: tuple[KeptBlock, ...]
+    idle: tuple[int, ...]
+    beginnings: tuple[int, ...]
 
 
 class Chunk(NamedTuple):
@@ -147,9 +191,11 @@ class Iteration(NamedTuple):
     """One pass of the loop: arrivals, then the decision, the step, then the ends.
 
     ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
-    ``has_failed`` tells of a step that brought no tokens. ``growths`` are known when requests give
-    their blocks back in this iteration. Times are microseconds, ``start_us``
-    since the recording was started; ``num_free_blocks`` is after the decision was carried out.
+    ``has_failed`` tells of a step that brought no tokens, ``has_lost`` (overlapped) of the step
+    before, which took this one with it. ``is_by_default``: the decision of the
+    user's scheduler was refused, and the default made this one. ``growths`` are known when requests
+    give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
+    recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
 
     number: int
@@ -161,3 +207,5 @@ class Iteration(NamedTuple):
     ends: tuple[End, ...]
     has_failed: bool = False
     growths: tuple[Growth, ...] = ()
+    is_by_default: bool = False
+    has_lost: bool = False

@@ -66,7 +66,7 @@ def replay(
     """
     header = reader.header
     try:
-        simulation = Simulation(header.settings, header.active, make_scheduler)
+        simulation = Simulation(header.settings, header.active, make_scheduler, header.cache)
     except RecordingError as error:
         raise reader.fail(error) from None
     num_iterations = num_pauses = 0

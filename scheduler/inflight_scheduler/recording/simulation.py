@@ -7,26 +7,29 @@ recorded ones: `arrive`, `decide`, then `carry_out` (which also runs the step), 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, SupportsIndex, overload
+from typing import NamedTuple
 
+from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import TextBook
+from inflight_scheduler.recording.made_up import MadeUpText, make_book, restore_cache
 from inflight_scheduler.recording.records import (
     MAX_NUM_REQUESTS,
     NOT_FINITE,
     TOKEN_ENDS,
     Arrival,
+    CacheStart,
     Chunk,
     Decision,
     Iteration,
     RequestState,
     Settings,
 )
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -41,47 +44,14 @@ Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
 
 class Step(NamedTuple):
-    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended."""
+    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended.
+
+    Overlapped, the tokens are those of the step before.
+    """
 
     num_free_blocks: int
     advanced: list[LlmRequest]
     ended: list[LlmRequest]
-
-
-class MadeUpText(list[int]):
-    """The tokens of a request without tokens: constant memory, whatever the length.
-
-    Without a book all are 0. With one, texts agree where the book says so (block reuse).
-    ``is_broken``: the last token is the one that says that the model's numbers failed.
-    """
-
-    __slots__ = ("_book", "is_broken", "length", "number")
-
-    def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
-        super().__init__()
-        self.length = length
-        self.number = number
-        self.is_broken = False
-        self._book = book
-
-    def __len__(self) -> int:
-        return self.length
-
-    def append(self, _: int) -> None:
-        """One token more."""
-        self.length += 1
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
-        if not isinstance(index, slice):
-            return -1 if self.is_broken else 0
-        start, end, _ = index.indices(self.length)
-        if self._book is None:
-            return [0] * max(end - start, 0)
-        return self._book.tokens(self.number, start, end)
 
 
 def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
@@ -121,6 +91,7 @@ class Simulation:
         settings: Settings,
         active: Sequence[RequestState] = (),
         scheduler: MakeScheduler | None = default_scheduler,
+        cache: CacheStart | None = None,
     ) -> None:
         """``scheduler`` None: nothing is decided here, decisions come from elsewhere."""
         self.settings = settings
@@ -132,16 +103,21 @@ class Simulation:
         )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         self.scheduler = scheduler(settings, self.planner) if scheduler else None
-        self._book = TextBook() if settings.enable_reuse else None
-        if active and settings.enable_reuse:
+        self._book: TextBook | None = None
+        if settings.enable_reuse:
+            self._book = TextBook() if cache is None else make_book(cache)
+        if active and settings.enable_reuse and cache is None:
             raise RecordingError(
-                "the recording begins in the middle: with block reuse nobody knows what was "
-                "cached then; record to a file from the start (record_file)"
+                "the recording begins in the middle and does not say what was cached then; with "
+                "block reuse that is needed: record to a file from the start (record_file)"
             )
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
-        for state in active:
-            self._restore(state)
+        for index, state in enumerate(active):
+            self._restore(state, None if cache is None else cache.text_numbers[index])
+        self._running = self._resume(active)  # overlapped: the step whose tokens come next
+        if cache is not None and self._book is not None:
+            restore_cache(self.block_manager, self._book, cache, self.active)
 
     def find(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
@@ -162,9 +138,11 @@ class Simulation:
         """What the scheduler decides now; nothing changes but the sizes of context chunks."""
         assert self.scheduler is not None, "this simulation only follows"
         try:
-            return self.scheduler.schedule_request(self.active, ())
+            lists = self.scheduler.schedule_request(self.active, ())
         except SchedulerError as error:
             raise RecordingError(f"this cannot be scheduled: {error}") from None
+        is_put_off = lists[2] and self._running is not None  # nobody is paused while a step runs
+        return ([], [], []) if is_put_off else lists
 
     def follow(self, decision: Decision) -> Lists:
         """``decision`` with requests for ids, chunk sizes set; it must be one that can be."""
@@ -197,14 +175,8 @@ class Simulation:
         batch = self.planner.plan(*lists)
         num_free_blocks = self.block_manager.num_free_blocks
         ends = {} if iteration is None else dict(iteration.ends)
-        if iteration is not None and iteration.has_failed:
-            for request in self.planner.discard(batch):
-                if request.request_id not in ends:
-                    raise RecordingError(f"request {request.request_id} survives a failed step")
-            return Step(num_free_blocks, [], [])
-        num_tokens = len(batch.generation_slots)
-        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
-        advanced = self.planner.update(batch, [0] * num_tokens)
+        run = self._run_overlapped if self.settings.is_overlapped else self._run
+        advanced = run(batch, iteration, ends)
         ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
         for request in ended:
             is_broken = ends.get(request.request_id) == NOT_FINITE
@@ -212,6 +184,46 @@ class Simulation:
                 request.tokens.is_broken = True
         self.forget(ended)
         return Step(num_free_blocks, advanced, ended)
+
+    def _run(
+        self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
+    ) -> list[LlmRequest]:
+        """Who got a token of the step."""
+        if iteration is not None and iteration.has_failed:
+            self._discard(batch, ends)
+            return []
+        num_tokens = len(batch.generation_slots)
+        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
+        return self.planner.update(batch, [0] * num_tokens)
+
+    def _run_overlapped(
+        self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
+    ) -> list[LlmRequest]:
+        """Who got a token of the step before, which ran until now."""
+        before, self._running = self._running, None
+        has_failed = iteration is not None and iteration.has_failed
+        if not batch.is_empty and not has_failed:
+            self.planner.advance(batch)
+            self._running = batch
+        advanced: list[LlmRequest] = []
+        if before is not None and iteration is not None and iteration.has_lost:
+            self._discard(before, ends)
+            if self._running is not None:
+                self._discard(self._running, ends)
+                self._running = None
+        elif before is not None:
+            owners = self.planner.token_owners(before)
+            tokens = [-1 if ends.get(r.request_id) == NOT_FINITE else 0 for r in owners]
+            advanced = self.planner.settle(before, tokens)
+        if has_failed:
+            self._discard(batch, ends)
+        return advanced
+
+    def _discard(self, batch: ScheduledBatch, ends: dict[int, str]) -> None:
+        for request in self.planner.discard(batch):
+            is_told = request.is_finished or request.request_id in ends
+            if request.request_id in self._by_id and not is_told:
+                raise RecordingError(f"request {request.request_id} survives a failed step")
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:
         """The other ends of ``iteration``; returns the requests."""
@@ -253,24 +265,50 @@ class Simulation:
         self._by_id[request.request_id] = request
         self.active.insert(len(self.active) if place is None else place, request)
 
-    def _restore(self, state: RequestState) -> None:
-        """A request in the middle of its life, with the blocks it held then."""
+    def _restore(self, state: RequestState, text_number: int | None) -> None:
+        """A request in the middle of its life, with the blocks it held then.
+
+        With a ``text_number`` the blocks come from elsewhere, since some may be shared.
+        """
         request = _make(state, state.prompt_len, state.max_new_tokens)
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {state.request_id} is larger than the whole pool")
         self._add(request, None)
         request.orig_prompt_len = state.orig_prompt_len
         request.num_pauses = state.num_pauses
+        if text_number is not None:
+            request.tokens = MadeUpText(state.num_tokens, self._book, text_number)
         if state.num_computed == 0:
             return
         request.context_chunk_size = state.num_computed
         request.move_to_next_context_chunk()
-        request.tokens = MadeUpText(state.num_tokens)
-        num_cached = max(state.prompt_len, request.num_cached_tokens)
-        blocks = self.block_manager.allocate(state.request_id, num_cached)
-        if blocks is None or self.planner.num_free_slots == 0:
+        has_room = self.planner.num_free_slots > 0
+        if text_number is None:
+            request.tokens = MadeUpText(state.num_tokens)
+            num_cached = max(state.prompt_len, request.num_cached_tokens)
+            blocks = self.block_manager.allocate(state.request_id, num_cached)
+            has_room = has_room and blocks is not None
+        if not has_room:
             raise RecordingError("the requests at the start hold more than there is")
         request.seq_slot = self.planner.slots.assign()
+
+    def _resume(self, active: Sequence[RequestState]) -> ScheduledBatch | None:
+        """The step that ran when the recording began, of which only the tokens are to come."""
+        places = {s.pending_place: s.request_id for s in active if s.pending_place}
+        if not places:
+            return None
+        if not self.settings.is_overlapped or len(places) < sum(
+            s.pending_place > 0 for s in active
+        ):
+            raise RecordingError("active: the places of pending tokens contradict one another")
+        owners = [self._by_id[places[place]] for place in sorted(places)]
+        for request in owners:
+            if not request.is_generation_in_progress_state:
+                raise RecordingError(f"request {request.request_id} expects a token in its context")
+            request.num_pending_tokens = 1
+            if request.num_remaining_tokens == 0:
+                request.state = LlmRequestState.GENERATION_TO_COMPLETE
+        return self.planner.resume(owners)
 
 
 def as_decision(lists: Lists) -> Decision:

@@ -89,7 +89,7 @@ class _Collector:
 
     def __init__(self, reader: RecordingReader) -> None:
         header = reader.header
-        self._simulation = Simulation(header.settings, header.active, scheduler=None)
+        self._simulation = Simulation(header.settings, header.active, None, header.cache)
         self._workload = RecordedWorkload()
         self._arrived: dict[int, tuple[int, Arrival]] = {}
         self._jobs: list[tuple[int, Job]] = []

@@ -42,16 +42,19 @@ def test_the_smallest_bucket_runs_on_the_current_slots() -> None:
     slots = torch.full((6,), PADDING, dtype=torch.int32)
     capture = Rerun()
     capture._run = lambda call: call()  # type: ignore[method-assign]  # tolist is this test's own
-    runner = GraphRunner(step, slots, capture)
+    runner = GraphRunner(step, lambda _, hidden: hidden + 1, slots, capture)
     assert seen == [[PADDING] * size for size in (6, 4, 2, 1)]  # the largest first
     slots[:3] = torch.tensor([5, 1, 3])
-    assert runner.run(3).tolist() == [50, 10, 30]
+    assert runner.run(3).tolist() == [51, 11, 31]
     assert seen[-1] == [5, 1, 3, PADDING]
+    assert runner.forward(2).tolist() == [50, 10]  # the decoder alone
     slots[:6] = torch.arange(6)
-    assert runner.run(6).tolist() == [0, 10, 20, 30, 40, 50]
+    assert runner.run(6).tolist() == [1, 11, 21, 31, 41, 51]
 
 
 def test_the_stand_in_refuses_what_a_graph_cannot_hold() -> None:
     slots = torch.full((2,), PADDING, dtype=torch.int32)
     with pytest.raises(AssertionError, match="waits for the device"):
-        GraphRunner(lambda rows: rows.long() * int(rows.sum()), slots, Rerun())
+        GraphRunner(
+            lambda rows: rows.long() * int(rows.sum()), lambda _, hidden: hidden, slots, Rerun()
+        )

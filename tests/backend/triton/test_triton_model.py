@@ -263,12 +263,14 @@ def lines_of(feed: FakeSender) -> list[bytes]:
 
 
 def test_metrics_have_the_peers_names(server: Server) -> None:
-    server.ask(input_ids=[1, 2, 3], request_output_len=5)
+    for _ in range(2):  # the second one finds the first block of 4 of its 6 tokens
+        server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
     blocks = FakePbUtils.families["nv_trt_llm_kv_cache_block_metrics"]
     label = "model=tensorrt_llm,version=1,kv_cache_block_type="
     deadline = time.monotonic() + WAIT
-    while blocks.values.get(f"{label}free") != 64 and time.monotonic() < deadline:
+    while blocks.values.get(f"{label}reused") != 1 and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert blocks.values[f"{label}hit_rate"] == 0.25
     assert blocks.values[f"{label}max"] == 64
     assert blocks.values[f"{label}tokens_per"] == 4
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
@@ -381,10 +383,48 @@ def test_queue_limit_is_a_named_refusal(
     assert refused
     text, code = error_of(refused[0])
     assert code == FakePbUtils.TritonError.UNAVAILABLE
-    assert "max_queue_size = 1" in text
+    assert text.startswith("Maximum queue size of 1 has been reached (max_queue_size); try again")
+    assert "of 1 places are taken" in text
+    assert "of 64 KV blocks are free" in text
     gate.set()
     server.model.finalize()
     assert all(sender.is_final.is_set() for sender in senders)
+
+
+def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
+    gates = threading.Semaphore(0)
+
+    def wait_for_gate(batch: ScheduledBatch) -> None:
+        assert gates.acquire(timeout=WAIT)
+
+    server.engine.before_step = wait_for_gate
+    running = [server.send(input_ids=[1], request_output_len=30) for _ in range(4)]
+    while len(server.model._arrivals) > 0:
+        gates.release()
+        time.sleep(0.01)
+    low = server.send("low", input_ids=[1], request_output_len=2, priority=0.0)
+    late = server.send("late", input_ids=[1], request_output_len=2, max_queue_time_ms=30)
+    high = server.send("high", input_ids=[1], request_output_len=2, priority=1.0)
+    assert late.is_final.wait(WAIT), "the engine stands still, and yet it hears in time"
+    assert error_of(late)[0] == (
+        "not started before its deadline: place 2 of 3 in the queue, "
+        "and all 4 places of max_batch_size are taken"
+    )
+    assert [server.model._arrivals.find_place(number) for number in (5, 7)] == [(2, 2), (1, 2)]
+    text, code = error_of(server.ask(input_ids=[1], priority=2.0))
+    assert "'priority' is 2; it must be a finite number, 0..1" in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+    gates.release(1000)
+    for sender in (*running, low, high):
+        assert sender.is_final.wait(WAIT)
+        assert sender.responses[-1].error is None
+
+
+def wait_until_queued(server: Server, num_queued: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while len(server.model._arrivals) != num_queued:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_load_failure_is_one_line_in_the_status_file(
@@ -423,10 +463,7 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
         for k in range(4)
     ]
     gates.release()
-    deadline = time.monotonic() + WAIT
-    while len(server.model._arrivals) != 1:  # three of them are active now
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until_queued(server, 1)  # three of them are active now
     waiting_for = {name: server.send(name, why=True) for name in ("large", "next1", "next3", "no")}
     for _ in range(1000):
         gates.release()
@@ -489,3 +526,120 @@ def test_the_recording_can_be_fetched_and_replays(server: Server) -> None:
     assert str(replay(reader)) == "identical, 12 iterations (3 requests, 0 pauses)"
     again = answer_of(server.ask(recording=True), "recording")
     assert again == text
+
+
+def sequences_of(sender: FakeSender) -> dict[int, list[int]]:
+    """Tokens by ``sequence_index``."""
+    found: dict[int, list[int]] = {}
+    for response in sender.responses:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+        ids = tensors["output_ids"].reshape(-1).tolist()
+        found.setdefault(int(tensors["sequence_index"].item()), []).extend(ids)
+    return found
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -> None:
+    sender = server.ask(
+        "many", input_ids=[4], request_output_len=6, num_return_sequences=3,
+        streaming=is_streaming, exclude_input_in_output=True, seed=2**64 - 1,
+    )  # fmt: skip
+    assert sequences_of(sender) == {i: [5, 6, 7, 8, 9, 10] for i in range(3)}
+    seeds = {s.sampling.seed for batch in server.engine.batches for s in batch.setups}
+    assert seeds == {-1, 0, 1}  # as signed numbers
+    assert len(sequences_of(server.ask("many", input_ids=[4], num_return_sequences=2))) == 2
+    named = ("output_ids", "sequence_length", "sequence_index", "batch_index")
+    (response,) = server.ask(outputs=named, input_ids=[4], request_output_len=1).responses
+    shapes = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
+    assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
+
+
+def test_all_sequences_stop_together(server: Server, gate: threading.Event) -> None:
+    gate.clear()
+    other = server.send(input_ids=[1], request_output_len=3)  # so that one sequence has to wait
+    sender = server.send(
+        "many", input_ids=[4], request_output_len=200, num_return_sequences=4, streaming=True
+    )
+    text, _ = error_of(server.ask("many", input_ids=[4]))
+    assert "still being processed" in text
+    stopped = server.send("many", stop=True)
+    gate.set()
+    assert stopped.is_final.wait(WAIT)
+    assert sender.is_final.wait(WAIT)
+    assert sum(map(len, sequences_of(sender).values())) < 4 * 200
+    assert other.is_final.wait(WAIT)
+    assert ids_of(server.ask("many", input_ids=[50], request_output_len=1)) == [50, 51]
+
+
+def test_one_broken_sequence_ends_its_request(server: Server, gate: threading.Event) -> None:
+    gate.clear()
+    real, num_steps = server.engine.execute, 0
+
+    def fail_once(batch: ScheduledBatch) -> list[int]:
+        nonlocal num_steps
+        num_steps += 1
+        tokens = real(batch)
+        return [-1, *tokens[1:]] if num_steps == 3 else tokens
+
+    server.engine.execute = fail_once  # type: ignore[method-assign]
+    sender = server.send(input_ids=[4], request_output_len=100, num_return_sequences=3)
+    gate.set()
+    assert sender.is_final.wait(WAIT)
+    text, _ = error_of(sender)
+    assert "logits are not finite" in text
+    assert ids_of(server.ask(input_ids=[50], request_output_len=1)) == [50, 51]
+    assert not server.model._frontend._groups
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_return_sequences": 0}, "'num_return_sequences' is 0, outside 1..4"),
+        ({"num_return_sequences": 10**6}, "'num_return_sequences' is 1000000, outside 1..4"),  # 29
+        ({"stop_words": ["x"] * 10_000}, "'stop_words' holds 10000 texts, more than 256"),  # 33
+        ({"stop_words": ["x" * 2**20]}, "'stop_words' holds 1048576 characters, more than"),  # 34
+        ({"stop_words": [b"\xff"]}, "'stop_words' holds a text that is not valid UTF-8"),
+        ({"embedding_bias_words": ["1"]}, "must come together and have the same length"),
+        (
+            {"embedding_bias_words": [" "], "embedding_bias_weights": [1.0]},
+            "'embedding_bias_words' holds a text without tokens",  # 37
+        ),
+        (
+            {"embedding_bias_words": ["1"], "embedding_bias_weights": [float("nan")]},
+            "'embedding_bias' holds NaN",
+        ),
+    ],
+)
+def test_bad_lists_end_with_invalid_arg(
+    server: Server, values: dict[str, Any], message: str
+) -> None:
+    text, code = error_of(server.ask(text_input="1", **values))
+    assert message in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bool) -> None:
+    """Far below the token limit; an empty word is passed over."""
+    sender = server.ask(
+        outputs=("text_output", "finish_reason"), text_input="5", max_tokens=200,
+        stream=is_streaming, stop_words=["", "9 10"], exclude_input_in_output=True,
+    )  # fmt: skip
+    assert text_of(sender) == " 6 7 8 "
+    last = sender.responses[-1].output_tensors[-1]
+    assert (last.name(), last.as_numpy().item()) == ("finish_reason", b"stop_words")
+    # The engine may run on until the stop is heard, not to the end.
+    assert server.engine._last_token[0] < 200
+
+
+def test_words_become_tokens(server: Server) -> None:
+    bias = np.zeros(1000, np.float32)
+    bias[3] = 0.5
+    server.ask(
+        text_input="5", max_tokens=1, bad_words=["7", "8 9", ""], embedding_bias=[bias],
+        embedding_bias_words=["3", "4 6"], embedding_bias_weights=[1.0, -2.0],
+        bad_words_list=[[1, 2], [2, -1]],
+    )  # fmt: skip
+    (setup,) = (s for batch in server.engine.batches for s in batch.setups)
+    assert setup.sampling.bad_words == ((1, 2), (7,), (8, 9))
+    assert setup.sampling.bias == ((3, 1.5), (4, -2.0), (6, -2.0))

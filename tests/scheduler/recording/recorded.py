@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from scheduler.world import draw, make_request
+import pytest
+from scheduler.fake_engine import draw
+from scheduler.world import make_request
 
 from inflight_scheduler import (
     ActiveRequests,
@@ -16,7 +19,10 @@ from inflight_scheduler import (
     FinishReason,
     LlmRequest,
     RequestScheduler,
+    ScheduledBatch,
 )
+from inflight_scheduler.recording import likeness, texts
+from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
@@ -39,7 +45,11 @@ class RecordedWorld:
         self.active = ActiveRequests(self.manager, priority_span=5)
         self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
         self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
-        self.recorder = FlightRecorder(settings, software="test")
+        self.recorder = FlightRecorder(
+            settings, software="test", cache_state=self.manager.cache_state
+        )
+        self.is_overlapped = settings.is_overlapped
+        self.running: ScheduledBatch | None = None
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
 
@@ -51,23 +61,28 @@ class RecordedWorld:
     def decide(self) -> Lists:
         """What the scheduler says, noted."""
         decision = self.scheduler.schedule_request(self.active, ())
+        if decision[2] and self.running is not None:
+            decision = ([], [], [])
         self.recorder.decided(self.active, *decision)
         return decision
 
-    def iterate(self, stops: Iterable[LlmRequest] = ()) -> Lists:
-        """One pass of the loop: decide, run, then the stops."""
+    def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
+        """One pass of the loop: decide, run, then the stops.
+
+        ``fault``: "failed" for the step that is decided, "lost" for the one before (overlapped).
+        """
         decision = self.decide()
         batch = self.planner.plan(*decision)
         self.num_pauses += len(decision[2])
         self.recorder.carried_out(self.manager.num_free_blocks)
-        if not batch.is_empty:
-            last = zip(decision[0], batch.context_chunks, strict=True)
-            takers = [request for request, chunk in last if chunk.is_last]
-            # The same text goes on in the same way, as with a greedy model.
-            tokens = [draw(r.tokens, -1, 0) for r in (*takers, *decision[1])]
-            for request in self.planner.update(batch, tokens):
-                if request.is_finished:
-                    self.end(request)
+        run = self._run_overlapped if self.is_overlapped else self._run
+        settled, hurt = run(batch, fault)
+        for request in settled:
+            if request.is_finished:
+                self.end(request)
+        for request in hurt:
+            if self.active.get(request.request_id) is request:
+                self.end(request, "failed")
         for request in stops:
             if self.active.get(request.request_id) is request:
                 request.finish(FinishReason.CANCELLED)
@@ -75,12 +90,53 @@ class RecordedWorld:
         self.recorder.finish_iteration()
         return decision
 
-    def end(self, request: LlmRequest) -> None:
+    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Who got a token, and whom a fault has hurt."""
+        if batch.is_empty:
+            return [], []
+        if fault:
+            self.recorder.failed()
+            return [], self.planner.discard(batch)
+        return self.planner.update(batch, self._draw(batch)), []
+
+    def _run_overlapped(
+        self, batch: ScheduledBatch, fault: str
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """As `OverlappedSteps.turn`."""
+        planner = self.planner
+        before, self.running = self.running, None
+        has_failed = fault == "failed" and not batch.is_empty
+        if not batch.is_empty and not has_failed:
+            planner.advance(batch)
+            self.running = batch
+        settled: list[LlmRequest] = []
+        hurt: list[LlmRequest] = []
+        if before is not None and fault == "lost":
+            self.recorder.lost()
+            hurt += planner.discard(before)
+            if self.running is not None:
+                hurt += planner.discard(self.running)
+                self.running = None
+        elif before is not None:
+            settled = planner.settle(before, self._draw(before))
+        if has_failed:
+            self.recorder.failed()
+            hurt += planner.discard(batch)
+        return settled, hurt
+
+    def _draw(self, batch: ScheduledBatch) -> list[int]:
+        """The same text goes on in the same way, as with a greedy model."""
+        owners = self.planner.token_owners(batch)
+        return [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in owners]
+
+    def end(self, request: LlmRequest, error: str = "") -> None:
         """Release, and take from the active list."""
+        if error:
+            request.finish(FinishReason.CANCELLED)
         self.planner.release(request)
         self.active.remove(request)
         self.finished.append(request)
-        self.recorder.ended(request)
+        self.recorder.ended(request, error)
 
     @property
     def text(self) -> str:
@@ -100,15 +156,22 @@ def play(
     seed: int = 0,
     world: RecordedWorld | None = None,
     priorities: Sequence[float] = (0.5,),
+    salts: Sequence[bytes] = (b"",),
+    max_iterations: int | None = None,
+    fault_rate: float = 0.0,
 ) -> RecordedWorld:
-    """Random requests through a world until all have ended, some by a stop, some by an end id."""
+    """Random requests through a world, some ended by a stop, some by an end id.
+
+    Until all have ended, or for ``max_iterations``.
+    """
     rng = random.Random(seed)
     world = world or RecordedWorld(settings)
     longest = settings.num_blocks * settings.tokens_per_block
     if settings.max_num_tokens is not None and settings.chunking is None:
         longest = min(longest, settings.max_num_tokens)
     next_id = 1
-    while next_id <= num_requests or world.active:
+    num_left = max_iterations
+    while (next_id <= num_requests or world.active) and num_left != 0:
         while next_id <= num_requests and rng.random() < 0.4:
             num_prompt = rng.randint(1, max(1, longest // 2))
             max_new = rng.randint(1, max(1, longest - num_prompt))
@@ -120,12 +183,26 @@ def play(
                     end_id=rng.choice([-1, 3]),
                     priority=rng.choice(priorities),
                     family=rng.randint(1, 3) if settings.enable_reuse else None,
+                    cache_salt=rng.choice(salts),
                 )
             )
             next_id += 1
         if not world.active:
             continue
         stops = [request for request in world.active if rng.random() < 0.02]
-        world.iterate(stops)
+        fault = rng.choice(["failed", "lost"]) if fault_rate and rng.random() < fault_rate else ""
+        world.iterate(stops, fault)
+        num_left = None if num_left is None else num_left - 1
     assert all(request.finish_reason != FinishReason.NOT_FINISHED for request in world.finished)
     return world
+
+
+@contextmanager
+def tiny_ring() -> Iterator[None]:
+    """Three segments of five iterations; what is known of texts is swept all the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "SEGMENT_ITERATIONS", 5)
+        patch.setattr(recorder_module, "NUM_SEGMENTS", 3)
+        patch.setattr(texts, "MIN_PARTS", 3)
+        patch.setattr(likeness, "_MIN_REMEMBERED", 0)
+        yield

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
+from scheduler.recording.recorded import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    RecordedWorld,
+    play,
+    read,
+    tiny_ring,
+)
 from scheduler.world import make_request
 
 from inflight_scheduler import (
@@ -21,6 +30,7 @@ from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.simulation import Simulation
 
 SMALL = Settings(MAX_UTILIZATION, num_blocks=12, tokens_per_block=4, max_batch_size=6)
 
@@ -41,6 +51,8 @@ chunkings = st.none() | st.builds(
     reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
     seed=st.integers(0, 2**16),
     is_equal=st.booleans(),
+    is_overlapped=st.booleans(),
+    fault_rate=st.sampled_from([0.0, 0.05]),
 )
 def test_replay_of_our_own_recording_is_identical(
     policy: CapacitySchedulerPolicy,
@@ -52,25 +64,37 @@ def test_replay_of_our_own_recording_is_identical(
     reuse: tuple[bool, bool],
     seed: int,
     is_equal: bool,
+    is_overlapped: bool,
+    fault_rate: float,
 ) -> None:
     settings = Settings(
-        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking, *reuse
+        policy,
+        num_blocks,
+        tokens_per_block,
+        max_batch_size,
+        max_num_tokens,
+        chunking,
+        *reuse,
+        is_overlapped=is_overlapped,
     )
     priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)
-    world = play(settings, num_requests=15, seed=seed, priorities=priorities)
+    world = play(settings, num_requests=15, seed=seed, priorities=priorities, fault_rate=fault_rate)
     result = replay(read(world.text))
     assert result.divergence is None, str(result)
     assert result.num_requests == 15
     assert result.num_pauses == world.num_pauses
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
 def test_the_ring_replays_from_its_middle(
-    policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch
+    policy: CapacitySchedulerPolicy, is_overlapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest segments are gone; the state at the start of the next one stands in for them."""
     monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 7)
-    settings = Settings(policy, 12, 4, 6, 40, ContextChunking(unit_size=2))
+    settings = Settings(
+        policy, 12, 4, 6, 40, ContextChunking(unit_size=2), is_overlapped=is_overlapped
+    )
     world = play(settings, num_requests=150, seed=3)
     first = next(iter(read(world.text)))
     assert first.number > 1, "nothing was dropped: the test shows nothing"
@@ -86,12 +110,122 @@ def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(numbers) * 8 <= longest
 
 
-def test_with_reuse_the_middle_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cached at the start of the ring is not in it; a file from the start is exact."""
+def test_what_was_cached_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings from before that was recorded are refused, and so is half the truth."""
     monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 7)
     world = play(Settings(MAX_UTILIZATION, 12, 4, 6, 40, None, True), num_requests=150, seed=3)
-    with pytest.raises(RecordingError, match="begins in the middle: with block reuse"):
-        replay(read(world.text))
+    header, _, rest = world.text.partition("\n")
+    content = json.loads(header)
+    del content["cache"]
+    with pytest.raises(RecordingError, match="begins in the middle and does not say what"):
+        replay(read(json.dumps(content) + "\n" + rest))
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    num_blocks=st.integers(4, 16),
+    tokens_per_block=st.sampled_from([1, 2, 4]),
+    max_num_tokens=st.none() | st.integers(4, 40),
+    chunking=chunkings,
+    may_copy=st.booleans(),
+    seed=st.integers(0, 2**16),
+    num_iterations=st.integers(16, 90),
+    is_overlapped=st.booleans(),
+)
+def test_a_ring_with_reuse_replays_from_its_middle(
+    policy: CapacitySchedulerPolicy,
+    num_blocks: int,
+    tokens_per_block: int,
+    max_num_tokens: int | None,
+    chunking: ContextChunking | None,
+    may_copy: bool,
+    seed: int,
+    num_iterations: int,
+    is_overlapped: bool,
+) -> None:
+    """At any moment; the cache at its start comes back block by block, in the order of idleness."""
+    settings = Settings(
+        policy,
+        num_blocks,
+        tokens_per_block,
+        6,
+        max_num_tokens,
+        chunking,
+        True,
+        may_copy,
+        is_overlapped=is_overlapped,
+    )
+    with tiny_ring():
+        world = RecordedWorld(settings)
+        play(
+            settings,
+            num_requests=60,
+            seed=seed,
+            world=world,
+            priorities=(0.0, 0.5, 0.9),
+            salts=(b"", b"", b"other"),
+            max_iterations=num_iterations,
+        )
+    reader = read(world.text)
+    result = replay(reader)
+    assert result.divergence is None, str(result)
+    mark = world.recorder._segments[0].cache
+    if reader.header.cache is not None and mark is not None:
+        header = reader.header
+        manager = Simulation(header.settings, header.active, cache=header.cache).block_manager
+        manager.check_integrity()
+        state = manager.cache_state()
+        assert state is not None
+        assert state.tables == mark.state.tables
+        assert list(state.kept()) == list(mark.state.kept())
+        assert state.idle == mark.state.idle
+        assert sorted(state.beginnings) == sorted(mark.state.beginnings)
+
+
+def test_the_texts_a_ring_remembers_are_bounded() -> None:
+    """Many requests with few different texts: their parts are swept, and replay still works."""
+    settings = Settings(MAX_UTILIZATION, 12, 2, 6, 40, None, True, True)
+    with tiny_ring():
+        world = play(settings, num_requests=1200, seed=4)
+    assert world.recorder._texts is not None
+    assert len(world.recorder._texts._parts) < 300
+    assert len(world.text.partition("\n")[0]) < 5000
+    assert replay(read(world.text)).divergence is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda cache: cache["idle"].pop(), "the idle blocks are not those"),
+        (lambda cache: cache["idle"].append(cache["idle"][0]), "the idle blocks are not those"),
+        (lambda cache: cache["idle"].append(12), "idle is 12: it must be between 0 and 11"),
+        (lambda cache: cache["kept"].pop(), "kept must hold rows of 3"),
+        (lambda cache: cache["kept"].extend(cache["kept"][:3]), "is kept twice"),
+        (lambda cache: cache["tables"].pop(), "an entry for each active request"),
+        (lambda cache: next(filter(None, cache["tables"])).pop(), r"holds \d+ blocks"),
+        (lambda cache: cache.update(of=["x"]), "a whole number is expected"),
+        (lambda cache: cache.update(texts=2**60), "texts is 1152921504606846976"),
+        (lambda cache: cache["parts"].extend([0, 10**9, 4, 0]), "parts is 1000000000"),
+        (lambda cache: cache["starts"].append(cache["starts"][0]), "the same beginning"),
+        (lambda cache: cache.update(more=1), "the key of cache 'more' is unknown here"),
+        (
+            lambda cache: cache["kept"].__setitem__(2, 10**9),
+            "kept is 1000000000: it must be between 0 and 12",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_have_been_is_refused(
+    change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    settings = Settings(MAX_UTILIZATION, 12, 2, 6, 40, None, True, True)
+    with tiny_ring():
+        world = play(settings, seed=4, max_iterations=40)
+    header, _, rest = world.text.partition("\n")
+    content = json.loads(header)
+    change(content["cache"])
+    with pytest.raises(RecordingError, match=message):
+        replay(read(json.dumps(content) + "\n" + rest))
 
 
 def test_one_changed_number_is_found() -> None:

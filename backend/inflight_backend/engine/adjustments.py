@@ -1,0 +1,204 @@
+"""What requests want done to their logits beyond temperature, top-k and top-p.
+
+A slot has *features*, one bit each; the features of a step are those of all rows that draw in it.
+A step without any costs one look at a flag here and nothing on the device. A step with some always
+draws eagerly (its decoder may still be a recording), so the tables need no fixed shape or content
+when recordings are made.
+
+All state follows from the text: the setup of a slot brings the text so far (so a pause, a cached
+prefix or a chunk changes nothing) and every drawn token is added on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inflight_backend.engine import step_buffer as columns
+from inflight_backend.engine.ops import Ops
+from inflight_backend.engine.slots import SamplingInputs
+from inflight_kernels.reference import COUNT_UNIT
+from inflight_scheduler import SamplingParams, SlotSetup
+
+PENALTIES, BIAS, NGRAMS, WORDS, DECAY, MIN_P = 1, 2, 4, 8, 16, 32
+_NEEDS_HISTORY = NGRAMS | WORDS
+
+
+class Adjustments:
+    """Owner of counts, biases, texts and words of the slots (the padding slot has a row, too)."""
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, max_seq_len: int, device: str, ops: Ops
+    ) -> None:
+        self._device = device
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._features = np.zeros(num_slots, dtype=np.int32)
+        self._is_used = False
+        self._shapes = {
+            "counts": ((num_slots + 1, vocab_size), torch.int32),
+            "bias": ((num_slots + 1, vocab_size), torch.float32),
+            "history": ((num_slots + 1, max_seq_len), torch.int32),
+        }
+        self._tables: dict[str, Tensor] = {}
+        self._slot_to_words: dict[int, list[tuple[int, ...]]] = {}
+        self._words = self._send_words()
+        if device != "cpu":  # the KV pool takes what is left: later there may be no room
+            for name in self._shapes:
+                self._table(name)
+
+    def set_up(self, setups: Sequence[SlotSetup]) -> None:
+        """Take over the setups of a plan."""
+        for setup in setups:
+            slot, before = setup.slot, int(self._features[setup.slot])
+            features = self._features[slot] = features_of(setup.sampling)
+            if features & PENALTIES:
+                self._count(setup)
+            if (features | before) & BIAS:
+                self._set_bias(setup)
+            if features & _NEEDS_HISTORY:
+                text = np.array(setup.tokens, dtype=np.int32)
+                self._table("history")[slot, : len(text)] = self._send(text)
+            if (features | before) & WORDS:
+                self._set_words(setup)
+        if setups:
+            self._is_used = bool(self._features.any())
+
+    def features(self, slots: Sequence[int]) -> int:
+        """The features of the rows that draw now."""
+        if not self._is_used:
+            return 0
+        return int(np.bitwise_or.reduce(self._features[list(slots)], initial=0))
+
+    def apply(
+        self, logits: Tensor, sampling: SamplingInputs, features: int, max_length: int
+    ) -> None:
+        """Change logits [N, vocab] in place; texts have at most ``max_length`` tokens."""
+        slots, rows = sampling.slots, sampling.rows
+        if features & (PENALTIES | BIAS):
+            first = columns.REPETITION_PENALTY
+            self._ops.adjust_logits(
+                logits,
+                slots,
+                sampling.temperature.contiguous(),
+                self._tables["bias"] if features & BIAS else None,
+                self._tables["counts"] if features & PENALTIES else None,
+                rows.view(torch.float32)[:, first : first + 3].contiguous(),
+            )
+        if features & NGRAMS:
+            sizes = rows[:, columns.NO_REPEAT_NGRAM_SIZE].contiguous()
+            self._ops.ban_repeated_ngrams(
+                logits, slots, sampling.positions, sizes, self._tables["history"], max_length
+            )
+        if features & WORDS:
+            row_of_slot = torch.full(
+                (len(self._tables["history"]),), -1, dtype=torch.int32, device=logits.device
+            )
+            numbers = torch.arange(len(slots), dtype=torch.int32, device=logits.device)
+            row_of_slot[slots] = numbers
+            words, lengths, owners = self._words
+            history = self._tables["history"]
+            self._ops.ban_words(
+                logits, row_of_slot, sampling.positions, words, lengths, owners, history
+            )
+
+    def record(
+        self, sampling: SamplingInputs, tokens: Tensor, features: int, parameters: Tensor
+    ) -> None:
+        """Add the drawn tokens [N] to what is remembered; ``parameters``: the table of slots."""
+        slots, tokens = sampling.slots, tokens.clamp(min=0)
+        if features & PENALTIES:
+            counts = self._tables["counts"]
+            counts[slots, tokens] = counts[slots, tokens] + COUNT_UNIT
+        if features & _NEEDS_HISTORY:
+            history = self._tables["history"]
+            # The last place of a text is never looked at: the request ends with it.
+            places = sampling.positions.clamp(max=history.shape[1] - 1)
+            history[slots, places] = tokens.int()
+        if features & DECAY:
+            floats = sampling.rows.view(torch.float32)
+            decayed = floats[:, columns.TOP_P] * floats[:, columns.TOP_P_DECAY]
+            decayed = torch.maximum(decayed, floats[:, columns.TOP_P_MIN])
+            is_reset = tokens == sampling.rows[:, columns.TOP_P_RESET_ID]
+            top_p = torch.where(is_reset, floats[:, columns.INITIAL_TOP_P], decayed)
+            parameters.view(torch.float32)[slots, columns.TOP_P] = top_p
+
+    def _count(self, setup: SlotSetup) -> None:
+        """Count the text so far: what is ignored for presence and frequency is only seen."""
+        ignored = min(setup.sampling.prompt_ignore_length, setup.prompt_len)
+        seen = np.unique(np.array(setup.tokens[:ignored], dtype=np.int64))
+        ids, numbers = np.unique(
+            np.array(setup.tokens[ignored:], dtype=np.int64), return_counts=True
+        )
+        row = self._table("counts")[setup.slot].zero_()
+        row[self._send(seen)] = 1
+        row[self._send(ids)] += self._send((numbers * COUNT_UNIT).astype(np.int32))
+
+    def _set_bias(self, setup: SlotSetup) -> None:
+        """Zero but for the request's bias; words of one token are forbidden for good."""
+        row = self._table("bias")[setup.slot].zero_()
+        if setup.sampling.bias:
+            ids, values = zip(*setup.sampling.bias, strict=True)
+            row[self._send(np.array(ids, dtype=np.int64))] = self._send(
+                np.array(values, dtype=np.float32)
+            )
+        single = [word[0] for word in setup.sampling.bad_words if len(word) == 1]
+        if single:
+            row[self._send(np.array(single, dtype=np.int64))] = -torch.inf
+
+    def _set_words(self, setup: SlotSetup) -> None:
+        self._slot_to_words.pop(setup.slot, None)
+        words = [word for word in setup.sampling.bad_words if len(word) > 1]
+        if words:
+            self._slot_to_words[setup.slot] = words
+        self._words = self._send_words()
+
+    def _send_words(self) -> tuple[Tensor, Tensor, Tensor]:
+        words, lengths, slots = _pack_words(self._slot_to_words)
+        return self._send(words), self._send(lengths), self._send(slots)
+
+    def _table(self, name: str) -> Tensor:
+        if name not in self._tables:
+            shape, dtype = self._shapes[name]
+            self._tables[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._tables[name]
+
+    def _send(self, values: npt.NDArray[np.generic]) -> Tensor:
+        """To the device, without waiting for it."""
+        tensor = torch.from_numpy(values)
+        if self._device == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def features_of(sampling: SamplingParams) -> int:
+    """The bits of what ``sampling`` asks for."""
+    features = PENALTIES if sampling.has_penalties else 0
+    lengths = {len(word) for word in sampling.bad_words}
+    if sampling.bias or 1 in lengths:
+        features |= BIAS
+    if lengths - {1}:
+        features |= WORDS
+    if sampling.no_repeat_ngram_size:
+        features |= NGRAMS
+    if sampling.has_decay:
+        features |= DECAY
+    if sampling.min_p > 0:
+        features |= MIN_P
+    return features
+
+
+def _pack_words(
+    slot_to_words: dict[int, list[tuple[int, ...]]],
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Words padded to one width [W, K], their lengths [W] and slots [W]."""
+    words = [(slot, word) for slot, its_words in slot_to_words.items() for word in its_words]
+    packed = np.zeros((len(words), max((len(word) for _, word in words), default=1)), np.int32)
+    for row, (_, word) in enumerate(words):
+        packed[row, : len(word)] = word
+    lengths = np.array([len(word) for _, word in words], dtype=np.int32)
+    return packed, lengths, np.array([slot for slot, _ in words], dtype=np.int32)

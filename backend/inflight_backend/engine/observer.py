@@ -1,0 +1,143 @@
+"""Log probabilities and logits on their way to the host, for requests that ask for them.
+
+All of them are the model's own: before bias, temperature, penalties, bans and filters. (So they
+are what `transformers` calls logits and their log-softmax.) Copies are started and not waited for:
+those of a step have arrived when its tokens have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight_backend.step_outputs import ContextLogits, StepOutputs, as_array
+from inflight_scheduler import ContextChunk, SlotSetup
+
+_ROWS_AT_ONCE = 256  # of a prompt: 128 MiB of logits with a vocabulary of 128 K
+
+
+@dataclass(slots=True)
+class PendingOutputs:
+    """Host tensors of a step that may still run; `read` when its tokens have been read."""
+
+    log_probs: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    logits: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    contexts: list[tuple[int, int, Tensor]] = field(default_factory=list)
+
+    def read(self) -> StepOutputs:
+        """The same as numbers; NaN stands for a row whose logits are not finite."""
+        outputs = StepOutputs()
+        for ids, values in self.log_probs:
+            outputs.log_probs.update(zip(ids, values.tolist(), strict=True))
+        for ids, rows in self.logits:
+            outputs.generation_logits.update(zip(ids, as_array(rows), strict=True))
+        outputs.context_logits += [
+            ContextLogits(request_id, start, as_array(rows))
+            for request_id, start, rows in self.contexts
+        ]
+        return outputs
+
+
+class Observer:
+    """Knows which slots ask, and keeps what the current step has brought."""
+
+    def __init__(self, num_slots: int, device: str) -> None:
+        self._device = device
+        self._request_ids = [0] * num_slots
+        self._wants_log_probs = np.zeros(num_slots, dtype=np.bool_)
+        self._wants_logits = np.zeros(num_slots, dtype=np.bool_)
+        self._wants_context = np.zeros(num_slots, dtype=np.bool_)
+        self._is_used = False
+        self._pending: PendingOutputs | None = None
+
+    def set_up(self, setups: Sequence[SlotSetup]) -> None:
+        """Take over the setups of a plan."""
+        for setup in setups:
+            slot, outputs = setup.slot, setup.outputs
+            self._request_ids[slot] = setup.request_id
+            self._wants_log_probs[slot] = outputs.log_probs
+            self._wants_logits[slot] = outputs.generation_logits
+            self._wants_context[slot] = outputs.context_logits
+        if setups:
+            flags = (self._wants_log_probs, self._wants_logits, self._wants_context)
+            self._is_used = any(bool(flag.any()) for flag in flags)
+
+    def wants_draw(self, slots: Sequence[int]) -> bool:
+        """Whether any of the rows that draw now is to be observed."""
+        if not self._is_used:
+            return False
+        rows = list(slots)
+        return bool((self._wants_log_probs[rows] | self._wants_logits[rows]).any())
+
+    def observed_chunks(self, chunks: Sequence[ContextChunk]) -> list[tuple[int, ContextChunk]]:
+        """The chunks whose logits are wanted, each with its first row in the packed tokens."""
+        if not self._is_used:
+            return []
+        found, first = [], 0
+        for chunk in chunks:
+            if self._wants_context[chunk.slot]:
+                found.append((first, chunk))
+            first += len(chunk.tokens)
+        return found
+
+    def keep_draw(self, slots: Sequence[int], logits: Tensor, tokens: Tensor) -> None:
+        """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64."""
+        pending = self._open()
+        rows = [row for row, slot in enumerate(slots) if self._wants_log_probs[slot]]
+        if rows:
+            index = self._index(rows, len(slots))
+            chosen = logits[index]
+            drawn = chosen.gather(1, tokens[index].clamp(min=0)[:, None]).squeeze(1)
+            values = drawn - chosen.logsumexp(dim=-1)
+            pending.log_probs.append((self._ids(slots, rows), self._to_host(values)))
+        rows = [row for row, slot in enumerate(slots) if self._wants_logits[slot]]
+        if rows:
+            chosen = logits[self._index(rows, len(slots))]
+            pending.logits.append((self._ids(slots, rows), self._to_host(chosen)))
+
+    def keep_context(
+        self,
+        chunks: Sequence[tuple[int, ContextChunk]],
+        hidden: Tensor,
+        to_logits: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Keep the logits of ``chunks``; hidden [num_tokens, hidden_size] of the whole step."""
+        pending = self._open()
+        for first, chunk in chunks:
+            for offset in range(0, len(chunk.tokens), _ROWS_AT_ONCE):
+                end = min(offset + _ROWS_AT_ONCE, len(chunk.tokens))
+                rows = self._to_host(to_logits(hidden[first + offset : first + end]))
+                request_id = self._request_ids[chunk.slot]
+                pending.contexts.append((request_id, chunk.start + offset, rows))
+
+    def take(self) -> PendingOutputs | None:
+        """What the step submitted last brings; None if nobody asked."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def _open(self) -> PendingOutputs:
+        if self._pending is None:
+            self._pending = PendingOutputs()
+        return self._pending
+
+    def _ids(self, slots: Sequence[int], rows: Sequence[int]) -> list[int]:
+        return [self._request_ids[slots[row]] for row in rows]
+
+    def _index(self, rows: Sequence[int], num_rows: int) -> Tensor | slice:
+        if len(rows) == num_rows:
+            return slice(None)
+        index = torch.tensor(rows, dtype=torch.int64)
+        if self._device == "cpu":
+            return index
+        return index.pin_memory().to(self._device, non_blocking=True)
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        if self._device == "cpu":
+            return values.clone()
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        return host

@@ -1,0 +1,200 @@
+"""What requests want to know beside their tokens, gathered step by step and sent with them.
+
+Only requests that asked for something are known here; for the others nothing is kept, computed or
+sent. Times are those of `time.monotonic_ns`. The rows of log probabilities and generation logits
+are those of the tokens sent; ``cum_log_probs`` is the sum of the former so far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.request_values import flag
+from inflight_backend.step_outputs import ContextLogits, Logits, StepOutputs
+from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams, ScheduledBatch
+
+MAX_LOGITS_BYTES = 2**30
+"""Logits of one request, of its prompt or of its answer, that the host keeps at most."""
+
+
+def read_outputs(request: InferenceRequest) -> OutputParams:
+    """What the ``return_...`` inputs ask for."""
+    wanted = {
+        field.name: flag(request, f"return_{field.name}", False) for field in fields(OutputParams)
+    }
+    return OutputParams(**wanted) if any(wanted.values()) else NO_OUTPUTS
+
+
+def check_outputs(
+    outputs: OutputParams,
+    prompt_len: int,
+    max_new_tokens: int,
+    vocab_size: int,
+    *,
+    is_observable: bool,
+) -> None:
+    """Raise `InvalidRequest` for what the engine cannot tell, or not in so many numbers."""
+    for name, num_rows in (
+        ("log_probs", 0),
+        ("context_logits", prompt_len),
+        ("generation_logits", max_new_tokens),
+    ):
+        if not getattr(outputs, name):
+            continue
+        if not is_observable:
+            raise InvalidRequest(f"'return_{name}' is not supported by the engine of this server")
+        num_bytes = 4 * num_rows * vocab_size
+        if num_bytes > MAX_LOGITS_BYTES:
+            raise InvalidRequest(
+                f"'return_{name}' would take {num_rows} tokens x {vocab_size} logits = "
+                f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
+            )
+
+
+@dataclass(slots=True)
+class _Gathered:
+    request: LlmRequest
+    arrival_ns: int
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_blocks: int = 0
+    num_reused_blocks: int = 0
+    log_probs: list[float] = field(default_factory=list)
+    logits: list[Logits] = field(default_factory=list)
+    context_logits: Logits | None = None
+    num_sent: int = 0
+    cum_log_prob: float = 0.0
+
+
+class OutputGatherer:
+    """Owner of what was gathered, by request id."""
+
+    def __init__(self) -> None:
+        self._gathered: dict[int, _Gathered] = {}
+
+    def add(self, request: LlmRequest, arrival_ns: int) -> None:
+        """Gather for ``request`` from now on, if it wants to know anything."""
+        if request.outputs is not NO_OUTPUTS:
+            self._gathered[request.request_id] = _Gathered(request, arrival_ns)
+
+    def planned(self, batch: ScheduledBatch) -> None:
+        """A step is about to run: who is scheduled for the first time, who got blocks."""
+        if not self._gathered:
+            return
+        now, num_blocks = time.monotonic_ns(), Counter(block.slot for block in batch.new_blocks)
+        started = {setup.slot for setup in batch.setups}
+        for gathered in self._gathered.values():
+            slot = gathered.request.seq_slot
+            if slot is None:
+                continue
+            gathered.num_blocks += num_blocks[slot]
+            if slot in started:
+                gathered.num_reused_blocks += gathered.request.num_reused_blocks
+                gathered.first_scheduled_ns = gathered.first_scheduled_ns or now
+
+    def executed(self, advanced: Sequence[LlmRequest], outputs: StepOutputs | None) -> None:
+        """A step has run: ``advanced`` have a new token."""
+        if not self._gathered:
+            return
+        now = time.monotonic_ns()
+        for request in advanced:
+            gathered = self._gathered.get(request.request_id)
+            if gathered is not None:
+                gathered.first_token_ns = gathered.first_token_ns or now
+                gathered.last_token_ns = now
+                if outputs is not None:
+                    _keep_draw(gathered, outputs)
+        for context in () if outputs is None else outputs.context_logits:
+            if context.request_id in self._gathered:
+                _keep_context(self._gathered[context.request_id], context)
+
+    def take(self, request: LlmRequest, num_tokens: int, is_final: bool) -> list[NamedTensor]:
+        """The tensors that go with the next ``num_tokens`` tokens of the answer."""
+        if not self._gathered or request.request_id not in self._gathered:
+            return []
+        gathered = self._gathered[request.request_id]
+        tensors = _take_tensors(gathered, num_tokens)
+        if is_final:
+            self.discard(request.request_id)
+        return tensors
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request."""
+        self._gathered.pop(request_id, None)
+
+
+def _keep_draw(gathered: _Gathered, outputs: StepOutputs) -> None:
+    request_id = gathered.request.request_id
+    if request_id in outputs.log_probs:
+        gathered.log_probs.append(outputs.log_probs[request_id])
+    if request_id in outputs.generation_logits:
+        gathered.logits.append(outputs.generation_logits[request_id])
+
+
+def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
+    """Only of the prompt: after a pause the answer so far is computed as a context, too."""
+    prompt_len = gathered.request.orig_prompt_len
+    if gathered.context_logits is None:
+        shape = (prompt_len, context.logits.shape[1])
+        gathered.context_logits = np.zeros(shape, dtype=np.float32)
+    end = min(context.start + len(context.logits), prompt_len)
+    if end > context.start:
+        gathered.context_logits[context.start : end] = context.logits[: end - context.start]
+
+
+def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
+    outputs = gathered.request.outputs
+    start, end = gathered.num_sent, gathered.num_sent + num_tokens
+    gathered.num_sent = end
+    tensors: list[NamedTensor] = []
+    if outputs.log_probs:
+        log_probs = np.array(gathered.log_probs[start:end], dtype=np.float32)
+        gathered.cum_log_prob += float(log_probs.sum(dtype=np.float64))
+        cumulative = np.array([[gathered.cum_log_prob]], dtype=np.float32)
+        tensors.append(NamedTensor("output_log_probs", log_probs[None, None]))
+        tensors.append(NamedTensor("cum_log_probs", cumulative))
+    if outputs.context_logits and gathered.context_logits is not None:
+        tensors.append(NamedTensor("context_logits", gathered.context_logits[None]))
+    if outputs.generation_logits:
+        rows = gathered.logits[start:end]
+        logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
+        tensors.append(NamedTensor("generation_logits", logits[None, None]))
+    if outputs.num_input_tokens:
+        tensors.append(_integer("num_input_tokens", gathered.request.orig_prompt_len))
+    if outputs.num_output_tokens:
+        tensors.append(_integer("num_output_tokens", end))
+    if outputs.perf_metrics:
+        tensors += _perf_metrics(gathered)
+    return tensors
+
+
+def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
+    """The ten of the contract, as they stand now. Nothing speculates yet: no draft is counted."""
+    times = {
+        "arrival_time_ns": gathered.arrival_ns,
+        "first_scheduled_time_ns": gathered.first_scheduled_ns,
+        "first_token_time_ns": gathered.first_token_ns,
+        "last_token_time_ns": gathered.last_token_ns,
+    }
+    new = gathered.num_blocks - gathered.num_reused_blocks
+    return [
+        _integer("kv_cache_alloc_new_blocks", new),
+        _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
+        _integer("kv_cache_alloc_total_blocks", gathered.num_blocks),
+        *(NamedTensor(name, np.array([[ns]], dtype=np.int64)) for name, ns in times.items()),
+        NamedTensor("acceptance_rate", np.zeros((1, 1), dtype=np.float32)),
+        _integer("total_accepted_draft_tokens", 0),
+        _integer("total_draft_tokens", 0),
+    ]
+
+
+def _integer(name: str, value: int) -> NamedTensor:
+    return NamedTensor(name, np.array([[value]], dtype=np.int32))

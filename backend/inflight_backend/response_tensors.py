@@ -1,0 +1,54 @@
+"""What a response carries, as named tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.inference_request import NamedTensor
+from inflight_backend.request_outputs import OutputGatherer
+from inflight_scheduler import FinishReason, LlmRequest
+
+
+def make_tensors(
+    request: LlmRequest, is_final: bool, gatherer: OutputGatherer
+) -> list[NamedTensor]:
+    """New tokens when streaming, else prompt (if wanted) and answer; why it ended, at the end.
+
+    The end id is not part of the answer (as in TensorRT-LLM, whose sequence length counts only
+    tokens to be output); the tokens of a stop word are.
+    """
+    start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
+    if request.is_streaming:
+        start = request.orig_prompt_len + request.num_sent_tokens
+    end = request.num_drawn_tokens
+    if is_final and request.finish_reason == FinishReason.END_ID:
+        end -= 1
+    ids = request.tokens[start:end]
+    request.num_sent_tokens += len(ids)
+    tensors = [
+        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
+        NamedTensor("sequence_length", _length_tensor(len(ids))),
+    ]
+    tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
+    if is_final:
+        tensors.append(NamedTensor("finish_reason", finish_reason_tensor(request.finish_reason)))
+    return tensors
+
+
+@lru_cache
+def finish_reason_tensor(reason: FinishReason) -> npt.NDArray[np.object_]:
+    """[[reason]] in lower case; read-only."""
+    tensor = np.array([[reason.name.lower().encode()]], dtype=np.object_)
+    tensor.flags.writeable = False
+    return tensor
+
+
+@lru_cache(maxsize=64)
+def _length_tensor(length: int) -> npt.NDArray[np.int32]:
+    """[[length]], made once: a stream sends the same one with every token."""
+    tensor = np.array([[length]], dtype=np.int32)
+    tensor.flags.writeable = False
+    return tensor

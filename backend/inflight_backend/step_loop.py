@@ -1,0 +1,153 @@
+"""How steps follow one another: each awaited, or one planned while the one before still runs.
+
+Both loops give the same answers. The overlapped one hides the host's work behind the device's::
+
+    plain        plan 1  run 1 ......  send 1  plan 2  run 2 ......  send 2
+    overlapped   plan 1  run 1 ......  run 2 ......  run 3 ......
+                         plan 2        send 1  plan 3  send 2  plan 4
+
+A request may turn out to be finished when its next step runs already (its end token, a stop
+signal); what that step draws for it is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from inflight_backend.step_outputs import StepOutputs
+from inflight_scheduler import LlmRequest, ScheduledBatch
+
+if TYPE_CHECKING:
+    from inflight_backend.inflight_batcher import InflightBatcher, StepEngine
+
+_logger = logging.getLogger(__name__)
+
+
+class OverlapScheduler(Enum):
+    """Whether steps overlap: AUTO says yes where the engine runs on a device of its own."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+    def is_on(self, engine: StepEngine) -> bool:
+        """The choice for ``engine``."""
+        if self is OverlapScheduler.AUTO:
+            return engine.is_asynchronous
+        return self is OverlapScheduler.ON
+
+
+class PendingStep(Protocol):
+    """A step that may still run."""
+
+    def read(self) -> list[int]:
+        """Wait for it; its tokens as `StepEngine.execute` returns them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What one turn of a loop did.
+
+    ``batch`` was started; ``advanced`` got a token, of that step or of the one before; the steps of
+    ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well. ``outputs`` came
+    with the tokens, for requests that asked.
+    """
+
+    batch: ScheduledBatch
+    advanced: list[LlmRequest] = field(default_factory=list)
+    failed: list[LlmRequest] = field(default_factory=list)
+    outputs: StepOutputs | None = None
+
+
+class PlainSteps:
+    """Every step is awaited before the next one is decided."""
+
+    is_running = False
+
+    def __init__(self, batcher: InflightBatcher) -> None:
+        self._batcher = batcher
+
+    def turn(self) -> StepOutcome:
+        """Schedule, execute, update; an empty batch when nobody can run."""
+        batcher = self._batcher
+        batch = batcher.schedule()
+        if batch.is_empty:
+            return StepOutcome(batch)
+        try:
+            tokens = batcher.engine.execute(batch)
+            advanced = batcher.planner.update(batch, tokens)
+            return StepOutcome(batch, advanced, outputs=batcher.take_outputs())
+        except Exception:
+            _log_failure(batch)
+            batcher.recorder.failed()
+            return StepOutcome(batch, failed=batcher.planner.discard(batch))
+
+
+class OverlappedSteps:
+    """A step is decided and submitted while the one before it runs, whose tokens come after."""
+
+    def __init__(self, batcher: InflightBatcher) -> None:
+        self._batcher = batcher
+        self._running: tuple[ScheduledBatch, PendingStep] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """True while the tokens of a step have not been read."""
+        return self._running is not None
+
+    def turn(self) -> StepOutcome:
+        """Schedule and submit a step, then read and apply the one before.
+
+        Nobody is paused while a step runs: such a decision waits for the next turn.
+        """
+        batcher, before = self._batcher, self._running
+        batch = batcher.schedule(may_pause=before is None)
+        self._running = None
+        failed: list[LlmRequest] = []
+        has_failed = False
+        if not batch.is_empty:
+            try:
+                self._running = batch, batcher.engine.submit(batch)
+                batcher.planner.advance(batch)
+            except Exception:
+                _log_failure(batch)
+                has_failed, self._running = True, None
+        advanced = self._settle(before, failed)
+        outputs = None if before is None or failed else read_outputs(before[1])
+        if has_failed:
+            batcher.recorder.failed()
+            failed += batcher.planner.discard(batch)
+        return StepOutcome(batch, advanced, failed, outputs)
+
+    def _settle(
+        self, before: tuple[ScheduledBatch, PendingStep] | None, failed: list[LlmRequest]
+    ) -> list[LlmRequest]:
+        """Who got a token of the step before; if it was lost, so is the one behind it."""
+        if before is None:
+            return []
+        batch, pending = before
+        planner = self._batcher.planner
+        try:
+            return planner.settle(batch, pending.read())
+        except Exception:
+            _log_failure(batch)
+            self._batcher.recorder.lost()
+            failed += planner.discard(batch)
+            if self._running is not None:
+                failed += planner.discard(self._running[0])
+                self._running = None
+            return []
+
+
+def read_outputs(step: PendingStep) -> StepOutputs | None:
+    """What a step whose tokens were read has brought beside them; None if no request asked."""
+    read: Callable[[], StepOutputs | None] | None = getattr(step, "read_outputs", None)
+    return None if read is None else read()
+
+
+def _log_failure(batch: ScheduledBatch) -> None:
+    _logger.exception("the step of iteration %d failed", batch.iteration)

@@ -1,0 +1,36 @@
+"""What a step brings beside tokens, for the requests that asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class ContextLogits:
+    """Logits [n, vocab] of the tokens at ``start`` and after of a request's text."""
+
+    request_id: int
+    start: int
+    logits: Logits
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """By request id: log probability and logits [vocab] of the token drawn, both before anything
+    was done to the logits; and the logits of prompts."""
+
+    log_probs: dict[int, float] = field(default_factory=dict)
+    generation_logits: dict[int, Logits] = field(default_factory=dict)
+    context_logits: list[ContextLogits] = field(default_factory=list)
+
+
+def as_array(tensor: Any) -> Logits:
+    """A host tensor [...] float32 as numpy."""
+    array: Logits = tensor.numpy()
+    return array

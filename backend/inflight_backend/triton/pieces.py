@@ -1,0 +1,30 @@
+"""What one request has to say in one round of sending: consecutive responses as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inflight_backend.inference_request import Array, NamedTensor
+from inflight_backend.triton.extras import merge
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens, the other tensors by name, and perhaps the end."""
+
+    ids: list[int] = field(default_factory=list)
+    extras: dict[str, Array] = field(default_factory=dict)
+    is_final: bool = False
+    error: str = ""
+
+    def add(self, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
+        """Append one response."""
+        for name, tensor in tensors:
+            if name == "output_ids":
+                self.ids.extend(tensor.reshape(-1).tolist())
+        if len(tensors) > 2:  # sequence_length follows from the ids
+            extras = {n: t for n, t in tensors if n not in ("output_ids", "sequence_length")}
+            self.extras = merge(self.extras, extras)
+        self.is_final = is_final or bool(error)
+        self.error = self.error or error

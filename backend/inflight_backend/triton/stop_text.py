@@ -1,0 +1,66 @@
+"""Stop words on the way to text: what may still become one is held back, and none ever leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Word = tuple[int, ...]
+
+
+class StopText:
+    """Ends a text before the first of ``words`` in it, however it comes in pieces."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = tuple(words)
+        self._held = ""
+        self.is_hit = False
+
+    def push(self, piece: str, *, is_final: bool) -> str:
+        """Add text; returns what can leave now. After a hit nothing does."""
+        if self.is_hit:
+            return ""
+        text = self._held + piece
+        places = [place for word in self._words if (place := text.find(word)) >= 0]
+        if places:
+            self.is_hit, self._held = True, ""
+            return text[: min(places)]
+        num_held = 0 if is_final else self._num_open(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def _num_open(self, text: str) -> int:
+        """Characters at the end of ``text`` that a word begins with, at most."""
+        longest = 0
+        for word in self._words:
+            for size in range(min(len(word) - 1, len(text)), longest, -1):
+                if text.endswith(word[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+class StopTokens:
+    """Keeps the tokens of stop words from being decoded: the request ends with the first one."""
+
+    def __init__(self, words: Iterable[Word]) -> None:
+        self._words = frozenset(words)
+        self._beginnings = {word[:size] for word in self._words for size in range(1, len(word) + 1)}
+        self._longest = max(map(len, self._words))
+        self._held: list[int] = []
+
+    def push(self, ids: Sequence[int], *, is_final: bool) -> list[int]:
+        """Add generated tokens; returns those that are surely no part of a stop word."""
+        self._held.extend(ids)
+        held = self._held
+        num_held = self._longest_end(self._words if is_final else self._beginnings)
+        certain = held[: len(held) - num_held]
+        self._held = [] if is_final else held[len(held) - num_held :]
+        return certain
+
+    def _longest_end(self, words: Iterable[Word]) -> int:
+        """Length of the longest of ``words`` that the tokens held end with."""
+        held = self._held
+        for size in range(min(self._longest, len(held)), 0, -1):
+            if tuple(held[len(held) - size :]) in words:
+                return size
+        return 0

@@ -1,0 +1,151 @@
+"""The tokens of one generation request in the form its client asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.response_tensors import finish_reason_tensor
+from inflight_backend.text import IncrementalDetokenizer
+from inflight_backend.triton.extras import after_the_end, merge, without_last
+from inflight_backend.triton.stop_text import StopText, StopTokens
+from inflight_backend.triton.stream import Stream
+from inflight_scheduler import FinishReason
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class TextWriter:
+    """Makes text of tokens.
+
+    ``prefix`` is the prompt, for an answer that includes it, and ``num_prompt_ids`` how many of the
+    first ids are the prompt's. Stop words are left out: ``stop_tokens`` as tokens, ``stop_text`` as
+    text.
+    """
+
+    detokenizer: IncrementalDetokenizer
+    prefix: str = ""
+    num_prompt_ids: int = 0
+    stop_tokens: StopTokens | None = None
+    stop_text: StopText | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once a stop word was found in the text."""
+        return self.stop_text is not None and self.stop_text.is_hit
+
+    def write(self, ids: Sequence[int], is_final: bool) -> tuple[str, int]:
+        """Text that the next ``ids`` make certain, and how many of them belong to the answer."""
+        prefix, self.prefix = self.prefix, ""
+        skipped, self.num_prompt_ids = self.num_prompt_ids, 0
+        new_ids: Sequence[int] = ids[skipped:]
+        if self.stop_tokens is not None:
+            new_ids = self.stop_tokens.push(new_ids, is_final=is_final)
+        if self.stop_text is None:
+            text = self.detokenizer.push(new_ids)
+            if is_final:
+                text += self.detokenizer.finish()
+            return prefix + text, len(ids)
+        text, num_used = self._write_until_stop(self.stop_text, new_ids, is_final)
+        return prefix + text, skipped + num_used if self.is_stopped else len(ids)
+
+    def _write_until_stop(
+        self, stop: StopText, ids: Sequence[int], is_final: bool
+    ) -> tuple[str, int]:
+        """Token by token, so that it is known which one completed the stop word."""
+        pieces: list[str] = []
+        for number, token in enumerate(ids, start=1):
+            if stop.is_hit:
+                return "".join(pieces), number - 1
+            pieces.append(stop.push(self.detokenizer.push((token,)), is_final=False))
+        if is_final and not stop.is_hit:
+            pieces.append(stop.push(self.detokenizer.finish(), is_final=True))
+        return "".join(pieces), len(ids)
+
+
+@dataclass(slots=True)
+class TokenStream:
+    """The way back of one request, or of one sequence of it.
+
+    ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
+    last response; ``text`` is set when text is among them.
+    ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
+    begin with the prompt if it is part of the answer. ``constants`` go with every response.
+    """
+
+    stream: Stream
+    outputs: frozenset[str]
+    text: TextWriter | None = None
+    final_outputs: frozenset[str] = frozenset()
+    is_whole: bool = False
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    extras: dict[str, Array] = field(default_factory=dict)
+    constants: Mapping[str, Array] = field(default_factory=dict)
+    is_stopped: bool = False
+
+    def set_index(self, index: int, *, is_asked: bool) -> None:
+        """This is sequence ``index`` of its request; ``is_asked``: say so in every response."""
+        self.constants = {**self.constants, "sequence_index": np.array([[index]], dtype=np.int32)}
+        if is_asked:
+            self.outputs |= {"sequence_index"}
+
+    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
+        """Send what is new since the last call as one response.
+
+        True: the text has come to a stop word just now, and the request should be stopped.
+        """
+        was_stopped, text = self.is_stopped, ""
+        if was_stopped:  # these were generated before the stop could be heard
+            ids, extras = (), after_the_end(extras, self.extras)
+        elif self.text is not None:
+            text, num_ids = self.text.write(ids, is_final)
+            self.is_stopped = self.text.is_stopped
+            if self.is_stopped:
+                extras = without_last(extras, len(ids) - num_ids)
+                ids = ids[:num_ids]
+        if self.is_whole or self.is_stopped:
+            self.extras = merge(self.extras, extras)
+        is_hit = self.is_stopped and not was_stopped and not is_final
+        if self.is_whole:
+            self.ids.extend(ids)
+            self.texts.append(text)
+            if not is_final:
+                return is_hit
+            ids, text, extras = self.ids, "".join(self.texts), self.extras
+        tensors = self._tensors(ids, text, extras, is_final)
+        # A stream of text alone has nothing to say while a token completes no character.
+        if text or is_final or len(tensors) != 1 or "text_output" not in tensors:
+            self.stream.send(tensors, is_final=is_final)
+        return is_hit
+
+    def _tensors(
+        self, ids: Sequence[int], text: str, extras: Mapping[str, Array], is_final: bool
+    ) -> dict[str, Array]:
+        tensors: dict[str, Array] = {}
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
+        if "output_ids" in self.outputs:
+            tensors["output_ids"] = np.array([[ids]], dtype=np.int32)
+        if "sequence_length" in self.outputs:
+            tensors["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
+        if "text_output" in self.outputs:
+            tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
+        if "finish_reason" in outputs:
+            tensors["finish_reason"] = self._finish_reason(extras, is_final)
+        for name in outputs & extras.keys() - {"finish_reason"}:
+            tensors[name] = extras[name]
+        for name in outputs & self.constants.keys():
+            tensors[name] = self.constants[name]
+        return tensors
+
+    def _finish_reason(self, extras: Mapping[str, Array], is_final: bool) -> Array:
+        if is_final and self.is_stopped:
+            return finish_reason_tensor(FinishReason.STOP_WORDS)
+        # A request that never reached the batch manager was stopped before it could.
+        reason = FinishReason.CANCELLED if is_final else FinishReason.NOT_FINISHED
+        return extras.get("finish_reason", finish_reason_tensor(reason))

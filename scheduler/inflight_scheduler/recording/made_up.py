@@ -1,0 +1,117 @@
+"""Requests without text: made-up tokens that agree where the recorded ones did.
+
+With block reuse a recording may begin in the middle; then what was cached is rebuilt from what it
+says about the texts (`CacheStart`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import SupportsIndex, overload
+
+from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.cache_state import CacheContent
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.likeness import Likeness, TextBook
+from inflight_scheduler.recording.records import CacheStart
+from inflight_scheduler.request import LlmRequest
+
+MAX_CACHED_TOKENS = 2**27
+"""Tokens of all texts of which something was cached, each from its beginning; about a minute."""
+
+
+class MadeUpText(list[int]):
+    """The tokens of a request without tokens: constant memory, whatever the length.
+
+    Without a book all are 0. With one, texts agree where the book says so (block reuse).
+    ``is_broken``: the last token is the one that says that the model's numbers failed.
+    """
+
+    __slots__ = ("_book", "is_broken", "length", "number")
+
+    def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
+        super().__init__()
+        self.length = length
+        self.number = number
+        self.is_broken = False
+        self._book = book
+
+    def __len__(self) -> int:
+        return self.length
+
+    def append(self, _: int) -> None:
+        """One token more."""
+        self.length += 1
+
+    def __setitem__(self, index: object, token: object) -> None:
+        """A token that was expected has come; which one does not matter."""
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        """Tokens that were expected are not wanted any more."""
+        assert isinstance(index, slice)
+        self.length -= len(range(*index.indices(self.length)))
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
+        if not isinstance(index, slice):
+            if self.is_broken:
+                return -1
+            place = range(self.length)[index]
+            return 0 if self._book is None else self._book.tokens(self.number, place, place + 1)[0]
+        start, end, _ = index.indices(self.length)
+        if self._book is None:
+            return [0] * max(end - start, 0)
+        return self._book.tokens(self.number, start, end)
+
+
+def make_book(cache: CacheStart) -> TextBook:
+    """The texts as they were known at the start."""
+    book = TextBook(cache.num_texts)
+    for number, source, length, start in cache.parts:
+        book.extend(number, Likeness(source, length), start)
+    return book
+
+
+def restore_cache(
+    block_manager: BlockManager, book: TextBook, cache: CacheStart, active: Sequence[LlmRequest]
+) -> None:
+    """Rebuild what was cached; `RecordingError` if it contradicts itself or ``active``."""
+    tables = {}
+    for request, table in zip(active, cache.tables, strict=True):
+        num_cached = 0
+        if request.seq_slot is not None:
+            num_cached = max(request.prompt_len, request.num_cached_tokens)
+        if len(table) < -(-num_cached // block_manager.tokens_per_block):
+            raise RecordingError(f"cache: request {request.request_id} holds {len(table)} blocks")
+        if len(set(table)) != len(table):
+            raise RecordingError(f"cache: request {request.request_id} holds a block twice")
+        tables[request.request_id] = table
+    kept = _kept(book, cache, block_manager.tokens_per_block)
+    try:
+        block_manager.restore_cache(CacheContent(tables, kept, cache.idle, cache.beginnings))
+    except ValueError as error:
+        raise RecordingError(f"cache: {error}") from None
+
+
+def _kept(
+    book: TextBook, cache: CacheStart, tokens_per_block: int
+) -> Iterator[tuple[int, LlmRequest, int]]:
+    """Each kept block with a request that has its text; a text is hashed once."""
+    num_tokens = 0
+    by_text = sorted(cache.kept, key=attrgetter("text_number", "place"))
+    for number, group in groupby(by_text, key=attrgetter("text_number")):
+        blocks = list(group)
+        length = (blocks[-1].place + 1) * tokens_per_block
+        num_tokens += length
+        if num_tokens > MAX_CACHED_TOKENS:
+            raise RecordingError(f"cache: its texts have more than {MAX_CACHED_TOKENS} tokens")
+        request = LlmRequest(0, (), 1)
+        request.text_number = number
+        request.tokens = MadeUpText(length, book, number)
+        for block in blocks:
+            yield block.block_id, request, block.place

@@ -1,0 +1,83 @@
+"""How a request wants its tokens drawn: values only, checked by whoever makes them.
+
+Names and meaning follow TensorRT-LLM's ``SamplingConfig`` (`cpp/include/tensorrt_llm/executor/
+executor.h`); the arithmetic is in the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Word = tuple[int, ...]
+"""A word as token ids; at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. With every filter at 0 (off) it is the most likely one.
+
+    ``top_p_decay``: after each token top_p becomes max(top_p * decay, ``top_p_min``), and what it
+    was at first after a token ``top_p_reset_id`` (-1: none). Penalties count the tokens of prompt
+    and answer, presence and frequency not those of the first ``prompt_ignore_length`` of the
+    prompt. ``bias`` is added to the logits of tokens; ``bad_words`` must not be completed.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 0
+    min_length: int = 0
+    min_p: float = 0.0
+    top_p_min: float = 1e-6
+    top_p_decay: float = 1.0
+    top_p_reset_id: int = -1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_ignore_length: int = 0
+    no_repeat_ngram_size: int = 0
+    bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[Word, ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when the most likely token is always taken (TensorRT-LLM's rule)."""
+        no_filter = self.top_k == 0 and self.top_p == 0.0 and self.min_p == 0.0
+        return self.temperature == 0.0 or self.top_k == 1 or no_filter
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when tokens that were seen count."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def has_decay(self) -> bool:
+        """True when top_p changes from token to token."""
+        return self.top_p_decay != 1.0 and not self.is_greedy and self.top_p > 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """True when the draw depends on more of the text than the model's logits do."""
+        return (
+            self.has_penalties
+            or self.has_decay
+            or self.no_repeat_ngram_size > 0
+            or any(len(word) > 1 for word in self.bad_words)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParams:
+    """What a request wants to know beside its tokens (TensorRT-LLM's ``OutputConfig``)."""
+
+    log_probs: bool = False
+    context_logits: bool = False
+    generation_logits: bool = False
+    perf_metrics: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+
+
+NO_OUTPUTS = OutputParams()
+"""Tokens only."""

@@ -1,0 +1,181 @@
+"""What requests want done to their logits: against transformers, and however the work is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import VOCAB_SIZE, load_oracle
+from engine_driver import EngineDriver, Job
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from inflight_backend.engine import Engine
+from inflight_backend.engine.step_buffer import current_top_p
+from inflight_scheduler import SamplingParams, SlotSetup
+
+SmallEngine = Callable[[str], Engine]
+Folder = Callable[..., Path]
+NUM_TOKENS = 12
+
+
+def make_prompts(lengths: tuple[int, ...] = (3, 9, 26), seed: int = 5) -> list[list[int]]:
+    """Prompts of few different tokens, so that rules about repetition have work."""
+    numbers = random.Random(seed)
+    return [[numbers.randrange(40) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def oracle(folder: Path, prompt: list[int], **options: Any) -> list[int]:
+    """What transformers generates greedily with its own logits processors."""
+    answer = load_oracle(folder).generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        **options,
+    )
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens
+
+
+def test_greedy_answers_are_those_of_transformers(
+    small_engine: SmallEngine, checkpoint: Folder
+) -> None:
+    """One batch of different rules, each row against `generate` with the same rule."""
+    folder = checkpoint("llama-mha", num_shards=1)
+    prompt = make_prompts()[2]
+    plain = oracle(folder, prompt)
+    # The plain answer's own tokens are what the rules are about.
+    bias = ((plain[0], -4.0), (7, 3.0))
+    words = ((plain[1],), tuple(plain[2:4]), tuple(prompt[-2:] + plain[:1]))
+    cases: list[tuple[SamplingParams, dict[str, Any]]] = [
+        (SamplingParams(), {}),
+        (SamplingParams(repetition_penalty=1.7), {"repetition_penalty": 1.7}),
+        (SamplingParams(repetition_penalty=0.6), {"repetition_penalty": 0.6}),
+        (SamplingParams(no_repeat_ngram_size=1), {"no_repeat_ngram_size": 1}),
+        (SamplingParams(no_repeat_ngram_size=2), {"no_repeat_ngram_size": 2}),
+        (SamplingParams(bias=bias), {"sequence_bias": [[[t], b] for t, b in bias]}),
+        (SamplingParams(bad_words=words), {"bad_words_ids": [list(word) for word in words]}),
+        (
+            SamplingParams(repetition_penalty=1.3, no_repeat_ngram_size=3, bad_words=words[:1]),
+            {
+                "repetition_penalty": 1.3,
+                "no_repeat_ngram_size": 3,
+                "bad_words_ids": [list(words[0])],
+            },
+        ),
+    ]
+    jobs = [Job(prompt, sampling) for sampling, _ in cases]
+    EngineDriver(small_engine("llama-mha")).generate(jobs, NUM_TOKENS, chunk_size=7)
+    for job, (sampling, options) in zip(jobs, cases, strict=True):
+        assert job.generated == oracle(folder, prompt, **options), sampling
+    assert len({tuple(job.generated) for job in jobs}) >= 5
+
+
+def test_penalties_count_prompt_and_answer(small_engine: SmallEngine) -> None:
+    """A frequency penalty that outweighs everything makes every token new; the ignored part of
+    the prompt may come again."""
+    engine = small_engine("llama-mha")
+    prompt = make_prompts()[1]
+    strong = SamplingParams(frequency_penalty=1e4)
+    whole, ignored = Job(prompt, strong), Job(prompt, replace(strong, prompt_ignore_length=5))
+    liked = replace(strong, bias=tuple((token, 500.0) for token in prompt), prompt_ignore_length=5)
+    tempted = Job(prompt, liked)
+    EngineDriver(engine).generate([whole, ignored, tempted], NUM_TOKENS)
+    assert len({*prompt, *whole.generated}) == len(set(prompt)) + NUM_TOKENS
+    assert len(set(ignored.generated)) == NUM_TOKENS
+    free = set(prompt[:5]) - set(prompt[5:])
+    assert free
+    assert set(tempted.generated[: len(free)]) == free
+
+
+def test_top_p_decays_and_resets() -> None:
+    sampling = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
+
+    def after(*generated: int) -> float:
+        setup = SlotSetup(0, 1, sampling, prompt_len=2, tokens=(9, 9, *generated))
+        return round(current_top_p(setup), 6)
+
+    assert [after(), after(1), after(1, 2), after(1, 2, 3)] == [0.8, 0.4, 0.2, 0.15]
+    assert [after(1, 2, 9), after(1, 2, 9, 4)] == [0.8, 0.4]
+
+
+def test_a_decayed_top_p_is_that_of_the_setup(small_engine: SmallEngine) -> None:
+    """The device multiplies as the host does, so what is drawn later is the same to the bit."""
+    sampling = SamplingParams(top_p=0.99, top_p_decay=0.83, top_p_min=0.01, seed=3, temperature=2)
+    whole, parts = Job(make_prompts()[0], sampling), Job(make_prompts()[0], sampling)
+    driver = EngineDriver(small_engine("qwen3"))
+    driver.generate([whole], NUM_TOKENS)
+    free = Job(make_prompts()[0], replace(sampling, top_p_decay=1.0))
+    driver.generate([free], NUM_TOKENS)
+    for _ in range(NUM_TOKENS):
+        driver.generate([parts], 1)
+        driver.release(parts)
+    assert parts.generated == whole.generated != free.generated
+    table = driver.engine._slots.parameters.view(torch.float32)
+    assert whole.slot is not None
+    setup = SlotSetup(0, 1, sampling, prompt_len=3, tokens=tuple(whole.tokens))
+    assert table[whole.slot, 4].item() == current_top_p(setup)
+
+
+TOKENS = st.integers(0, VOCAB_SIZE - 1)
+LIKELY = st.sampled_from(range(40))
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 8]),
+    top_p=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    min_p=st.sampled_from([0.0, 0.02, 0.4]),
+    top_p_decay=st.sampled_from([1.0, 0.9]),
+    top_p_reset_id=LIKELY,
+    repetition_penalty=st.sampled_from([1.0, 1.4, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.7, -0.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.4, -0.2]),
+    prompt_ignore_length=st.sampled_from([0, 4, 100]),
+    no_repeat_ngram_size=st.sampled_from([0, 0, 1, 2, 3]),
+    bias=st.lists(st.tuples(TOKENS, st.floats(-5, 5, width=32)), max_size=3).map(
+        lambda pairs: tuple(dict(pairs).items())
+    ),
+    bad_words=st.lists(st.lists(LIKELY, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
+    phases=[Phase.generate],
+)
+@given(
+    kinds=st.lists(SAMPLING, min_size=2, max_size=4),
+    chunk_size=st.sampled_from([0, 3, 10]),
+    seed=st.integers(0, 1000),
+)
+def test_chunks_pauses_company_and_old_slots_change_nothing(
+    small_engine: SmallEngine, kinds: list[SamplingParams], chunk_size: int, seed: int
+) -> None:
+    engine = small_engine("llama-mha")
+    numbers = random.Random(seed)
+    prompts = make_prompts((numbers.randint(1, 30),) * len(kinds), seed)
+    alone = []
+    for prompt, sampling in zip(prompts, kinds, strict=True):
+        job, driver = Job(prompt, sampling), EngineDriver(engine, seed)
+        driver.generate([job], NUM_TOKENS)
+        alone.append(job.generated)
+    jobs = [Job(prompt, sampling) for prompt, sampling in zip(prompts, kinds, strict=True)]
+    driver = EngineDriver(engine, seed + 1)
+    while waiting := [job for job in jobs if len(job.generated) < NUM_TOKENS]:
+        some = numbers.sample(waiting, numbers.randint(1, len(waiting)))
+        driver.generate(some, 1, chunk_size)
+        running = [job for job in jobs if job.slot is not None]
+        if numbers.random() < 0.3 and running:
+            driver.release(numbers.choice(running))
+    assert [job.generated for job in jobs] == alone

@@ -1,0 +1,51 @@
+"""What a user sets on the Triton model arrives in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.inflight_batcher import load_engine
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.parameters import parse_parameters
+from inflight_backend.step_loop import OverlapScheduler
+
+SMALL = {"device": "cpu", "max_tokens_in_paged_kv_cache": "256", "max_batch_size": "2"}
+
+
+def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint(head_dim=16)
+    raw = {
+        **SMALL,
+        "gpt_model_path": str(folder),
+        "attention_backend": "triton",
+        "quantization": "fp8",
+        "kv_cache_dtype": "fp8",
+        "cuda_graph_mode": "false",
+        "overlap_scheduler": "on",
+    }
+    params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
+    assert params.overlap_scheduler is OverlapScheduler.ON
+    config = load_engine(folder, params).config
+    assert (config.attention_backend, config.quantization) == ("triton", "fp8")
+    assert (config.kv_cache_dtype, config.cuda_graph_mode) == ("fp8", False)
+
+
+def test_the_plain_loop_is_the_default_where_nothing_runs_aside(
+    checkpoint: Callable[..., Path],
+) -> None:
+    folder = checkpoint()
+    raw = {**SMALL, "gpt_model_path": str(folder)}
+    params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
+    engine = load_engine(folder, params)
+    assert not params.overlap_scheduler.is_on(engine)
+    assert engine.config.cuda_graph_mode, "for the day there is a GPU"
+
+
+def test_an_unknown_kind_is_refused_with_the_choices(checkpoint: Callable[..., Path]) -> None:
+    raw = {**SMALL, "gpt_model_path": str(checkpoint()), "quantization": "int3"}
+    with pytest.raises(ConfigurationError, match=r"Invalid quantization 'int3'.*none, fp8"):
+        parse_parameters(raw)

@@ -1,0 +1,200 @@
+"""Log probabilities, logits and numbers of a request, through the batch manager, against
+transformers, whatever the scheduler does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
+from fakes import CountingEngine
+from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.request_outputs import MAX_LOGITS_BYTES, check_outputs
+from inflight_backend.step_loop import OverlapScheduler
+from inflight_scheduler import CapacitySchedulerPolicy, OutputParams
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
+NUM_NEW = 9
+
+
+class TensorRecorder(Recorder):
+    """Keeps every tensor of every response."""
+
+    def __init__(self, requests: Sequence[InferenceRequest]) -> None:
+        super().__init__(requests)
+        self.tensors: dict[int, list[dict[str, Any]]] = {}
+
+    def send(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.tensors.setdefault(request_id, []).append(dict(tensors))
+        super().send(request_id, tensors, is_final, error)
+
+    def joined(self, request_id: int, name: str) -> Any:
+        return np.concatenate([sent[name] for sent in self.tensors[request_id]], axis=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+def make_engine(folder: Path, num_tokens: int = 1024) -> Engine:
+    return Engine.load(
+        folder,
+        EngineConfig(
+            device="cpu",
+            max_batch_size=8,
+            tokens_per_block=4,
+            max_num_tokens=64,
+            max_seq_len=64,
+            max_tokens_in_paged_kv_cache=num_tokens,
+        ),
+    )
+
+
+@torch.inference_mode()
+def oracle(folder: Path, prompt: list[int], answer: list[int]) -> tuple[Any, Any]:
+    """Logits of every position of the prompt, and those each token of the answer was drawn by."""
+    logits = load_oracle(folder)(torch.tensor([prompt + answer])).logits[0].float()
+    return logits[: len(prompt)].numpy(), logits[len(prompt) - 1 : -1].numpy()
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+@pytest.mark.parametrize(
+    ("policy", "num_tokens", "has_chunks"),
+    [(GUARANTEED, 1024, False), (GUARANTEED, 1024, True), (MAX_UTILIZATION, 64, True)],
+)
+def test_logits_are_those_of_transformers(
+    folder: Path,
+    is_streaming: bool,
+    policy: CapacitySchedulerPolicy,
+    num_tokens: int,
+    has_chunks: bool,
+    overlap: OverlapScheduler,
+) -> None:
+    """Alone, in chunks, and with pauses; penalties and filters do not show."""
+    prompts = {i: PROMPT[i:] for i in range(1, 5)}
+    wants = {"return_log_probs": True, "return_generation_logits": True}
+    recorder = TensorRecorder(
+        [
+            request(
+                i,
+                prompt,
+                NUM_NEW,
+                streaming=is_streaming,
+                temperature=1.5,
+                runtime_top_k=20,
+                repetition_penalty=1.5,
+                seed=i,
+                return_context_logits=i % 2 == 0,
+                exclude_input_in_output=True,
+                **(wants if i < 4 else {}),
+            )
+            for i, prompt in prompts.items()
+        ]
+    )
+    params = TrtGptModelOptionalParams(
+        max_batch_size=8,
+        enable_chunked_context=has_chunks,
+        overlap_scheduler=overlap,
+        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
+    )
+    with running(recorder, make_engine(folder, num_tokens), policy, params=params):
+        recorder.wait_for_finals(*prompts)
+    paused = max(stats["Paused Requests"] for stats in recorder.stats)
+    assert (paused > 0) == (num_tokens == 64)
+    for i, prompt in prompts.items():
+        answer = recorder.tokens(i)
+        assert len(answer) == NUM_NEW
+        context, generation = oracle(folder, prompt, answer)
+        last = recorder.tensors[i][-1]
+        if i % 2 == 0:
+            np.testing.assert_allclose(last["context_logits"][0], context, atol=2e-4)
+        assert ("context_logits" in last) == (i % 2 == 0)
+        if i == 4:
+            assert not {"output_log_probs", "cum_log_probs", "generation_logits"} & last.keys()
+            continue
+        logits = recorder.joined(i, "generation_logits")
+        assert logits.shape == (1, 1, NUM_NEW, VOCAB_SIZE)
+        np.testing.assert_allclose(logits[0, 0], generation, atol=2e-4)
+        expected = torch.from_numpy(generation).log_softmax(-1)[torch.arange(NUM_NEW), answer]
+        log_probs = recorder.joined(i, "output_log_probs")
+        np.testing.assert_allclose(log_probs[0, 0], expected, atol=2e-4)
+        np.testing.assert_allclose(last["cum_log_probs"], [[expected.sum()]], atol=2e-3)
+        assert len(recorder.tensors[i]) == (NUM_NEW if is_streaming else 1)
+
+
+def test_numbers_and_times(folder: Path) -> None:
+    """Counts, block use with and without a cached prefix, and times in order."""
+    wants = {
+        "return_perf_metrics": True,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+    }
+    before = time.monotonic_ns()
+    recorder = TensorRecorder([request(1, PROMPT, 6, **wants), request(2, [9], 2)])
+    params = TrtGptModelOptionalParams(
+        max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=True)
+    )
+    with running(recorder, make_engine(folder), params=params) as manager:
+        recorder.wait_for_finals(1, 2)
+        recorder.pending.append(request(3, PROMPT, 6, streaming=False, **wants))
+        manager.wake()
+        recorder.wait_for_finals(3)
+    assert list(recorder.tensors[2][-1]) == ["output_ids", "sequence_length", "finish_reason"]
+    counts = [int(sent["num_output_tokens"].item()) for sent in recorder.tensors[1]]
+    assert counts == [1, 2, 3, 4, 5, 6]
+    first, second = recorder.tensors[1][-1], recorder.tensors[3][-1]
+    for sent in (first, second):
+        assert sent["num_input_tokens"].tolist() == [[17]]
+        times = [
+            int(sent[f"{name}_time_ns"].item())
+            for name in ("arrival", "first_scheduled", "first_token", "last_token")
+        ]
+        assert times == sorted(times)
+        assert before < times[0] < times[3] < time.monotonic_ns()
+        drafts = [sent[f"total{kind}_draft_tokens"].item() for kind in ("", "_accepted")]
+        assert [sent["acceptance_rate"].item(), *drafts] == [0, 0, 0]
+    names = [f"kv_cache_{name}_blocks" for name in ("alloc_new", "reused", "alloc_total")]
+    assert [first[name].item() for name in names] == [6, 0, 6]  # 17 + 5 cached tokens by 4
+    assert [second[name].item() for name in names] == [2, 4, 6]
+
+
+def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
+    recorder = TensorRecorder([request(1, PROMPT, 6, return_log_probs=True)])
+    with running(recorder, make_engine(folder)) as manager:
+        recorder.wait_for_finals(1)
+        end_id = recorder.tokens(1)[3]
+        recorder.pending.append(request(2, PROMPT, 6, return_log_probs=True, end_id=end_id))
+        manager.wake()
+        recorder.wait_for_finals(2)
+    shorter = recorder.joined(2, "output_log_probs")
+    num_tokens = recorder.tokens(1).index(end_id)
+    assert shorter.shape == (1, 1, num_tokens)
+    longer = recorder.joined(1, "output_log_probs")
+    np.testing.assert_allclose(shorter, longer[:, :, :num_tokens], atol=1e-5)
+
+
+def test_what_cannot_be_told_is_refused() -> None:
+    recorder = TensorRecorder([request(1, [1], 3, return_generation_logits=True)])
+    with running(recorder, CountingEngine()):
+        recorder.wait_for_finals(1)
+    assert (
+        "'return_generation_logits' is not supported by the engine" in recorder.responses[1][0][2]
+    )
+    with pytest.raises(Exception, match="'return_context_logits' would take 9000 tokens x 32000"):
+        check_outputs(OutputParams(context_logits=True), 9000, 1, 32000, is_observable=True)
+    rows = MAX_LOGITS_BYTES // 4000
+    check_outputs(OutputParams(generation_logits=True), 1, rows, 1000, is_observable=True)

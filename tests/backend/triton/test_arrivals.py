@@ -1,0 +1,185 @@
+"""The queue before the batch manager: order, bound, deadlines, stops; and the order to the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler.world import World
+
+from inflight_backend.errors import CapacityExceeded
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_validation import RequestLimits, validate
+from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
+
+LIMITS = RequestLimits(
+    vocab_size=100,
+    max_input_len=200,
+    max_seq_len=200,
+    exclude_input_in_output=False,
+    refusal_reason=lambda request: None,
+)
+
+
+def request(request_id: int, num_prompt: int = 1, num_new: int = 1, **values: Any) -> Any:
+    made = InferenceRequest.from_tokens(request_id, [7] * num_prompt, num_new, **values)
+    validate(made, LIMITS)
+    return made
+
+
+def queue_of(*priorities: float, span: float = 1000, max_size: int = 100) -> ArrivalQueue:
+    arrivals = ArrivalQueue(max_size, span)
+    for request_id, priority in enumerate(priorities):
+        arrivals.put(request(request_id, priority=priority))
+    return arrivals
+
+
+def taken(arrivals: ArrivalQueue, max_num_requests: int = -1) -> list[int]:
+    return [each.request_id for each in arrivals.take(max_num_requests)]
+
+
+def test_equal_priorities_leave_in_order_of_arrival_and_as_many_as_asked_for() -> None:
+    arrivals = queue_of(0.5, 0.5, 0.5, 0.5)
+    assert taken(arrivals, 0) == []
+    assert taken(arrivals, 3) == [0, 1, 2]
+    assert taken(arrivals) == [3]
+    assert len(arrivals) == 0
+
+
+def test_priority_decides_within_the_span() -> None:
+    assert taken(queue_of(0.5, 0.1, 0.9, 0.5, 1.0)) == [4, 2, 0, 3, 1]
+    assert taken(queue_of(0.5, 1.0, 1.0, 1.0, span=4)) == [1, 0, 2, 3]
+    assert taken(queue_of(0.0, 1.0, span=0)) == [0, 1]
+
+
+def test_a_full_queue_refuses_at_once_whatever_the_priority() -> None:
+    arrivals = queue_of(0.0, 0.0, max_size=2)
+    with pytest.raises(CapacityExceeded, match="Maximum queue size of 2 has been reached"):
+        arrivals.put(request(2, priority=1.0))
+    assert taken(arrivals, 1) == [0]
+    arrivals.put(request(2, priority=1.0))
+    assert taken(arrivals) == [2, 1]
+
+
+def test_places_are_those_of_the_order_and_a_stop_takes_out() -> None:
+    arrivals = queue_of(0.5, 0.1, 0.9)
+    assert [arrivals.find_place(i) for i in range(4)] == [(2, 3), (3, 3), (1, 3), None]
+    assert arrivals.stop(0)
+    assert [arrivals.find_place(i) for i in range(3)] == [None, (2, 2), (1, 2)]
+    assert not arrivals.stop(0), "it does not wait any more: the batch manager is told"
+    assert (arrivals.poll_stop_signals(), arrivals.poll_stop_signals()) == ({0}, set())
+    assert taken(arrivals) == [2, 1]
+
+
+def test_the_overdue_leave_with_their_place_and_each_once() -> None:
+    arrivals = ArrivalQueue(100)
+    arrivals.put(request(1))
+    arrivals.put(request(2, max_queue_time_ms=1))
+    arrivals.put(request(3, allotted_time_ms=1, priority=1.0))
+    arrivals.put(request(4, max_queue_time_ms=60_000, allotted_time_ms=50_000))
+    time.sleep(0.002)
+    overdue = arrivals.take_overdue()
+    assert [(each.request.request_id, each.place, each.num_waiting) for each in overdue] == [
+        (2, 3, 4),
+        (3, 1, 3),
+    ]
+    assert arrivals.take_overdue() == []
+    assert taken(arrivals) == [1, 4]
+
+
+def test_who_has_left_is_not_overdue_and_not_remembered() -> None:
+    arrivals = ArrivalQueue(100)
+    for request_id in range(2000):
+        arrivals.put(request(request_id, max_queue_time_ms=60_000))
+        assert arrivals.stop(request_id)
+    assert len(arrivals._deadlines) <= 64
+    arrivals.put(request(1, max_queue_time_ms=1))
+    assert taken(arrivals) == [1]
+    arrivals.put(request(1))  # the same id again, without a deadline
+    time.sleep(0.002)
+    assert arrivals.take_overdue() == []
+    assert taken(arrivals) == [1]
+
+
+class Line:
+    """The queue, the active requests and a scheduler, as the server has them one after another."""
+
+    def __init__(
+        self, policy: CapacitySchedulerPolicy, span: float, num_places: int, num_blocks: int
+    ) -> None:
+        manager = BlockManager(num_blocks, 2)
+        scheduler = make_scheduler(policy, manager, max_batch_size=num_places)
+        self.world = World(scheduler, manager, num_places, span)
+        self.queue = ArrivalQueue(1000, span)
+        self.num_places = num_places
+        self.arrived: list[LlmRequest] = []
+        self.started: list[int] = []
+
+    def arrive(self, priority: float, num_prompt: int, num_new: int) -> None:
+        made = request(len(self.arrived), num_prompt, num_new, priority=priority)
+        self.queue.put(made)
+        self.arrived.append(made.llm_request)
+
+    def step(self) -> None:
+        for each in self.queue.take(self.num_places - len(self.world.active)):
+            assert each.llm_request is not None
+            self.world.arrive(each.llm_request)
+        batch = self.world.step()
+        new = [setup.request_id for setup in batch.setups]
+        self.started += [number for number in new if number not in self.started]
+
+
+PRIORITIES = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    policy=st.sampled_from(CapacitySchedulerPolicy),
+    span=st.sampled_from([0.0, 1.0, 3.0, 10.0, 1000.0]),
+    num_places=st.integers(1, 4),
+    num_blocks=st.integers(6, 12),
+    waves=st.lists(
+        st.lists(st.tuples(PRIORITIES, st.integers(1, 4), st.integers(1, 4)), max_size=6),
+        max_size=10,
+    ),
+)
+def test_the_documented_number_of_later_arrivals_holds_from_end_to_end(
+    policy: CapacitySchedulerPolicy,
+    span: float,
+    num_places: int,
+    num_blocks: int,
+    waves: list[list[tuple[float, int, int]]],
+) -> None:
+    """Fewer than ``span * (1 - p)`` later arrivals start before a request, queue included."""
+    line = Line(policy, span, num_places, num_blocks)
+    for wave in waves:
+        for priority, num_prompt, num_new in wave:
+            line.arrive(priority, num_prompt, num_new)
+        line.step()
+    while len(line.started) < len(line.arrived):
+        line.step()
+    for place, number in enumerate(line.started):
+        num_passed_by = sum(other > number for other in line.started[:place])
+        assert num_passed_by == 0 or num_passed_by < span * (1 - line.arrived[number].priority)
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda each: each.name)
+def test_a_flood_of_high_priority_passes_a_low_one_by_no_more_than_the_span(
+    policy: CapacitySchedulerPolicy,
+) -> None:
+    """The flood never ends and is faster than the server; the low one starts in its turn."""
+    span = 50
+    line = Line(policy, span, num_places=2, num_blocks=8)
+    line.arrive(1.0, 2, 3)
+    line.arrive(0.0, 2, 3)
+    while 1 not in line.started:
+        for _ in range(3):
+            line.arrive(1.0, 2, 3)
+        line.step()
+        assert len(line.arrived) < 1000, "it starves"
+    num_passed_by = sum(number > 1 for number in line.started[: line.started.index(1)])
+    assert span - 2 <= num_passed_by < span

@@ -1,0 +1,274 @@
+"""Scheduling as a user of the real server meets it: salts, priorities, deadlines, V1, own code.
+
+The demo model counts, so a lost, doubled or foreign token is a gap in the count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from e2e.harness import ServeProcess, assert_counts, stream_text
+from e2e.test_contract import PeerClient, stats_of
+from tokenizers import Tokenizer
+
+from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_client import InflightClient
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = 60.0
+
+
+def metrics_of(server: ServeProcess) -> str:
+    return httpx.get(server.metrics_url, timeout=10, trust_env=False).text
+
+
+def metric(page: str, label: str) -> float:
+    """The value of the one metric that has this label."""
+    (value,) = re.findall(rf"^nv_trt_llm_\w+{{[^}}]*{label}[^}}]*}} (\S+)$", page, re.MULTILINE)
+    return float(value)
+
+
+class Collected:
+    """What the streams of one client have brought, by request id."""
+
+    def __init__(self, client: PeerClient) -> None:
+        self._responses = client.responses()
+        self.texts: dict[str, str] = {}
+        self.num_responses: dict[str, int] = {}
+        self.finished: list[str] = []
+
+    def until(self, is_enough: Callable[[], bool]) -> None:
+        """Take responses until there is enough; an error raises."""
+        while not is_enough():
+            request_id, outputs, is_final = next(self._responses)
+            text = outputs["text_output"].item().decode() if "text_output" in outputs else ""
+            self.texts[request_id] = self.texts.get(request_id, "") + text
+            self.num_responses[request_id] = self.num_responses.get(request_id, 0) + bool(outputs)
+            if is_final:
+                self.finished.append(request_id)
+
+
+def stats_until(
+    feed: PeerClient, is_enough: Callable[[list[dict[str, Any]]], bool]
+) -> list[dict[str, Any]]:
+    """The statistics of a feed, iteration by iteration, until there are enough."""
+    stats: list[dict[str, Any]] = []
+    responses = feed.responses()
+    while not is_enough(stats):
+        _, outputs, _ = next(responses)
+        stats += [json.loads(text) for text in outputs["stats"].reshape(-1)]
+    return stats
+
+
+def have_ended(num_requests: int) -> Callable[[list[dict[str, Any]]], bool]:
+    """True for statistics that saw the contexts of so many, and then nobody any more."""
+
+    def is_enough(stats: list[dict[str, Any]]) -> bool:
+        num_contexts = sum(each["Context Requests"] for each in stats)
+        return num_contexts >= num_requests and not stats[-1]["Active Request Count"]
+
+    return is_enough
+
+
+# On the server that all tests share.
+
+
+def test_a_second_prompt_of_110_tokens_reuses_four_blocks_and_another_salt_none(
+    server: ServeProcess,
+) -> None:
+    """Over gRPC to one model and over HTTP to the other, salted or not; the answer is the same."""
+    text = "salted: " + " ".join(str(number) for number in range(100, 126))
+    codec = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    assert len(codec.encode(text).ids) == 112, "its fourth block is full once 16 more are computed"
+
+    def num_reused_by(ask: Callable[[], str]) -> int:
+        before = stats_of(server)["Reused KV cache blocks"]
+        answers.append(ask())
+        return int(stats_of(server)["Reused KV cache blocks"] - before)
+
+    def ask(**options: Any) -> str:
+        with InflightClient(server.grpc_url) as client:
+            return client.generate(text, 24, **options).text
+
+    answers: list[str] = []
+    assert num_reused_by(lambda: ask(cache_salt="a")) == 0
+    assert num_reused_by(lambda: ask(cache_salt="b")) == 0
+    assert num_reused_by(lambda: ask(cache_salt="a")) == 4
+    over_http = stream_text(server, text, 24, cache_salt="b")  # to the ensemble
+    assert num_reused_by(lambda: "".join(over_http)) == 4
+    assert num_reused_by(ask) <= 1, "text begins with a token that other tests have sent, too"
+    assert num_reused_by(ask) == 4
+    assert set(answers) == {answers[0]}
+    assert_counts("125", answers[0])
+    page = metrics_of(server)
+    assert metric(page, 'kv_cache_block_type="reused"') >= 4
+    assert 0 < metric(page, 'kv_cache_block_type="hit_rate"') < 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"priority": 1.5}, "'priority' is 1.5; it must be a finite number, 0..1"),
+        ({"cache_salt": ""}, "'cache_salt' has 0 bytes, outside 1..256"),
+        ({"cache_salt": "x" * 257}, "'cache_salt' has 257 bytes, outside 1..256"),
+        ({"max_queue_time_ms": 0}, "'max_queue_time_ms' is 0, outside 1..2147483647"),
+        ({"allotted_time_ms": -1}, "'allotted_time_ms' is -1, outside 1..2147483647"),
+    ],
+)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_bad_values_are_refused_by_name(
+    server: ServeProcess, model: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        list(stream_text(server, "1 2 3", 5, model=model, **options))
+
+
+def test_the_allotted_time_ends_an_answer_with_what_there_is(server: ServeProcess) -> None:
+    pieces = stream_text(server, "1 2 3", 8000, model="tensorrt_llm", allotted_time_ms=400)
+    text = "".join(pieces)
+    assert 0 < len(text) < 8000
+    assert_counts("1 2 3", text)
+    assert stats_of(server)["Used KV cache blocks"] == 0
+
+
+def test_the_command_line_sends_them(server: ServeProcess) -> None:
+    command = [str(Path(sys.executable).parent / "inflight"), "generate", "1 2 3"]
+    command += ["--max-tokens=12", f"--url={server.grpc_url}"]
+    options = ["--priority=0.9", "--cache-salt=me", "--max-queue-time-ms=60000"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.stdout == " 4 5 6 7 8 9\n"
+    bad = subprocess.run([*command, "--priority=7"], capture_output=True, text=True)
+    assert bad.returncode == 1
+    assert "'priority' is 7; it must be a finite number, 0..1" in bad.stderr
+
+
+# With settings of their own.
+
+
+def test_priorities_deadlines_and_the_limit_count_in_the_queue(
+    serve: Callable[..., ServeProcess],
+) -> None:
+    """One place, three who may wait; and long prompts run in chunks under another policy."""
+    server = serve(
+        settings={
+            "max_batch_size": 1,
+            "max_queue_size": 3,
+            "enable_chunked_context": "true",
+            "context_chunking_policy": "equal_progress",
+            "context_chunk_unit": 16,
+            "max_num_tokens": 64,
+        }
+    )
+    with PeerClient(server.grpc_url) as client, PeerClient(server.grpc_url) as other:
+        client.send("runs", text_input="1 2 3", max_tokens=8000, stream=True)
+        seen = Collected(client)
+        seen.until(lambda: bool(seen.texts))
+        client.send("low", text_input="10 11 12", max_tokens=30, stream=True, priority=0.0)
+        client.send("high", text_input="20 21 22", max_tokens=30, stream=True, priority=1.0)
+        with InflightClient(server.grpc_url) as asking:
+            while (why := asking.why("low")).get("num_waiting") != 2:
+                assert why["state"] in ("queued", "not in flight")
+        assert (why["state"], why["place"]) == ("queued", 2)
+        other.send("late", text_input="30", max_tokens=30, stream=True, max_queue_time_ms=40)
+        other.send("refused", text_input="40", max_tokens=30, stream=True, priority=1.0)
+        errors = []
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"queue|place") as caught:
+                next(other.responses())
+            errors.append(str(caught.value))
+        client.send("runs", stop=True)
+        seen.until(lambda: len(seen.finished) == 4)
+        with PeerClient(server.grpc_url) as feed:
+            feed.send(stats=True)
+            prompt = " ".join(str(number) for number in range(100, 160))
+            client.send("chunked", text_input=prompt, max_tokens=30, stream=True)
+            seen.until(lambda: len(seen.finished) == 5)
+            stats = stats_until(feed, have_ended(1))
+    assert any("Maximum queue size of 3 has been reached" in error for error in errors)
+    assert any(
+        "not started before its deadline: place 2 of 3 in the queue, "
+        "and all 1 places of max_batch_size are taken" in error
+        for error in errors
+    )
+    assert seen.finished[:2] == ["runs", "runs"], "the acknowledgement of the stop, and the end"
+    assert seen.finished[2:] == ["high", "low", "chunked"]
+    for name, prompt in (("runs", "3"), ("low", "12"), ("high", "22"), ("chunked", "159")):
+        assert_counts(prompt, seen.texts[name])
+    chunks = [each["Total Context Tokens"] for each in stats if each["Total Context Tokens"]]
+    assert len(chunks) >= 4
+    assert max(chunks) <= 64
+
+
+def test_v1_answers_in_lock_step_with_statistics_of_its_own(
+    server: ServeProcess, serve: Callable[..., ServeProcess]
+) -> None:
+    """The same text as in-flight batching's, in one piece, though a stream was asked for."""
+    static = serve(settings={"gpt_model_type": "V1", "max_batch_size": 8})
+    lengths = [10, 40, 70, 100] * 3
+    wanted = [
+        "".join(stream_text(server, f"{50 * i} {50 * i + 1}", length))
+        for i, length in enumerate(lengths)
+    ]
+    with PeerClient(static.grpc_url) as client, PeerClient(static.grpc_url) as feed:
+        feed.send(stats=True)
+        for i, length in enumerate(lengths):
+            prompt = f"{50 * i} {50 * i + 1}"
+            client.send(
+                str(i),
+                text_input=prompt,
+                max_tokens=length,
+                stream=True,
+                exclude_input_in_output=True,
+            )
+        seen = Collected(client)
+        seen.until(lambda: len(seen.finished) == len(lengths))
+        stats = stats_until(feed, have_ended(len(lengths)))
+        page = metrics_of(static)
+    assert [seen.texts[str(i)] for i in range(len(lengths))] == wanted
+    assert set(seen.num_responses.values()) == {1}
+    assert sum(each["Total Generation Tokens"] for each in stats) == sum(lengths) - len(lengths)
+    assert max(each["Empty Generation Slots"] for each in stats) > 0
+    for each in stats:
+        assert 0 in (each["Total Context Tokens"], each["Total Generation Tokens"])
+        assert not {"Generation Requests", "MicroBatch ID", "Paused Requests"} & set(each)
+    assert "nv_trt_llm_v1_metrics{" in page
+    for name in ("total_context_tokens", "total_generation_tokens", "empty_generation_slots"):
+        assert metric(page, f'v1_specific_metric="{name}"') >= 0
+    assert "nv_trt_llm_inflight_batcher_metrics" not in page
+
+
+def test_the_scheduler_of_the_page_decides_on_the_server(
+    serve: Callable[..., ServeProcess], tmp_path: Path
+) -> None:
+    """The code block of docs/scheduling.md: of those who wait, the shortest starts first."""
+    page = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_module.py").write_text(code, encoding="utf-8")
+    server = serve(
+        settings={
+            "scheduler_class": "my_module:ShortestFirst",
+            "max_tokens_in_paged_kv_cache": 640,  # no two of these fit at once
+        },
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    with PeerClient(server.grpc_url) as client:
+        seen = Collected(client)
+        client.send("first", text_input="1 2 3", max_tokens=600, stream=True)
+        seen.until(lambda: bool(seen.texts))
+        for name, max_tokens in (("long", 500), ("short", 330), ("middle", 400)):
+            client.send(name, text_input="7 8 9", max_tokens=max_tokens, stream=True)
+        client.send("first", stop=True)
+        seen.until(lambda: len(seen.finished) == 5)
+    assert seen.finished == ["first", "first", "short", "middle", "long"]
+    for name, prompt in (("first", "3"), ("long", "9"), ("short", "9"), ("middle", "9")):
+        assert_counts(prompt, seen.texts[name])

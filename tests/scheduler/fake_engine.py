@@ -1,0 +1,159 @@
+"""A fake engine that really reads its paged memory, and the model it runs.
+
+The model is a function of the whole text, which the engine can only know through the block tables
+it was given: a block given twice, freed too early or forgotten changes the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inflight_scheduler import ScheduledBatch, SlotSetup
+
+VOCAB_SIZE = 11
+EMPTY = -1
+
+
+def draw(text: Sequence[int], end_id: int, min_end_position: int) -> int:
+    """The model: a token that depends on every token of ``text`` and on their order."""
+    state = 17
+    for token in text:
+        state = (state * 31 + token + 1) % 1_000_003
+    token = state % VOCAB_SIZE
+    if token == end_id and len(text) < min_end_position:
+        return (token + 1) % VOCAB_SIZE
+    return token
+
+
+def tokens_alone(
+    prompt: Sequence[int],
+    max_new: int,
+    end_id: int,
+    min_length: int,
+    window_size: int | None = None,
+) -> list[int]:
+    """What a request generates when nobody else is there."""
+    text = list(prompt)
+    while len(text) < len(prompt) + max_new:
+        text.append(look_back(text, end_id, len(prompt) + min_length, window_size))
+        if text[-1] == end_id:
+            break
+    return text
+
+
+def look_back(
+    text: Sequence[int], end_id: int, min_end_position: int, window_size: int | None
+) -> int:
+    """`draw` from the last ``window_size`` tokens; their number is not seen, only whether ends may
+    come."""
+    seen = text if window_size is None else text[-window_size:]
+    token = draw(seen, -1, 0)
+    if token == end_id and len(text) < min_end_position:
+        return (token + 1) % VOCAB_SIZE
+    return token
+
+
+@dataclass
+class SlotState:
+    """What the fake engine keeps for one slot."""
+
+    setup: SlotSetup
+    table: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    last_token: int = EMPTY
+
+
+class FakeEngine:
+    """Executes batches with nothing but what they say.
+
+    A cell holds a token and, as KV does, what came before it: a block that is reused behind
+    another text than its own is found out. With a window the blocks of a table are written in turn.
+    """
+
+    def __init__(
+        self, num_blocks: int, tokens_per_block: int, window_size: int | None = None
+    ) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.window_size = window_size
+        self.memory: list[tuple[int, int]] = [(EMPTY, EMPTY)] * (num_blocks * tokens_per_block)
+        self.slots: dict[int, SlotState] = {}
+        self.num_computed = 0
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """One token per last context chunk, then one per generation slot."""
+        self._copy(batch)
+        for setup in batch.setups:
+            self.slots[setup.slot] = SlotState(setup)
+        for new in batch.new_blocks:
+            assert new.index == len(self.slots[new.slot].table), "a hole in a block table"
+            self.slots[new.slot].table.append(new.block_id)
+        drawn = []
+        for chunk in batch.context_chunks:
+            state = self.slots[chunk.slot]
+            if state.num_cached == 0:
+                state.num_cached = chunk.start  # the rest is in blocks that are reused
+            assert chunk.start == state.num_cached
+            self._write(state, chunk.tokens)
+            if chunk.is_last:
+                drawn.append(self._draw(state))
+        for slot in batch.generation_slots:
+            self._write(self.slots[slot], (self.slots[slot].last_token,))
+            drawn.append(self._draw(self.slots[slot]))
+        return drawn
+
+    def verify(self, slot: int, guesses: Sequence[int]) -> list[int]:
+        """The tokens after the last one drawn, as far as ``guesses`` are right.
+
+        All guesses are written, right or wrong (the wrong ones are written over later); in a
+        window only the right ones, since the others would take the place of what is still seen.
+        """
+        state, drawn = self.slots[slot], list[int]()
+        if self.window_size is None:
+            num_cached = state.num_cached
+            self._write(state, guesses)
+            state.num_cached = num_cached
+        for guess in guesses:
+            if guess != state.last_token:
+                break
+            self._write(state, (guess,))
+            drawn.append(self._draw(state))
+        return drawn
+
+    def _copy(self, batch: ScheduledBatch) -> None:
+        size = self.tokens_per_block
+        contents = [
+            self.memory[c.source * size : (c.source + 1) * size] for c in batch.block_copies
+        ]
+        for copy, content in zip(batch.block_copies, contents, strict=True):
+            self.memory[copy.destination * size : (copy.destination + 1) * size] = content
+
+    def _cell(self, state: SlotState, position: int) -> int:
+        index, offset = divmod(position, self.tokens_per_block)
+        if self.window_size is not None:
+            index %= -(-self.window_size // self.tokens_per_block)
+        return state.table[index] * self.tokens_per_block + offset
+
+    def _write(self, state: SlotState, tokens: Sequence[int]) -> None:
+        position = state.num_cached
+        before = self.memory[self._cell(state, position - 1)][1] if position else 0
+        for token in tokens:
+            before = hash((before, token))
+            self.memory[self._cell(state, state.num_cached)] = (token, before)
+            state.num_cached += 1
+        self.num_computed += len(tokens)
+
+    def _draw(self, state: SlotState) -> int:
+        first = 0 if self.window_size is None else max(0, state.num_cached - self.window_size)
+        text = [0] * first  # out of sight
+        before = 0
+        for position in range(first, state.num_cached):
+            token, content = self.memory[self._cell(state, position)]
+            is_known = position > first or first == 0
+            before = hash((before, token)) if is_known else content
+            assert content == before, f"position {position} holds KV of another text"
+            text.append(token)
+        state.last_token = look_back(
+            text, state.setup.end_id, state.setup.min_end_position, self.window_size
+        )
+        return state.last_token

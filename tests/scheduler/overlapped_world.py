@@ -1,0 +1,57 @@
+"""The world of `world` with a loop that plans a step while the one before it still runs.
+
+The fake engine executes when a step is submitted, so steps run in order, as on a device; what it
+has drawn stays unread until the next step has been submitted.
+"""
+
+from __future__ import annotations
+
+from scheduler.world import Decision, World
+
+from inflight_scheduler import LlmRequest, ScheduledBatch
+
+
+class OverlappedWorld(World):
+    """`World.step` submits a step and reads the one before it."""
+
+    running: tuple[ScheduledBatch, list[int]] | None = None
+    num_discarded_tokens = 0
+
+    def step(self, decision: Decision | None = None) -> ScheduledBatch:
+        """Decide and submit, then settle the step before; nobody is paused while a step runs."""
+        lists = self.decide() if decision is None else decision
+        if lists[2] and self.running is not None:
+            lists = ([], [], [])
+        before = self.running
+        batch = self.plan(lists)
+        self.running = None
+        if not batch.is_empty:
+            self.running = (batch, self.engine.execute(batch))
+            self.planner.advance(batch)
+            self.check_invariants()
+        if before is not None:
+            self._settle(*before)
+            self.num_running += 1  # that step was on its way
+            self.check_invariants()
+        return batch if before is None else before[0]
+
+    def fail(self, *, is_running_lost: bool) -> list[LlmRequest]:
+        """The step that is planned now fails; so may the one that runs. Returns who was hurt."""
+        lists = self.decide()
+        batch = self.plan(([], [], []) if lists[2] else lists)
+        hurt: list[LlmRequest] = []
+        if self.running is not None:
+            before, self.running = self.running, None
+            if is_running_lost:
+                hurt += self.planner.discard(before[0])
+            else:
+                self._settle(*before)
+        hurt += [r for r in self.planner.discard(batch) if r not in hurt]
+        return hurt
+
+    def _settle(self, batch: ScheduledBatch, tokens: list[int]) -> None:
+        settled = self.planner.settle(batch, tokens)
+        self.num_discarded_tokens += len(tokens) - len(settled)
+        for request in settled:
+            if request.is_finished:
+                self.end(request)

@@ -1,0 +1,146 @@
+"""The block arithmetic of contract 4.3 with drafts, beams, windows and look-ahead."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler.world import generating, ids, make_request
+
+from inflight_scheduler import BlockManager, LlmRequest, MaxUtilizationScheduler
+
+
+def ceil(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def published_one_step(manager: BlockManager, request: LlmRequest, num_steps: int) -> int:
+    """The table of the contract, cut at the window instead of 0 beyond it."""
+    size = manager.tokens_per_block
+    window = manager.window_size or 10**9
+    num_drafts = request.num_draft_tokens
+    if request.is_context_init_state:
+        num_tokens = min(request.prompt_len + min(num_drafts, request.max_new_tokens), window)
+        full, partial = divmod(num_tokens, size)
+        return full + request.beam_width * (partial > 0)
+    now = request.num_cached_tokens
+    then = now + min(num_steps * (num_drafts + 1), request.num_remaining_tokens)
+    num_blocks = ceil(min(then, window), size) - ceil(min(now, window), size)
+    return request.beam_width * num_blocks
+
+
+def published_to_completion(manager: BlockManager, request: LlmRequest) -> int:
+    size = manager.tokens_per_block
+    window = manager.window_size or 10**9
+    total = ceil(min(request.prompt_len + request.max_new_tokens, window), size)
+    shared = min(request.prompt_len, window) // size
+    num_held = manager.num_blocks_of(request.request_id)
+    return shared + (total - shared) * request.beam_width - num_held
+
+
+@given(
+    tokens_per_block=st.integers(1, 5),
+    window_size=st.none() | st.integers(1, 20),
+    num_prompt=st.integers(1, 12),
+    max_new=st.integers(1, 10),
+    num_generated=st.integers(0, 10),
+    num_drafts=st.integers(0, 6),
+    beam_width=st.integers(1, 3),
+)
+def test_the_published_rules(
+    tokens_per_block: int,
+    window_size: int | None,
+    num_prompt: int,
+    max_new: int,
+    num_generated: int,
+    num_drafts: int,
+    beam_width: int,
+) -> None:
+    manager = BlockManager(99, tokens_per_block, window_size=window_size)
+    request = make_request(1, num_prompt, max_new, beam_width=beam_width)
+    if 0 < num_generated < max_new:
+        generating(request, manager, num_generated)
+    request.set_draft_tokens([0] * num_drafts)
+    one = manager.get_needed_blocks_one_step(request)
+    two = manager.get_needed_blocks_one_step(request, two_step_lookahead=True)
+    assert one == published_one_step(manager, request, 1)
+    assert two == published_one_step(manager, request, 2)
+    to_completion = manager.get_remaining_blocks_to_completion(request)
+    assert to_completion == published_to_completion(manager, request)
+    assert one <= two <= manager.get_blocks_at_completion(request)
+    assert beam_width > 1 or two <= to_completion
+    new_blocks = manager.allocate(1, manager.num_tokens_after_step(request))
+    assert new_blocks is not None
+    assert len(new_blocks) <= one
+    assert beam_width > 1 or len(new_blocks) == one
+
+
+def test_what_wrong_drafts_leave_over_is_not_taken_again() -> None:
+    manager = BlockManager(8, 2)
+    request = generating(make_request(1, 2, 8), manager)  # 2 tokens cached, 1 block
+    request.set_draft_tokens([0, 0, 0, 0])
+    assert manager.get_needed_blocks_one_step(request) == 3  # tokens 3 to 7
+    assert manager.allocate(1, manager.num_tokens_after_step(request)) == [1, 2, 3]
+    request.set_draft_tokens(())
+    request.add_new_token(1)
+    assert manager.num_places_left(request) == 5
+    assert manager.get_needed_blocks_one_step(request) == 0
+    request.set_draft_tokens([0, 0, 0, 0, 0])
+    assert manager.get_needed_blocks_one_step(request) == 1
+    assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 1, "capacity"
+
+
+def test_nothing_is_needed_at_capacity() -> None:
+    manager = BlockManager(8, 1)
+    request = generating(make_request(1, 2, 3), manager, num_generated=2)
+    request.set_draft_tokens([0, 0, 0])
+    assert manager.get_needed_blocks_one_step(request) == 1, "one token is left"
+    windowed = BlockManager(8, 4, window_size=6)
+    request = generating(make_request(1, 7, 9), windowed)
+    request.set_draft_tokens([0] * 8)
+    assert windowed.num_blocks_of(1) == 2
+    assert windowed.get_needed_blocks_one_step(request, two_step_lookahead=True) == 0
+
+
+def test_a_step_over_the_border_of_the_window_is_cut_there() -> None:
+    """The published rule answers 0 as soon as the step ends beyond the window."""
+    manager = BlockManager(8, 4, window_size=12)
+    request = generating(make_request(1, 7, 20), manager)
+    request.set_draft_tokens([0] * 6)
+    assert manager.get_needed_blocks_one_step(request) == 1
+
+
+def test_two_step_lookahead_doubles_a_step_with_drafts() -> None:
+    manager = BlockManager(3, 4)
+    request = generating(make_request(1, 4, 20), manager)
+    request.set_draft_tokens([0, 0, 0])  # 4 tokens in each step
+    assert manager.get_needed_blocks_one_step(request) == 1
+    assert manager.get_needed_blocks_one_step(request, two_step_lookahead=True) == 2
+    assert manager.allocate(2, 4) == [1]
+    one_step = MaxUtilizationScheduler(8, manager)
+    two_steps = MaxUtilizationScheduler(8, manager, two_step_lookahead=True)
+    assert ids(*one_step.schedule_request([request])) == ([1], [])
+    assert ids(*two_steps.schedule_request([request])) == ([], [1])
+
+
+def test_who_may_outgrow_the_window_does_not_share() -> None:
+    manager = BlockManager(8, 2, enable_reuse=True, window_size=6)
+    short, long = make_request(1, 4, 2, family=0), make_request(2, 4, 3, family=0)
+    for request in (short, long):
+        assert manager.attach_prefix(request).num_tokens == 0
+        assert manager.allocate(request.request_id, 4) is not None
+        request.move_to_next_context_chunk()
+        request.add_new_token(1)
+        manager.release(request)
+    assert manager.num_idle_blocks == 2, "those of the short one"
+    short, long = make_request(3, 5, 1, family=0), make_request(4, 5, 2, family=0)
+    assert manager.match_prefix(short).num_tokens == 4
+    assert manager.match_prefix(long).num_tokens == 0
+    assert manager.first_missing_key(long) is None
+    assert manager.get_needed_blocks_one_step(long) == 3
+    manager.check_integrity()
+
+
+def test_a_window_is_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="window_size must be at least 1 or None, not 0"):
+        BlockManager(8, 4, window_size=0)

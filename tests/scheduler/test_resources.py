@@ -1,0 +1,397 @@
+"""Further resources (contract 4.2): cross blocks, PEFT pages, window pools, and what bypasses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from scheduler.world import generating, ids, make_request
+
+from inflight_scheduler import (
+    ActiveRequests,
+    BlockManager,
+    CapacityResult,
+    CapacityScheduler,
+    CapacitySchedulerPolicy,
+    ContextTooLong,
+    CrossBlocks,
+    GuaranteedNoEvictScheduler,
+    InvalidDecision,
+    LlmRequest,
+    LlmRequestState,
+    MaxUtilizationScheduler,
+    MicroBatchScheduler,
+    PeftPages,
+    Resource,
+    SchedulerError,
+    SimpleScheduler,
+    StaticBatchScheduler,
+    WaitCode,
+    WaitReason,
+    WindowBlocks,
+    check_decision,
+    explain,
+    make_scheduler,
+    refusal_reason,
+)
+from inflight_scheduler.incremental import can_decide
+
+GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+STATIC = CapacitySchedulerPolicy.STATIC_BATCH
+
+
+def pages(num_pages: int) -> PeftPages:
+    """Adapter n has n pages."""
+    return PeftPages(num_pages, lambda task_id: task_id)
+
+
+def with_adapter(request_id: int, task_id: int | None, num_prompt: int = 1) -> LlmRequest:
+    return make_request(request_id, num_prompt, 4, lora_task_id=task_id)
+
+
+def with_encoder(request_id: int, encoder_length: int) -> LlmRequest:
+    request = make_request(request_id, 2, 2, encoder_length=encoder_length)
+    assert request.is_encoder_init_state
+    return request
+
+
+def context_after_encoder(request_id: int, encoder_length: int) -> LlmRequest:
+    request = with_encoder(request_id, encoder_length)
+    request.finish_encoder()
+    return request
+
+
+@pytest.mark.parametrize("scheduler_class", [GuaranteedNoEvictScheduler, StaticBatchScheduler])
+class TestReserving:
+    def test_an_adapter_counts_once(
+        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
+    ) -> None:
+        scheduler = scheduler_class(8, BlockManager(16, 4), resources=[pages(3)])
+        requests = [with_adapter(1, 2), with_adapter(2, 2), with_adapter(3, 1)]
+        assert ids(*scheduler.schedule_request(requests)) == ([1, 2, 3], [])
+
+    def test_who_lacks_only_pages_is_passed_over(
+        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
+    ) -> None:
+        scheduler = scheduler_class(8, BlockManager(16, 4), resources=[pages(3)])
+        requests = [with_adapter(1, 2), with_adapter(2, 3), with_adapter(3, None)]
+        requests += [with_adapter(4, 1)]
+        assert ids(*scheduler.schedule_request(requests)) == ([1, 3, 4], [])
+
+    def test_who_lacks_blocks_too_ends_the_list(
+        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
+    ) -> None:
+        scheduler = scheduler_class(8, BlockManager(4, 4), resources=[pages(3)])
+        requests = [with_adapter(1, 2), with_adapter(2, 3, num_prompt=12), with_adapter(3, None)]
+        assert ids(*scheduler.schedule_request(requests)) == ([1], [])
+
+    def test_cross_blocks_are_reserved_and_end_the_list(
+        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
+    ) -> None:
+        cross = CrossBlocks(BlockManager(4, 4))
+        scheduler = scheduler_class(8, BlockManager(16, 4), resources=[pages(1), cross])
+        requests = [context_after_encoder(i, length) for i, length in ((1, 9), (2, 8), (3, 4))]
+        assert ids(*scheduler.schedule_request(requests)) == ([1], [])  # 3 of 4, then 2
+
+    def test_cross_blocks_are_needed_at_the_first_chunk_only(
+        self, scheduler_class: type[GuaranteedNoEvictScheduler | StaticBatchScheduler]
+    ) -> None:
+        manager, cross = BlockManager(16, 4), BlockManager(4, 4)
+        scheduler = scheduler_class(8, manager, resources=[CrossBlocks(cross)])
+        request = context_after_encoder(1, 13)
+        request.context_chunk_size = 1
+        request.move_to_next_context_chunk()
+        assert manager.allocate(1, 2) is not None
+        assert cross.allocate(1, 13) is not None
+        assert cross.num_free_blocks == 0
+        assert ids(*scheduler.schedule_request([request])) == ([1], [])
+
+
+def test_running_adapters_are_reserved_first() -> None:
+    manager = BlockManager(16, 4)
+    running = generating(with_adapter(9, 2), manager)
+    scheduler = GuaranteedNoEvictScheduler(8, manager, resources=[pages(3)])
+    requests = [with_adapter(1, 3), with_adapter(2, 2), running]
+    assert ids(*scheduler.schedule_request(requests)) == ([9, 2], [])
+
+
+def test_a_static_batch_waits_for_its_end() -> None:
+    manager = BlockManager(16, 4)
+    running = generating(with_adapter(9, None), manager)
+    scheduler = StaticBatchScheduler(8, manager, resources=[pages(3)])
+    assert ids(*scheduler.schedule_request([with_adapter(1, 1), running])) == ([9], [])
+
+
+class TestMaxUtilization:
+    def test_lacking_pages_look_for_a_victim(self) -> None:
+        manager = BlockManager(16, 4)
+        first, last = (generating(with_adapter(i, i), manager) for i in (1, 3))
+        scheduler = MaxUtilizationScheduler(8, manager, resources=[pages(3)])
+        # 2 needs two pages next to 1; 3 is paused though it holds none that are counted.
+        assert ids(*scheduler.schedule_request([first, with_adapter(2, 2), last])) == ([1, 2], [3])
+
+    def test_without_a_victim_the_walk_ends(self) -> None:
+        scheduler = MaxUtilizationScheduler(8, BlockManager(16, 4), resources=[pages(3)])
+        requests = [with_adapter(1, 2), with_adapter(2, 3), with_adapter(3, None)]
+        assert ids(*scheduler.schedule_request(requests)) == ([1], [])
+
+    @pytest.mark.parametrize("windows", [(8,), (None, 8)])
+    def test_every_window_needs_room(self, windows: Sequence[int | None]) -> None:
+        manager = BlockManager(16, 4)
+        further = [WindowBlocks(BlockManager(2, 4, window_size=size)) for size in windows]
+        requests = [generating(make_request(i, 4, 4), manager) for i in (1, 2)]
+        for request in requests:
+            for pool in further:
+                assert pool.block_manager.allocate(request.request_id, 4) is not None
+        scheduler = MaxUtilizationScheduler(8, manager, resources=further)
+        assert ids(*scheduler.schedule_request(requests)) == ([1], [2])
+
+    def test_an_encoder_is_rejected(self) -> None:
+        manager, cross = BlockManager(4, 4), CrossBlocks(BlockManager(4, 4))
+        with pytest.raises(ValueError, match="cannot run a model with an encoder"):
+            MaxUtilizationScheduler(8, manager, resources=[cross])
+        with pytest.raises(ValueError, match="use guaranteed_no_evict or static_batch"):
+            make_scheduler(UTILIZATION, manager, max_batch_size=8, resources=[cross])
+
+
+class TestEncoder:
+    def test_it_is_admitted_without_blocks_and_its_context_is_not(self) -> None:
+        cross = CrossBlocks(BlockManager(2, 4))
+        scheduler = make_scheduler(
+            GUARANTEED, BlockManager(1, 4), max_batch_size=8, max_num_tokens=99, resources=[cross]
+        )
+        requests = [with_encoder(1, 8), with_encoder(2, 8)]
+        assert ids(*scheduler.schedule_request(requests, ())) == ([1, 2], [], [])
+        for request in requests:
+            request.finish_encoder()
+        assert ids(*scheduler.schedule_request(requests, ())) == ([1], [], [])
+
+    def test_its_adapter_must_be_there(self) -> None:
+        cross = CrossBlocks(BlockManager(2, 4))
+        scheduler = GuaranteedNoEvictScheduler(
+            8,
+            BlockManager(1, 4),
+            resources=[cross, pages(1)],
+            no_schedule_until_state=LlmRequestState.ENCODER_INIT,
+        )
+        request = with_encoder(1, 8)
+        request.lora_task_id = 2
+        assert ids(*scheduler.schedule_request([request])) == ([], [])
+
+    @pytest.mark.parametrize(
+        "scheduler_class", [GuaranteedNoEvictScheduler, MaxUtilizationScheduler]
+    )
+    def test_without_a_cross_pool_it_is_an_error(
+        self, scheduler_class: type[GuaranteedNoEvictScheduler | MaxUtilizationScheduler]
+    ) -> None:
+        scheduler = scheduler_class(
+            8, BlockManager(4, 4), no_schedule_until_state=LlmRequestState.ENCODER_INIT
+        )
+        with pytest.raises(SchedulerError, match="request 7 has 5 tokens for an encoder, but"):
+            scheduler.schedule_request([with_encoder(7, 5)])
+
+    def test_it_costs_its_input(self) -> None:
+        micro_batch = MicroBatchScheduler(
+            8, 10, no_schedule_until_state=LlmRequestState.ENCODER_INIT
+        )
+        requests = [with_encoder(1, 6), make_request(2, 4), with_encoder(3, 1)]
+        assert ids(*micro_batch.schedule(requests)) == ([1, 2], [])
+        with pytest.raises(ContextTooLong, match=r"request 4: an encoder input of 11 .*=10"):
+            micro_batch.schedule([with_encoder(4, 11)])
+
+    def test_a_pause_goes_back_to_it(self) -> None:
+        request = context_after_encoder(1, 3)
+        request.move_to_next_context_chunk()
+        request.pause()
+        assert request.state is LlmRequestState.ENCODER_INIT
+
+
+class TestDisaggregated:
+    def coming(self, request_id: int, num_prompt: int = 4) -> LlmRequest:
+        request = make_request(request_id, num_prompt, 4)
+        request.state = LlmRequestState.DISAGG_GENERATION_INIT
+        return request
+
+    def test_they_have_a_list_of_their_own_and_come_first(self) -> None:
+        scheduler = GuaranteedNoEvictScheduler(8, BlockManager(4, 4))
+        requests = [make_request(1, 4, 4), make_request(2, 4, 4), self.coming(3)]
+        result = scheduler.schedule_request(requests)
+        assert ids(*result, result.fitting_disagg_gen_init) == ([1], [], [3])
+        assert len(result) == 2, "users unpack a pair"
+
+    def test_their_list_ends_alone(self) -> None:
+        scheduler = GuaranteedNoEvictScheduler(8, BlockManager(4, 4))
+        result = scheduler.schedule_request([self.coming(1, 40), make_request(2, 4, 4)])
+        assert ids(*result, result.fitting_disagg_gen_init) == ([2], [], [])
+
+    def test_a_static_batch_lets_them_wait(self) -> None:
+        manager = BlockManager(8, 4)
+        scheduler = StaticBatchScheduler(8, manager)
+        running = generating(make_request(1, 4, 4), manager)
+        assert scheduler.schedule_request([self.coming(2), running]).fitting_disagg_gen_init == []
+        assert ids(scheduler.schedule_request([self.coming(2)]).fitting_disagg_gen_init) == ([2],)
+
+    def test_max_utilization_takes_their_prompt_in_order(self) -> None:
+        scheduler = MaxUtilizationScheduler(8, BlockManager(2, 4))
+        requests = [make_request(1, 4, 4), self.coming(2), make_request(3, 4, 4)]
+        result = scheduler.schedule_request(requests)
+        assert ids(*result, result.fitting_disagg_gen_init) == ([1], [], [2])
+
+    def test_no_step_runs_for_them(self) -> None:
+        scheduler = make_scheduler(GUARANTEED, BlockManager(4, 4), max_batch_size=8)
+        result = scheduler.schedule_request([self.coming(1), make_request(2, 4, 4)], ())
+        assert ids(*result, result.fitting_disagg_gen_init) == ([2], [], [], [1])
+
+    def test_the_reservation_outlasts_the_transfer(self) -> None:
+        manager = BlockManager(4, 4)
+        on_its_way = self.coming(1)
+        assert manager.allocate(1, 4) is not None
+        on_its_way.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+        scheduler = GuaranteedNoEvictScheduler(8, manager)
+        # 3 blocks are free, one of them reserved.
+        assert ids(*scheduler.schedule_request([on_its_way, make_request(2, 8, 4)])) == ([], [])
+        assert ids(*scheduler.schedule_request([on_its_way, make_request(3, 4, 4)])) == ([3], [])
+        on_its_way.state = LlmRequestState.DISAGG_GENERATION_TRANS_COMPLETE
+        assert ids(*scheduler.schedule_request([on_its_way])) == ([1], [])
+
+    def test_a_plain_pair_of_a_user_is_enough(self) -> None:
+        class Everybody(CapacityScheduler):
+            def schedule_request(
+                self, active_requests: Sequence[LlmRequest]
+            ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+                return list(active_requests), []
+
+        scheduler = SimpleScheduler(Everybody(8), MicroBatchScheduler(8))
+        result = scheduler.schedule_request([make_request(1)], ())
+        assert ids(*result, result.fitting_disagg_gen_init) == ([1], [], [], [])
+        assert isinstance(Everybody(8).schedule_request([]), tuple)
+        assert not isinstance(Everybody(8).schedule_request([]), CapacityResult)
+
+
+class Doors:
+    """A resource of a user: one door each, which is held while a request runs."""
+
+    name = "doors"
+    ends_walk = True
+    serves_encoder = False
+
+    def __init__(self, num_total: int) -> None:
+        self.num_total = num_total
+        self.num_available = num_total
+
+    def forecast(self) -> Doors:
+        return Doors(self.num_total)
+
+    def needed_alone(self, request: LlmRequest) -> int:
+        return 1
+
+    def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
+        return 1
+
+    def needed_to_completion(self, request: LlmRequest) -> int:
+        return 1
+
+    def claim(self, request: LlmRequest, num_needed: int) -> None:
+        self.num_available -= num_needed
+
+    def release(self, request: LlmRequest) -> None:
+        """Only the accepted count."""
+
+
+@pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name)
+def test_a_resource_of_a_user_counts_like_ours(policy: CapacitySchedulerPolicy) -> None:
+    doors: Resource = Doors(2)
+    scheduler = make_scheduler(policy, BlockManager(16, 4), max_batch_size=8, resources=[doors])
+    requests = [make_request(i) for i in (1, 2, 3)]
+    assert ids(*scheduler.schedule_request(requests, ())) == ([1, 2], [], [])
+    reasons = explain(scheduler, requests)
+    assert reasons[3] == WaitReason(WaitCode.RESOURCE, 1, 0, resource="doors")
+    assert str(reasons[3]) == "waiting for doors: needs 1, free 0"
+
+
+def test_reasons_of_those_who_are_passed_over() -> None:
+    scheduler = make_scheduler(
+        GUARANTEED, BlockManager(16, 4), max_batch_size=8, resources=[pages(3)]
+    )
+    requests = [with_adapter(1, 2), with_adapter(2, 3), with_adapter(3, 3), with_adapter(4, None)]
+    reasons = explain(scheduler, requests)
+    lacking = WaitReason(WaitCode.RESOURCE, 3, 1, resource="PEFT pages")
+    assert reasons == {2: lacking, 3: lacking}
+
+
+def test_adapters_stand_together_in_the_batch() -> None:
+    manager = BlockManager(16, 4)
+    contexts = [with_adapter(i, task) for i, task in ((1, 2), (2, None), (3, 1), (4, 2))]
+    running = [generating(with_adapter(i, task), manager) for i, task in ((5, 1), (6, None))]
+    micro_batch = MicroBatchScheduler(8)
+    assert ids(*micro_batch.schedule([*contexts, *running])) == ([2, 3, 1, 4], [6, 5])
+
+
+def test_the_short_way_is_for_blocks_only() -> None:
+    manager, windowed = BlockManager(8, 4), BlockManager(8, 4, window_size=8)
+    micro_batch = MicroBatchScheduler(8)
+    assert can_decide(GuaranteedNoEvictScheduler(8, manager), micro_batch)
+    with_pages = GuaranteedNoEvictScheduler(8, manager, resources=[pages(1)])
+    assert not can_decide(with_pages, micro_batch)
+    assert not can_decide(GuaranteedNoEvictScheduler(8, windowed), micro_batch)
+    active = ActiveRequests(manager)
+    for request in (with_adapter(1, None), with_adapter(2, 1), make_request(3, beam_width=2)):
+        active.add(request)
+    assert active.num_with_beams_or_adapter == 2
+
+
+def test_what_can_never_run_is_refused_on_arrival() -> None:
+    resources: list[Resource] = [WindowBlocks(BlockManager(1, 4, window_size=8)), pages(2)]
+    resources += [CrossBlocks(BlockManager(2, 4))]
+
+    def reason(request: LlmRequest, max_num_tokens: int | None = None) -> str | None:
+        return refusal_reason(
+            request,
+            block_manager=BlockManager(99, 4),
+            max_num_tokens=max_num_tokens,
+            may_pause=False,
+            resources=resources,
+        )
+
+    assert reason(make_request(1, 1, 3, lora_task_id=2, encoder_length=8)) is None
+    assert "needs 3 PEFT pages, but there are 2" in str(reason(with_adapter(1, 3, 0)))
+    assert "needs 2 KV blocks of window 8, but there are 1" in str(reason(make_request(1, 90, 9)))
+    too_long = make_request(1, 1, 1, encoder_length=9)
+    assert "needs 3 cross KV blocks, but there are 2" in str(reason(too_long))
+    too_long.encoder_length = 8
+    assert "encoder input of 8 tokens exceeds max_num_tokens=7" in str(reason(too_long, 7))
+    resources.clear()
+    wide = make_request(1, 1, 1, beam_width=3)
+    assert "a generation step of 3 beams and 0 draft tokens" in str(reason(wide, 2))
+
+
+def test_the_guard_counts_them() -> None:
+    active = [with_adapter(1, 1), with_adapter(2, 2)]
+
+    def check(resources: Sequence[Resource]) -> object:
+        return check_decision(
+            (active, [], []),
+            active,
+            block_manager=BlockManager(8, 4),
+            num_free_slots=8,
+            max_batch_size=8,
+            resources=resources,
+        )
+
+    assert check([pages(3)]) == (active, [], [])
+    with pytest.raises(InvalidDecision, match="3 PEFT pages are scheduled, but free PEFT pages is"):
+        check([pages(2)])
+
+
+def test_bad_settings_are_refused() -> None:
+    reusing = BlockManager(8, 4, enable_reuse=True)
+    with pytest.raises(ValueError, match="enable_reuse needs a uniform attention window"):
+        WindowBlocks(reusing)
+    further = WindowBlocks(BlockManager(8, 4, window_size=8))
+    with pytest.raises(ValueError, match="pools for None and 8 tokens"):
+        GuaranteedNoEvictScheduler(8, reusing, resources=[further])
+    with pytest.raises(ValueError, match="resources need a block_manager"):
+        make_scheduler(STATIC, None, max_batch_size=8, resources=[pages(1)])
+    with pytest.raises(ValueError, match="num_pages must be at least 1, not 0"):
+        pages(0)
