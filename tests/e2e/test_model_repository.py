@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import queue
 import shutil
 import subprocess
 import sys
@@ -190,3 +191,74 @@ def test_a_client_of_the_relay_that_leaves_ends_its_request(
         next(lines)
         wait_until_active(1, WAIT)
     wait_until_active(0, 5.0)  # 8,000 tokens take longer
+
+
+# What load tools send, as recorded with the tools themselves: name -> (dtype, shape, value).
+# genai-perf 0.0.16 with --backend tensorrtllm and --backend vllm, deterministic output length;
+# perf_analyzer 2.51.0 with an --input-data file of text_input, max_tokens and stream.
+TOOL_REQUESTS: dict[str, tuple[str, dict[str, tuple[type, object]]]] = {
+    "genai-perf tensorrtllm": (
+        "ensemble",
+        {
+            "text_input": (np.object_, b"1 2 3"),
+            "max_tokens": (np.int32, 16),
+            "min_length": (np.int32, 16),
+            "stream": (np.bool_, True),
+            "exclude_input_in_output": (np.bool_, True),
+        },
+    ),
+    "genai-perf vllm": (
+        "vllm_model",
+        {
+            "text_input": (np.object_, b"1 2 3"),
+            "stream": (np.bool_, True),
+            "exclude_input_in_output": (np.bool_, True),
+            "sampling_parameters": (np.object_, b'{"max_tokens": "16", "min_tokens": "16"}'),
+        },
+    ),
+    "perf_analyzer": (
+        "tensorrt_llm",
+        {
+            "text_input": (np.object_, b"1 2 3"),
+            "max_tokens": (np.int32, 16),
+            "stream": (np.bool_, True),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", TOOL_REQUESTS)
+def test_load_tools_get_what_they_ask_for(
+    server: PlainServer, is_decoupled: bool, tool: str
+) -> None:
+    model, tensors = TOOL_REQUESTS[tool]
+    inputs = []
+    for name, (dtype, value) in tensors.items():
+        array: np.ndarray[Any, Any] = np.array([[value]], dtype=dtype)
+        kind = {np.object_: "BYTES", np.int32: "INT32", np.bool_: "BOOL"}[dtype]  # type: ignore[index]
+        inputs.append(grpcclient.InferInput(name, [1, 1], kind))
+        inputs[-1].set_data_from_numpy(array)
+    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        # The tools ask these before they send anything.
+        config = client.get_model_config(model, as_json=True)["config"]
+        assert config["max_batch_size"] == 1
+        metadata = client.get_model_metadata(model)
+        assert set(tensors) <= {each.name for each in metadata.inputs}
+        assert client.get_inference_statistics(model).model_stats[0].name == model
+        client.start_stream(callback=lambda result, error: results.put((result, error)))
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        texts, is_final = [], False
+        while not is_final:
+            result, error = results.get(timeout=WAIT)
+            if not is_decoupled:
+                assert "needs a decoupled deployment" in str(error)
+                break
+            assert error is None
+            output = result.as_numpy("text_output")
+            texts.append("" if output is None else output.item().decode())
+            is_final = result.get_response().parameters["triton_final_response"].bool_param
+        client.stop_stream()
+    if is_decoupled:
+        assert_counts("1 2 3", "".join(texts))
+        assert len("".join(texts)) == 16

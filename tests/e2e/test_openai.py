@@ -152,6 +152,68 @@ def test_streams_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 37
 
 
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(
+    client: openai.OpenAI, is_streaming: bool
+) -> None:
+    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "stop": ["nix", "9 1"]}
+    if is_streaming:
+        chunks = list(client.completions.create(**request, stream=True))
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        [choice] = client.completions.create(**request).choices
+        text, reason = choice.text, choice.finish_reason
+    assert (text, reason) == (" 4 5 6 7 8 ", "stop")
+    exact = client.completions.create(**{**request, "stop": " 5", "max_tokens": 4})
+    assert (exact.choices[0].text, exact.choices[0].finish_reason) == (" 4", "stop")
+
+
+def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "1 2 3"}],
+        max_tokens=8,
+        n=3,
+        logprobs=True,
+        temperature=0,
+        frequency_penalty=0.0,
+    )
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    for choice in done.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        text = choice.message.content
+        assert "".join(row.token for row in choice.logprobs.content) == text
+        assert all(-1.0 < row.logprob <= 0.0 for row in choice.logprobs.content)
+        assert_counts("1 2 3 ", text or "")
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 24
+
+
+def test_streams_of_several_answers(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt=["1 2 3", "50 51"], n=2, max_tokens=12, logprobs=0, stream=True
+    )
+    texts, tokens = [""] * 4, [""] * 4
+    for chunk in stream:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            tokens[choice.index] += "".join(choice.logprobs.tokens or ())
+    assert texts == tokens
+    for prompt, text in zip(["1 2 3", "1 2 3", "50 51", "50 51"], texts, strict=True):
+        assert_counts(prompt, text)
+
+
+def test_a_bias_wins_over_the_model(client: openai.OpenAI) -> None:
+    nine = 26  # its id in the demo model's tokenizer, as 18 is that of 1
+    done = client.completions.create(
+        model=MODEL, prompt=[0, 18], max_tokens=3, logit_bias={str(nine): 100}, temperature=0
+    )
+    assert done.choices[0].text == "999"
+
+
 def test_streams_side_by_side_do_not_mix(front: FrontProcess, server: ServeProcess) -> None:
     async def one(client: openai.AsyncOpenAI, first: int) -> None:
         prompts = [f"{first} {first + 1} ", f"{first + 500} {first + 501} "]
@@ -199,6 +261,7 @@ def test_a_client_that_leaves_ends_its_request_on_the_server(
         ({"max_tokens": 100_000}, 400, "max_tokens"),  # judged by the server
         ({"prompt": [999_999]}, 400, "prompt"),
         ({"min_tokens": 50}, 400, "min_tokens"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
         ({"model": "other"}, 404, "model"),  # judged by the front
         ({"temperature": 9}, 400, "temperature"),
         ({"surprise": 1}, 400, "surprise"),

@@ -28,6 +28,7 @@ class Choice:
     num_characters: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    is_stopped: bool = False
 
     def add(self, piece: Piece) -> None:
         """Append what a response brought."""
@@ -35,11 +36,13 @@ class Choice:
         self.num_tokens += piece.num_tokens
         self.token_ids.extend(piece.token_ids)
         self.log_probs.extend(piece.log_probs)
+        self.is_stopped = self.is_stopped or piece.is_stopped
 
     @property
     def finish_reason(self) -> str:
         """``length`` for an answer with as many tokens as it may have, else ``stop``."""
-        return "length" if self.num_tokens >= self.max_tokens else "stop"
+        is_full = self.num_tokens >= self.max_tokens and not self.is_stopped
+        return "length" if is_full else "stop"
 
 
 @dataclass(frozen=True, slots=True)

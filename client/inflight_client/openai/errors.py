@@ -30,6 +30,7 @@ TENSOR_TO_FIELD = {
     "min_length": "min_tokens",
     "request_output_len": "max_tokens",
     "stop_words": "stop",
+    "embedding_bias": "logit_bias",
     "num_return_sequences": "n",
     "return_log_probs": "logprobs",
     "guided_decoding_guide_type": "response_format",

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from inflight_client.openai.errors import ApiError, bad_field
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
@@ -28,8 +31,9 @@ _NUMBERS: Mapping[str, tuple[str, float, float]] = {
     "presence_penalty": ("presence_penalty", -2.0, 2.0),
     "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
     "repetition_penalty": ("repetition_penalty", 1e-3, 1e3),
+    "min_p": ("min_p", 0.0, 1.0),
 }
-"""Field -> tensor and bounds; the last one is no field of OpenAI's but common among servers."""
+"""Field -> tensor and bounds; the last two are no fields of OpenAI's but common among servers."""
 
 _INTEGERS: Mapping[str, tuple[str, int, int]] = {
     "top_k": ("runtime_top_k", 0, _INT32_MAX),
@@ -37,7 +41,6 @@ _INTEGERS: Mapping[str, tuple[str, int, int]] = {
 }
 
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "logit_bias": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
@@ -166,7 +169,26 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
         values["end_id"] = reader.limits.end_id
     if stop := _stop_strings(body.take("stop")):
         values["stop_words"] = stop
+    if (salt := body.text("cache_salt")) is not None:
+        values["cache_salt"] = salt
+    if bias := body.take("logit_bias"):
+        values["embedding_bias"] = _embedding_bias(bias, reader.limits.vocab_size)
     return values
+
+
+def _embedding_bias(value: Any, vocab_size: int) -> npt.NDArray[np.float32]:
+    """A bias for every token ``[vocab_size]`` from an object of token ids and biases."""
+    if not isinstance(value, dict):
+        raise bad_field("logit_bias", "expected an object of token ids and numbers")
+    result = np.zeros(vocab_size, dtype=np.float32)
+    for key, bias in value.items():
+        # Only digits: int() would also read blanks, signs and underscores.
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise bad_field("logit_bias", f"keys are token ids from 0 to {vocab_size - 1}")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 100:
+            raise bad_field("logit_bias", "values are numbers from -100 to 100")
+        result[int(key)] = bias
+    return result
 
 
 def _stop_strings(value: Any) -> list[str]:

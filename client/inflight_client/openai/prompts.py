@@ -22,6 +22,7 @@ class Limits:
 
     max_input_len: int
     max_seq_len: int
+    vocab_size: int
     end_id: int
 
 
@@ -99,7 +100,8 @@ def make_prompt_reader(
         raise InvalidArgument(f"tokenizer.json of the server cannot be read: {error}.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    limits = Limits(*(int(description[key]) for key in ("max_input_len", "max_seq_len", "end_id")))
+    keys = ("max_input_len", "max_seq_len", "vocab_size", "end_id")
+    limits = Limits(*(int(description[key]) for key in keys))
     if chat_template is None:
         template = find_template(files)
     else:

@@ -29,6 +29,7 @@ class Piece:
     """What one response adds to answer ``index``; ``num_tokens`` may be more than the text shows.
 
     ``token_ids`` and ``log_probs`` are filled when the job asks for log probabilities.
+    ``is_stopped``: a stop word ended the answer here.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Piece:
     num_tokens: int
     token_ids: Sequence[int] = ()
     log_probs: Sequence[float] = ()
+    is_stopped: bool = False
 
 
 class Upstream:
@@ -82,6 +84,8 @@ def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
         outputs += ["output_ids", "output_log_probs"]
     if job.num_answers > 1:
         outputs.append("sequence_index")
+    if "stop_words" in job.values:
+        outputs.append("finish_reason")  # else the number of tokens tells it
     calls = []
     for i, prompt in enumerate(job.prompts):
         values = {
@@ -107,6 +111,7 @@ def _read_piece(response: Response, first_index: int) -> Piece:
         num_tokens,
         tensors.get("output_ids", ())[:num_tokens],
         tensors.get("output_log_probs", ())[:num_tokens],
+        tensors.get("finish_reason", ())[:1] == ["stop_words"],
     )
 
 

@@ -24,6 +24,7 @@ DESCRIPTION = {
     "model": "demo",
     "max_input_len": 99,
     "max_seq_len": 100,
+    "vocab_size": 258,
     "end_id": 1,
     "files": {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES},
 }
@@ -71,6 +72,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
         ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"min_p": 0.1, "cache_salt": "me"}, {"min_p": 0.1, "cache_salt": "me"}),
         ({"stop": "x"}, {"stop_words": ["x"]}),
         ({"stop": ["x", "y"]}, {"stop_words": ["x", "y"]}),
         ({"stop": []}, {}),
@@ -140,7 +142,12 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"258": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"cache_salt": 5}, "cache_salt"),
         ({"user": 5}, "user"),
         ({"surprise": 1}, "surprise"),
     ],
@@ -219,6 +226,12 @@ def test_what_a_model_lacks_is_named(tmp_path: Path) -> None:
         make_prompt_reader({**DESCRIPTION, "files": {"tokenizer.json": "{}"}}, None, None)
     with pytest.raises(InvalidArgument, match="--chat-template"):
         make_prompt_reader(DESCRIPTION, None, tmp_path / "none.jinja")
+
+
+def test_logit_bias_is_a_bias_for_every_token(reader: PromptReader) -> None:
+    bias: Any = completion(reader, logit_bias={"5": -100, "257": 0.5}).values["embedding_bias"]
+    assert (bias.shape, bias.dtype) == ((258,), "float32")
+    assert (bias[5], bias[257], abs(bias).sum()) == (-100, 0.5, 100.5)
 
 
 def test_every_prompt_is_a_request_of_its_own(reader: PromptReader) -> None:
