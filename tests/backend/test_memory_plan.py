@@ -54,6 +54,34 @@ def test_the_plan_is_what_the_engine_takes(tmp_path: Path, variant: str) -> None
     assert made.file_bytes < files < made.file_bytes + 100_000  # the headers
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_fp8_takes_what_the_plan_says(
+    tmp_path: Path, quantization: str, kv_cache_dtype: str
+) -> None:
+    folder = write_checkpoint(tmp_path, "qwen2-tied", head_dim=16, intermediate_size=64)
+    fp8 = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    made = make_plan(folder, PlanSettings(dtype="bfloat16", max_tokens=640, **fp8))  # type: ignore[arg-type]
+    engine = Engine.load(
+        folder,
+        EngineConfig(
+            device="cpu",
+            dtype="bfloat16",
+            attention_backend="triton",
+            max_tokens_in_paged_kv_cache=640,
+            **fp8,  # type: ignore[arg-type]
+        ),
+    )
+    assert check_pool(folder, engine)
+    assert sum(layer.nbytes for pair in pool_layers(engine) for layer in pair) == made.pool_bytes
+    assert weight_bytes(engine) == made.weight_bytes
+
+
+def test_an_unknown_kind_of_fp8_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype must be auto or fp8, not 'int8'"):
+        make_plan(DEMO_MODEL, PlanSettings(kv_cache_dtype="int8"))
+
+
 def pool_layers(engine: Engine) -> list[Any]:
     return [engine._pool.layer(k) for k in range(engine.model_config.num_layers)]
 
@@ -99,6 +127,12 @@ def test_a_scarce_gpu_may_stay_below_the_plan_with_a_warning(
     engine._pool.num_blocks = 3
     with pytest.raises(AssertionError, match="has 3 blocks and the plan says 2"):
         check_pool(DEMO_MODEL, engine)
+
+
+def test_a_cpu_with_little_memory_stays_below_the_plan_too() -> None:
+    engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu"))
+    engine._pool.num_blocks -= 1
+    assert not check_pool(DEMO_MODEL, engine)
 
 
 def test_a_server_whose_pool_is_not_the_plan_does_not_start(
