@@ -22,6 +22,7 @@ from inflight_backend.parameters import ServerParameters, parse_parameters, set_
 from inflight_backend.status import StatusWriter
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
@@ -63,7 +64,7 @@ class TritonPythonModel:
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
-            self._start(pb_utils, args, parse_parameters(raw), status)
+            self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None
@@ -97,6 +98,7 @@ class TritonPythonModel:
         self,
         pb_utils: Any,
         args: dict[str, str],
+        config: dict[str, Any],
         parameters: ServerParameters,
         status: StatusWriter,
     ) -> None:
@@ -108,7 +110,11 @@ class TritonPythonModel:
         self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
         self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
         self._frontend = Frontend(
-            ResponseFactory(pb_utils), self._arrivals, self._dispatcher, codec
+            ResponseFactory(pb_utils),
+            self._arrivals,
+            self._dispatcher,
+            codec,
+            is_decoupled=config.get("model_transaction_policy", {}).get("decoupled", True),
         )
         self._manager = GptManager(
             checkpoint,
@@ -127,7 +133,11 @@ class TritonPythonModel:
         )
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
-        self._frontend.start(self._manager)
+        folder = Path(parameters.tokenizer_dir or checkpoint)
+        self._frontend.start(
+            self._manager,
+            ModelDescription(checkpoint.name, folder, self._manager.limits, codec),
+        )
         metrics = TritonMetrics(
             pb_utils,
             args["model_name"],

@@ -1,4 +1,4 @@
-"""The command ``inflight``: generate, stop, stats, why, record, health, demo, and plug-ins.
+"""The command ``inflight``: generate, stop, stats, why, record, health, demo, openai, and plug-ins.
 
 A package adds a command with an entry point of the group ``inflight.commands`` that names a
 function with typer annotations. Heavy imports happen inside the commands, so that ``--help`` is
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight_client.errors import InflightError
+from inflight_client.openai.command import openai
 
 if TYPE_CHECKING:
     from inflight_client.client import InflightClient
@@ -193,6 +194,9 @@ def demo() -> None:
 
     with _reported_errors():
         raise typer.Exit(run_demo())
+
+
+app.command("openai")(openai)
 
 
 def main() -> None:

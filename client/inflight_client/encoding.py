@@ -36,7 +36,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "cancelled": "cancelled",
 }
 
-_QUESTIONS = frozenset({"stop", "stats", "why", "recording"})
+_QUESTIONS = frozenset({"stop", "stats", "describe", "why", "recording"})
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -175,6 +175,11 @@ def recording_call(model: str) -> InferCall:
     return InferCall({"recording": True}, ("recording",), "", model)
 
 
+def describe_call(model: str) -> InferCall:
+    """The question what is served."""
+    return InferCall({"describe": True}, ("description",), "", model)
+
+
 def checked_request_id(request_id: str) -> str:
     """``request_id`` itself; `InvalidArgument` unless it is a string both wires can carry."""
     if not isinstance(request_id, str):
@@ -203,19 +208,28 @@ def read_stats(response: Response) -> list[dict[str, Any]]:
 
 def read_why(response: Response) -> dict[str, Any]:
     """What the server says of a request; `ServerError` if it is no JSON object."""
+    return _read_object(response, "why", "a reason")
+
+
+def read_description(response: Response) -> dict[str, Any]:
+    """What the server says of its model; `ServerError` if it is no JSON object."""
+    return _read_object(response, "description", "a description")
+
+
+def _read_object(response: Response, output: str, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(response.tensors.get("why", ("",))[0])
+        content = json.loads(response.tensors.get(output, ("",))[0])
     except json.JSONDecodeError as error:
-        raise ServerError(f"the server sent a reason that is not JSON: {error}.") from None
+        raise ServerError(f"the server sent {what} that is not JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise ServerError("the server sent a reason that is no JSON object.")
+        raise ServerError(f"the server sent {what} that is no JSON object.")
     return content
 
 
 def last_answer(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The answer to a question; `ServerError` if the server gave none."""
     if not answers:
-        raise ServerError("the server gave no reason: it may be too old for this question.")
+        raise ServerError("the server gave no answer: it may be too old for this question.")
     return answers[-1]
 
 

@@ -86,8 +86,9 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         "gpt_model_path": str(settings.model),
         "status_file": str(workspace.status_file),
         "drain_file": str(workspace.drain_file),
+        "decoupled_mode": str(settings.is_decoupled).lower(),
     }
-    assemble(workspace.models, values)
+    assemble(workspace.models, values, settings.models)
     backends = prepare_backends(install, workspace.backends)
     return [
         str(install.binary),

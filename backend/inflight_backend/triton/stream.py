@@ -92,6 +92,10 @@ class ResponseStream:
         """Send one response with ``tensors`` (none: only the news that this is the end)."""
         self._send(self._factory.tensors(tensors), is_final)
 
+    def end(self) -> None:
+        """End the stream without another response."""
+        self._send(None, True)
+
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
         """End the stream with an error."""
         self._send(self._factory.error(message, code), True)

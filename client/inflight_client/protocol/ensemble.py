@@ -55,6 +55,7 @@ _NOT_IN_ENSEMBLE = frozenset(
         "num_input_tokens",
         "num_output_tokens",
         "stats",
+        "description",
         "why",
         "recording",
     ]

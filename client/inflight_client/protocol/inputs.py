@@ -137,8 +137,16 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
     TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
     TensorSpec(
+        "sampling_parameters",
+        "STRING",
+        (1,),
+        "settings of vLLM's clients, as a JSON object",
+        is_honoured=True,
+    ),
+    TensorSpec(
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
+    TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
     # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
@@ -162,10 +170,12 @@ RENAMED_INPUTS: dict[str, str] = {
 
 CONTROL_INPUTS: frozenset[str] = frozenset(
     {
+        "sampling_parameters",
         "stop",
         "stream",
         "streaming",
         "stats",
+        "describe",
         "why",
         "recording",
         "text_input",

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeSender
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
+from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.replay import replay
@@ -428,6 +429,31 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
     assert answers["no"]["state"] == "not in flight"
     for sender in senders:
         assert sender.is_final.wait(WAIT)
+
+
+def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
+    server: Server, tmp_path: Path
+) -> None:
+    answer = answer_of(server.ask(describe=True), "description")
+    description = json.loads(answer)
+    assert description.pop("files") == {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()}
+    assert description == {
+        "model": tmp_path.name,
+        "max_input_len": server.engine.max_seq_len - 1,
+        "max_seq_len": server.engine.max_seq_len,
+        "vocab_size": server.engine.vocab_size,
+        "end_id": -1,
+    }
+    assert str(tmp_path) not in answer
+
+
+def test_errors_carry_their_code_when_asked(server: Server) -> None:
+    bad = make_inputs({"input_ids": [1], "request_output_len": 0})
+    plain, coded = FakeRequest(bad), FakeRequest(bad, "", (), '{"inflight_error_codes": true}')
+    server.model.execute([plain, coded])
+    message, code = error_of(plain.sender)
+    assert message.startswith("'request_output_len' is 0")
+    assert error_of(coded.sender) == (f"[INVALID_ARG] {message}", code)
 
 
 def test_why_needs_an_id(server: Server) -> None:
