@@ -86,10 +86,10 @@ $(BIN)/python:
 $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing the server (the first time this downloads several hundred MB and takes minutes)'
 	@$(PIP_INSTALL) pip hatchling editables
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,openai]'
 	@touch $@
 
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,dev]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,openai,dev]'
 	@touch $@

@@ -1,7 +1,8 @@
 """What the flight recorder costs, inside the real loop: the demo model on a CPU.
 
 For each number of requests at once: the time an iteration takes, the time the recorder's calls take
-in it (measured around each call, timers included), with the ring alone and with a file.
+in it (measured around each call, timers included), with the ring alone and with a file. And what
+it costs, once in 512 iterations, to remember what a full pool has cached (block reuse).
 
     python benchmarks/recorder.py --requests 1 8 64 256 --tokens 200
 """
@@ -21,8 +22,10 @@ from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
 
 from inflight_backend import CapacitySchedulerPolicy, inflight_batcher
+from inflight_scheduler import BlockManager, LlmRequest
 from inflight_scheduler.recording.files import RecordingFile, open_recording
-from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.recorder import SEGMENT_ITERATIONS, FlightRecorder
+from inflight_scheduler.recording.texts import RecordedTexts
 from inflight_scheduler.recording.workload import read_workload
 
 CALLS = ("arrived", "decided", "carried_out", "ended", "finish_iteration")
@@ -41,11 +44,11 @@ def timed_recorder(costs: list[int]) -> type[FlightRecorder]:
     spent = 0
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: FlightRecorder, *args: Any) -> Any:
+        def call(self: FlightRecorder, *args: Any, **options: Any) -> Any:
             nonlocal spent
             start = time.perf_counter_ns()
             try:
-                return method(self, *args)
+                return method(self, *args, **options)
             finally:
                 spent += time.perf_counter_ns() - start
                 if method.__name__ == "finish_iteration" and self._number > len(costs):
@@ -100,6 +103,38 @@ def measure(num_requests: int, num_tokens: int, folder: Path, *, has_file: bool)
     }
 
 
+def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str, Any]:
+    """The beginning of a segment with a full pool, half of it held by 64 requests."""
+    manager = BlockManager(num_blocks, tokens_per_block, enable_reuse=True, may_copy_blocks=True)
+    texts = RecordedTexts(num_blocks * tokens_per_block)
+    length = num_blocks // 128 * tokens_per_block
+    requests = [LlmRequest(n, [n, *range(length)][:length], 8) for n in range(128)]
+    for request in requests:
+        texts.add(request)
+        manager.allocate(request.request_id, length)
+        request.move_to_next_context_chunk()
+        request.add_new_token(0)
+        manager.store(request)
+    for request in requests[64:]:
+        manager.free(request.request_id)
+        texts.grow(request, is_last=True)
+    costs, num_kept = [], 0
+    for _ in range(50):
+        start = time.perf_counter_ns()
+        state = manager.cache_state()
+        assert state is not None
+        texts.mark(requests[:64], state)
+        costs.append(time.perf_counter_ns() - start)
+        num_kept = sum(state.is_kept)
+    median = statistics.median(costs) / 1000
+    return {
+        "blocks": num_blocks,
+        "kept_blocks": num_kept,
+        "us_median": round(median, 1),
+        "us_per_iteration": round(median / SEGMENT_ITERATIONS, 2),
+    }
+
+
 def main() -> None:
     """Measure and write benchmarks/results/recorder.json."""
     parser = argparse.ArgumentParser()
@@ -114,9 +149,10 @@ def main() -> None:
             for has_file in (False, True):
                 rows.append(measure(number, args.tokens, Path(folder), has_file=has_file))
                 print(rows[-1], flush=True)
-    print(
-        write_result("recorder", {**describe_run("torch", "inflight"), "rows": rows}, args.output)
-    )
+    states = [measure_cache_state(num_blocks) for num_blocks in (2048, 16_384, 65_536)]
+    print(*states, sep="\n")
+    result = {**describe_run("torch", "inflight"), "rows": rows, "cache_states": states}
+    print(write_result("recorder", result, args.output))
 
 
 if __name__ == "__main__":

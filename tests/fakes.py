@@ -179,11 +179,16 @@ class FakeRequest:
     """``pb_utils.InferenceRequest`` with its sender."""
 
     def __init__(
-        self, tensors: dict[str, Any], request_id: str = "", outputs: tuple[str, ...] = ()
+        self,
+        tensors: dict[str, Any],
+        request_id: str = "",
+        outputs: tuple[str, ...] = (),
+        parameters: str = "{}",
     ) -> None:
         self._tensors = [FakeTensor(name, np.asarray(value)) for name, value in tensors.items()]
         self._request_id = request_id
         self._outputs = outputs
+        self._parameters = parameters
         self.sender = FakeSender()
 
     def inputs(self) -> list[FakeTensor]:
@@ -193,6 +198,10 @@ class FakeRequest:
     def request_id(self) -> str:
         """The client's id, "" if none."""
         return self._request_id
+
+    def parameters(self) -> str:
+        """The parameters of the request as JSON."""
+        return self._parameters
 
     def requested_output_names(self) -> list[str]:
         """What the client asked for."""

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_group
 
 from inflight_backend.triton.metrics import FAMILIES
+from inflight_client.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -74,11 +76,24 @@ def test_ports_are_published_on_loop_back_only(services: dict[str, Any]) -> None
             assert port.startswith("127.0.0.1:"), f"{name} publishes {port} to the network"
 
 
+def test_the_front_listens_where_it_is_published_and_asks_the_server(
+    services: dict[str, Any],
+) -> None:
+    service = services["openai"]
+    program, name, *arguments = service["command"]
+    assert (program, name) == ("inflight", "openai")
+    settings = get_group(app).commands[name].make_context(name, arguments).params
+    assert service["ports"] == [f"127.0.0.1:{settings['port']}:{settings['port']}"]
+    assert settings["url"] == "triton:8001"
+    assert settings["host"] == "0.0.0.0"  # inside the container; `ports` decides who reaches it
+    assert service["image"] == services["triton"]["image"]
+
+
 def test_every_mounted_file_exists_and_every_volume_is_declared(services: dict[str, Any]) -> None:
     declared = read_yaml(COMPOSE_FILE)["volumes"]
     used = set()
     for service in services.values():
-        for mount in service["volumes"]:
+        for mount in service.get("volumes", ()):
             if mount.startswith("${MODEL_DIR:?"):
                 continue
             source = mount.split(":")[0]

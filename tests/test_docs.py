@@ -13,12 +13,15 @@ from fakes import CountingEngine
 from manager_harness import Recorder, request, running
 
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.triton.metrics import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 
 
-@pytest.mark.parametrize("tool", ["write_protocol_docs.py", "write_performance_docs.py"])
+@pytest.mark.parametrize(
+    "tool", ["write_protocol_docs.py", "write_performance_docs.py", "write_reliability_docs.py"]
+)
 def test_written_pages_are_up_to_date(tool: str) -> None:
     command = [sys.executable, f"tools/{tool}", "--check"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -63,3 +66,13 @@ def test_links_of_the_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_alerts_of_the_operations_page_name_metrics_that_exist() -> None:
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    families = {name: (label, values) for name, label, values, _ in FAMILIES}
+    used = re.findall(r"(nv_trt_llm_\w+)\{(\w+)=\"(\w+)\"\}", page)
+    assert len(used) >= 4
+    for name, label, value in used:
+        assert families[name][0] == label
+        assert value in families[name][1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 
 from inflight_scheduler import BlockManager, LlmRequest, RequestScheduler
@@ -81,3 +82,16 @@ class EveryOtherTime(OneAtATime):
         running = [r for r in active_requests if r.is_generation_in_progress_state]
         fresh = [r for r in active_requests if r.is_context_init_state]
         return fresh[: self.num_calls % 2 == 0 or not running], running, []
+
+
+class StuckAt13(OneAtATime):
+    """Never comes back once somebody wants 13 tokens."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Everybody runs until then."""
+        while any(request.max_new_tokens == 13 for request in active_requests):
+            time.sleep(1.0)
+        context = [r for r in active_requests if r.is_context_init_state]
+        return context, [r for r in active_requests if r.is_generation_in_progress_state], []

@@ -51,6 +51,9 @@ INTERMEDIATE_SIZE = 64
 ROPE_THETA = 10_000.0
 
 BOS, EOS = "<|begin|>", "<|end|>"
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }} {% endfor %}"
+"""A chat is the numbers of its messages; the answer counts on."""
+
 DIGITS = range(10)
 LENGTHS = range(1, MAX_DIGITS + 1)
 """Lengths of a number; also indices of a digit, the most significant being 1."""
@@ -303,6 +306,7 @@ def make_tokenizer() -> Any:
         pad_token=EOS,
         model_max_length=MAX_POSITIONS,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -14,25 +14,27 @@ Order of one iteration, and what each part may do:
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
 
-A failing step ends the requests of that step with an error; a failing callback is logged. Neither
-stops the loop.
+A failing step ends the requests of that step with an error; a failing callback is logged; whatever
+else escapes ends all requests with an error. None of them stops the loop (see `LoopHealth`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.errors import ConfigurationError, InvalidRequest, RefusalText
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.guided.service import GuideService
+from inflight_backend.health import LoopHealth
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -144,6 +146,7 @@ class GptManager:
         self._steps = self._batcher.make_steps()
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch()
+        self.health = LoopHealth()
         self._stop_words = StopWordWatch()
         self._gatherer = self._batcher.gatherer
         self._responses: list[_Response] = []
@@ -151,7 +154,8 @@ class GptManager:
         self._batch = _NO_BATCH
         self._num_paused = 0
         self._num_waiting = 0
-        self._failed_callbacks: set[str] = set()
+        guard = CallbackGuard()
+        self._call, self._call_for_list = guard.call, guard.call_for_list
         self._stats = self._measure()
         self._questions = Questions()
         self._is_closing = False
@@ -229,9 +233,10 @@ class GptManager:
         while not (self._is_closing and not self._active and not self._preparing):
             try:
                 self._iterate()
-            except Exception:  # our bug or a callback's rubbish: whoever is in flight hears of it
+            except BaseException:  # our bug, or a callback that wants to end the thread
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
-                self._end_all("the batch manager failed while it held this request")
+                with self.health.recovering():
+                    self._start_afresh()
             if self._batch.is_empty and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
@@ -290,6 +295,7 @@ class GptManager:
         if self._static_tally is not None:
             self._static_stats = self._static_tally.count(self._batch)
         self._iteration += not self._batch.is_empty
+        self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
         self._gatherer.executed(outcome.advanced, outcome.outputs)
         self._stop_words.check()
         for request in outcome.advanced:
@@ -301,14 +307,17 @@ class GptManager:
         """Send everything this iteration produced; all state of finished requests is free."""
         responses, self._responses = self._responses, []
         for response in responses:
-            request = response.request
-            tensors = []
-            if response.error:
+            request, is_final, error = response.request, response.is_final, response.error
+            try:
+                tensors = [] if error else make_tensors(request, is_final, self._gatherer)
+            except Exception:  # this one ends with an error, the others get theirs
+                _logger.exception("a response of request %d cannot be built", request.request_id)
+                tensors, is_final, error = [], True, "the response could not be built"
+                self._end(request, error)
+                self._responses = [kept for kept in self._responses if kept.request is not request]
+            if error:
                 self._gatherer.discard(request.request_id)
-            else:
-                tensors = make_tensors(request, response.is_final, self._gatherer)
-            args = (request.request_id, tensors, response.is_final, response.error)
-            self._call("send_response", self._send_cb, *args)
+            self._call("send_response", self._send_cb, request.request_id, tensors, is_final, error)
 
     def poll_stop_signals(self) -> None:
         """End the requests named by the stop callback; unknown ids are passed over."""
@@ -359,7 +368,7 @@ class GptManager:
         self._enrol(request)
 
     def _refuse(self, request: InferenceRequest, error: InvalidRequest) -> None:
-        self._call("send_response", self._send_cb, request.request_id, [], True, str(error))
+        self._call("send_response", self._send_cb, request.request_id, [], True, RefusalText(error))
 
     def _enrol(self, request: InferenceRequest) -> None:
         llm_request = validate(request, self.limits)
@@ -374,7 +383,7 @@ class GptManager:
         if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
             self._end(
                 request,
-                self._guides.error_of(request.request_id)
+                RefusalText(self._guides.error_of(request.request_id))
                 or "no token could be drawn: the model's logits are not finite numbers, or "
                 "'bad_words_list', 'embedding_bias' and the other rules forbid every token",
             )
@@ -388,6 +397,8 @@ class GptManager:
         self._batcher.planner.release(request)
         self._guides.discard(request.request_id)
         if self._active.remove(request):
+            self.health.ended()
+            self._stop_words.forget(request)
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
 
@@ -413,6 +424,21 @@ class GptManager:
             static_batch=self._static_stats,
         )
 
+    def _start_afresh(self) -> None:
+        """Everyone in flight hears of a failure; what it may have spoilt is made anew."""
+        self._batch = _NO_BATCH
+        try:
+            self._end_all("the batch manager failed while it held this request")
+        finally:
+            was_running = self._steps.is_running
+            self._steps.abandon()
+            is_intact = self._batcher.is_idle_and_intact() and not was_running
+            if self.health.has_failed_again or not is_intact:
+                self._batcher = self._batcher.renewed()
+                self._batcher.guides = self._guides  # of nobody now
+                self._steps, self._active = self._batcher.make_steps(), self._batcher.active
+                self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
+
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""
         for prepared in self._preparing.take_all():
@@ -420,25 +446,9 @@ class GptManager:
         for request in list(self._active):
             try:
                 self._end(request, error)
-            except Exception:
+            except BaseException:
                 _logger.exception("request %d could not release all it held", request.request_id)
                 self._active.remove(request)
                 self._responses.append(_Response(request, is_final=True, error=error))
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()
-
-    def _call_for_list(
-        self, name: str, callback: Callable[..., Iterable[_Result]], *args: object
-    ) -> list[_Result]:
-        """What a callback returns, as a list; empty if it fails or returns no collection."""
-        return self._call(name, lambda: list(callback(*args) or ())) or []
-
-    def _call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
-        """Call a callback that may fail: logged once per callback, and None instead."""
-        try:
-            return callback(*args)
-        except Exception:
-            if name not in self._failed_callbacks:
-                self._failed_callbacks.add(name)
-                _logger.exception("the %s callback failed (said once)", name)
-            return None

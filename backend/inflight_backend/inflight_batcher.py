@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -129,6 +130,7 @@ class InflightBatcher:
     ) -> None:
         self.engine = engine
         self.policy = policy
+        self._params = params
         self.num_paused = 0
         # Engines without it are asked for nothing but full blocks.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
@@ -207,6 +209,22 @@ class InflightBatcher:
             return self.guides.masks(rows, {owner.request_id: token for owner, token in drawn})
 
         self._mask_next(masks)
+
+    def is_idle_and_intact(self) -> bool:
+        """True when no request is active and every block and slot is accounted for and free."""
+        if self.active or self.block_manager.num_used_blocks:
+            return False
+        try:
+            self.block_manager.check_integrity()
+            self.planner.slots.check_integrity(())
+        except Exception:
+            return False
+        return True
+
+    def renewed(self) -> InflightBatcher:
+        """A batcher without a past on the same engine; a recording ends here."""
+        self.recorder.close()
+        return InflightBatcher(self.engine, self.policy, replace(self._params, record_file=None))
 
     def take_outputs(self) -> StepOutputs | None:
         """What the plan executed last brought beside tokens; None if no request asked."""

@@ -24,23 +24,26 @@ _logger = logging.getLogger(__name__)
 
 GIB = 2**30
 DEFAULT_RESERVE = GIB
-"""Assumed for what no checkpoint tells: the CUDA context and the workspaces of its libraries."""
+"""Assumed for what no checkpoint tells: the CUDA context, workspaces, the largest step."""
 
 _DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CPU_DEFAULT_TOKENS = 65_536
 _ROPE_BYTES = 4
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """What is planned for. ``gpu_memory`` is what is free before the server starts; None: a CPU.
 
-    ``max_tokens``, ``fraction`` and ``tokens_per_block`` are the parameters
-    max_tokens_in_paged_kv_cache, kv_cache_free_gpu_mem_fraction and tokens_per_block.
+    ``max_tokens`` and ``fraction`` are the parameters max_tokens_in_paged_kv_cache and
+    kv_cache_free_gpu_mem_fraction, the others those of their names.
     """
 
     gpu_memory: int | None = None
     dtype: str = "auto"
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     tokens_per_block: int = 32
     max_tokens: int | None = None
     fraction: float = 0.9
@@ -55,6 +58,8 @@ class MemoryPlan:
 
     architecture: str
     dtype: str
+    quantization: str
+    kv_cache_dtype: str
     max_seq_len: int
     tokens_per_block: int
     max_batch_size: int
@@ -121,15 +126,18 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     dtype = _resolve_dtype(settings, model)
     max_seq_len = settings.max_seq_len or model.max_position_embeddings
     num_parameters = sum(map(prod, shapes.values()))
-    weight_bytes = num_parameters * _DTYPE_TO_BYTES[dtype]
+    weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
     free_bytes = None
     if settings.gpu_memory is not None:
         free_bytes = settings.gpu_memory - weight_bytes - table_bytes - settings.reserve
-    per_token = 2 * model.num_layers * model.kv_size * _DTYPE_TO_BYTES[dtype]
+    kv_bytes = 1 if _is_fp8("kv_cache_dtype", settings) else _DTYPE_TO_BYTES[dtype]
+    per_token = 2 * model.num_layers * model.kv_size * kv_bytes
     return MemoryPlan(
         architecture=model.architecture,
         dtype=dtype,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         max_seq_len=max_seq_len,
         tokens_per_block=settings.tokens_per_block,
         max_batch_size=settings.max_batch_size,
@@ -144,10 +152,12 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
 
 
 def check_pool(folder: Path, engine: Engine) -> bool:
-    """Log the pool of a loaded engine beside its plan; False, and a warning, if they differ.
+    """Compare the pool of a loaded engine with its plan, and log both; False if they differ.
 
-    How much of a GPU is free after loading only the engine knows, so there the plan starts from
-    the engine's own number; where memory is scarce the engine may stay below the plan.
+    That is only allowed where memory is scarce and the pool is smaller: on a GPU with less room
+    than ``max_tokens_in_paged_kv_cache``, and on a CPU without that setting. Else it is an
+    `AssertionError`: what ``inflight plan`` says would be wrong. Without the setting only the
+    engine knows how much of a GPU is free, so the plan starts from its number.
     """
     config = engine.config
     max_tokens = config.max_tokens_in_paged_kv_cache
@@ -157,12 +167,19 @@ def check_pool(folder: Path, engine: Engine) -> bool:
         folder,
         PlanSettings(
             dtype=config.dtype,
+            quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
             tokens_per_block=config.tokens_per_block,
             max_tokens=max_tokens,
             max_seq_len=config.max_seq_len,
         ),
     )
     is_as_planned = engine.num_blocks == plan.num_blocks
+    is_asked_for = config.device == "cpu" and max_tokens is not None
+    may_be_less = engine.num_blocks < plan.num_blocks and not is_asked_for
+    assert is_as_planned or may_be_less, (
+        f"the KV pool has {engine.num_blocks} blocks and the plan says {plan.num_blocks}"
+    )
     (_logger.info if is_as_planned else _logger.warning)(
         "KV pool: %d blocks of %d tokens, %.2f GiB; the plan says %d blocks",
         engine.num_blocks,
@@ -205,6 +222,25 @@ def _resolve_dtype(settings: PlanSettings, model: ModelConfig) -> str:
     if dtype not in _DTYPE_TO_BYTES:
         raise ConfigurationError(f"dtype must be one of auto, {', '.join(_DTYPE_TO_BYTES)}")
     return dtype
+
+
+def _weight_bytes(model: ModelConfig, dtype: str, is_fp8: bool) -> int:
+    """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
+    num_bytes = 0
+    for spec in decoder_parameters(model):
+        is_linear = spec.name.startswith("layers.") and len(spec.shape) == 2
+        if is_fp8 and is_linear:
+            num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
+        else:
+            num_bytes += prod(spec.shape) * _DTYPE_TO_BYTES[dtype]
+    return num_bytes
+
+
+def _is_fp8(name: str, settings: PlanSettings) -> bool:
+    value, other = getattr(settings, name), getattr(PlanSettings(), name)
+    if value not in ("fp8", other):
+        raise ConfigurationError(f"{name} must be {other} or fp8, not {value!r}")
+    return bool(value == "fp8")
 
 
 def _count_blocks(settings: PlanSettings, free_bytes: int | None, per_token: int) -> int:

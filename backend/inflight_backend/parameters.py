@@ -57,6 +57,7 @@ class ServerParameters:
     attention_backend: str
     cuda_graph_mode: bool
     overlap_scheduler: str
+    stall_seconds: float
     status_file: str | None
     drain_file: str | None
     record_file: str | None

@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Phase = Literal["loading", "ready", "failed", "draining", "drained"]
-"""Chronological, except that ``failed`` may follow any other phase."""
+Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
+"""Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
 
@@ -29,7 +30,7 @@ class ModelStatus:
 
     Fields by phase: *loading* ``loaded_bytes``, ``total_bytes``; *ready* ``model``, ``device``,
     ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``, ``max_batch_size``,
-    ``max_seq_len``; *failed* ``error``.
+    ``max_seq_len``; *failed* and *unhealthy* ``error``.
     """
 
     phase: Phase
@@ -46,6 +47,12 @@ class StatusWriter:
     def __init__(self, path: str | Path | None) -> None:
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
+
+    def beat(self) -> None:
+        """Renew the time of the file: the process lives."""
+        if self._path is not None:
+            with suppress(OSError):
+                os.utime(self._path)
 
     def write(self, phase: Phase, **fields: Any) -> None:
         """Replace the status by ``phase`` with its JSON-serialisable ``fields``."""
@@ -74,3 +81,15 @@ def read_status(path: str | Path) -> ModelStatus | None:
     if not isinstance(content, dict) or content.get("phase") not in PHASES:
         raise ValueError(f"{path} is not a status file")
     return ModelStatus(content["phase"], content["pid"], content["fields"])
+
+
+def beat_of(path: str | Path) -> int:
+    """A number that changes with every beat and every new status; 0 when there is none.
+
+    Whoever wants to know how long there was no beat times the changes: the time in the file is
+    that of a clock that may jump.
+    """
+    try:
+        return Path(path).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -58,13 +59,14 @@ class StepOutcome:
 
     ``batch`` was started; ``advanced`` got a token, of that step or of the one before; the steps of
     ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well. ``outputs`` came
-    with the tokens, for requests that asked.
+    with the tokens, for requests that asked. ``is_completed``: the tokens of a step were applied.
     """
 
     batch: ScheduledBatch
     advanced: list[LlmRequest] = field(default_factory=list)
     failed: list[LlmRequest] = field(default_factory=list)
     outputs: StepOutputs | None = None
+    is_completed: bool = False
 
 
 class PlainSteps:
@@ -74,6 +76,9 @@ class PlainSteps:
 
     def __init__(self, batcher: InflightBatcher) -> None:
         self._batcher = batcher
+
+    def abandon(self) -> None:
+        """Forget a step that still runs; here there is none."""
 
     def turn(self) -> StepOutcome:
         """Schedule, execute, update; an empty batch when nobody can run."""
@@ -85,7 +90,8 @@ class PlainSteps:
             batcher.guide_next(batch)
             tokens = batcher.engine.execute(batch)
             advanced = batcher.planner.update(batch, tokens)
-            return StepOutcome(batch, advanced, outputs=batcher.take_outputs())
+            outputs = batcher.take_outputs()
+            return StepOutcome(batch, advanced, outputs=outputs, is_completed=True)
         except Exception:
             _log_failure(batch)
             batcher.recorder.failed()
@@ -103,6 +109,13 @@ class OverlappedSteps:
     def is_running(self) -> bool:
         """True while the tokens of a step have not been read."""
         return self._running is not None
+
+    def abandon(self) -> None:
+        """Wait for a step that still runs and forget it; its batcher is of no more use then."""
+        running, self._running = self._running, None
+        if running is not None:
+            with suppress(Exception):
+                running[1].read()
 
     def turn(self) -> StepOutcome:
         """Schedule and submit a step, then read and apply the one before.
@@ -123,11 +136,12 @@ class OverlappedSteps:
                 _log_failure(batch)
                 has_failed, self._running = True, None
         advanced = self._settle(before, failed)
-        outputs = None if before is None or failed else read_outputs(before[1])
+        is_completed = before is not None and not failed
+        outputs = read_outputs(before[1]) if before is not None and is_completed else None
         if has_failed:
             batcher.recorder.failed()
             failed += batcher.planner.discard(batch)
-        return StepOutcome(batch, advanced, failed, outputs)
+        return StepOutcome(batch, advanced, failed, outputs, is_completed)
 
     def _settle(
         self, before: tuple[ScheduledBatch, PendingStep] | None, failed: list[LlmRequest]

@@ -47,6 +47,10 @@ class StopWordWatch:
             finder = WordFinder(finder_words)
             self._watched[request.request_id] = (request, finder, request.num_drawn_tokens)
 
+    def forget(self, request: LlmRequest) -> None:
+        """Do not watch ``request`` any more: it has ended, perhaps with an error."""
+        self._watched.pop(request.request_id, None)
+
     def check(self) -> None:
         """Look at the tokens that came since the last call."""
         for request_id, (request, finder, num_seen) in list(self._watched.items()):

@@ -28,7 +28,8 @@ class TextCodec:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a bad file
             raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
-        self.end_id = self._find_end_id(folder)
+        self.end_id = self._find_id(folder, "eos")
+        self.pad_id = self._find_id(folder, "pad")
 
     @classmethod
     def load(cls, checkpoint: Path, tokenizer_dir: str | None) -> TextCodec | None:
@@ -69,27 +70,31 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
-    def encode_word(self, text: str) -> list[int]:
-        """Token ids of a word inside a text: nothing is added to it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of any text, of any length."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of some tokens, special tokens left out."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def encode_word(self, text: str) -> list[int]:
+        """Token ids of a word inside a text: nothing is added to it."""
+        return self.encode_raw(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of some tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def _find_end_id(self, folder: Path) -> int:
-        """The id of ``eos_token`` in tokenizer_config.json, else ``eos_token_id`` of the model."""
-        token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    def _find_id(self, folder: Path, kind: str) -> int:
+        """The id of ``eos_token`` (``kind`` eos) in tokenizer_config.json, else of the model."""
+        token = _read_json(folder / "tokenizer_config.json").get(f"{kind}_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
-            end_id = self._tokenizer.token_to_id(token)
-            if end_id is not None:
-                return int(end_id)
+            token_id = self._tokenizer.token_to_id(token)
+            if token_id is not None:
+                return int(token_id)
         for name in ("generation_config.json", "config.json"):
-            value = _read_json(folder / name).get("eos_token_id")
+            value = _read_json(folder / name).get(f"{kind}_token_id")
             if isinstance(value, list) and value:
                 value = value[0]
             if isinstance(value, int):

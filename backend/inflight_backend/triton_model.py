@@ -1,8 +1,8 @@
 """`TritonPythonModel`: what Triton's Python backend loads, calls and unloads.
 
 Glue only. `execute` hands requests to the `Frontend` and returns at once; the loop runs on the
-worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`, and the
-`Housekeeper` looks for cancellation, draining and a dead parent.
+worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`, the
+`Housekeeper` looks for cancellation, draining and a dead parent, the `Watchdog` for progress.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from inflight_backend.parameters import ServerParameters, parse_parameters, set_
 from inflight_backend.status import StatusWriter
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.stream import ResponseFactory
+from inflight_backend.triton.watchdog import Watchdog, Watched
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 _logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ _DRAIN_CHECK_SECONDS = 0.1
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
 _PARENT_CHECK_SECONDS = 0.5
 _STOP_ALL_WORD = "stop"
+_STALLED = "the server makes no progress; send the request elsewhere"
+_FAILING = "one step after the other fails"
 
 _MODEL_TYPES = {
     "v1": TrtGptModelType.V1,
@@ -60,7 +64,7 @@ class TritonPythonModel:
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
-            self._start(pb_utils, args, parse_parameters(raw), status)
+            self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None
@@ -74,11 +78,19 @@ class TritonPythonModel:
         for request in requests:
             self._frontend.accept(request)
 
+    def is_ready(self) -> bool:
+        """For Triton's readiness checks (python_backend#430): requests sent now will be served."""
+        is_moving = self._manager.health.is_healthy and not self._watchdog.is_stalled
+        return is_moving and not self._arrivals.is_draining
+
     def finalize(self) -> None:
         """Stop what still runs, and every thread, in the order in which they feed one another."""
+        self._watchdog.close()
         self._housekeeper.close()
         self._arrivals.drain()
         self._frontend.stop_all()
+        if self._watchdog.is_stalled:
+            return  # the streams have ended; waiting for a thread that is stuck would never end
         self._manager.shutdown()
         self._dispatcher.close()
 
@@ -86,6 +98,7 @@ class TritonPythonModel:
         self,
         pb_utils: Any,
         args: dict[str, str],
+        config: dict[str, Any],
         parameters: ServerParameters,
         status: StatusWriter,
     ) -> None:
@@ -97,14 +110,18 @@ class TritonPythonModel:
         self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
         self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
         self._frontend = Frontend(
-            ResponseFactory(pb_utils), self._arrivals, self._dispatcher, codec
+            ResponseFactory(pb_utils),
+            self._arrivals,
+            self._dispatcher,
+            codec,
+            is_decoupled=config.get("model_transaction_policy", {}).get("decoupled", True),
         )
         self._manager = GptManager(
             checkpoint,
             _MODEL_TYPES[parameters.gpt_model_type.lower()],
             parameters.max_beam_width,
             CapacitySchedulerPolicy[parameters.batch_scheduler_policy.upper()],
-            self._arrivals.take,
+            lambda room: self._arrivals.take(0 if self._dispatcher.is_behind else room),
             self._dispatcher.send_response,
             self._arrivals.poll_stop_signals,
             self._dispatcher.return_stats,
@@ -116,7 +133,11 @@ class TritonPythonModel:
         )
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
-        self._frontend.start(self._manager)
+        folder = Path(parameters.tokenizer_dir or checkpoint)
+        self._frontend.start(
+            self._manager,
+            ModelDescription(checkpoint.name, folder, self._manager.limits, codec),
+        )
         metrics = TritonMetrics(
             pb_utils,
             args["model_name"],
@@ -137,17 +158,48 @@ class TritonPythonModel:
             ]
         )
         engine = self._manager.engine
-        status.write(
-            "ready",
-            model=checkpoint.name,
-            policy=self._manager.policy.name.lower(),
-            max_batch_size=parameters.max_batch_size,
-            max_seq_len=engine.max_seq_len,
-            num_blocks=engine.num_blocks,
-            tokens_per_block=engine.tokens_per_block,
-            device=engine.device_name,
-            dtype=engine.dtype_name,
+        self._ready_fields = {
+            "model": checkpoint.name,
+            "policy": self._manager.policy.name.lower(),
+            "max_batch_size": parameters.max_batch_size,
+            "max_seq_len": engine.max_seq_len,
+            "num_blocks": engine.num_blocks,
+            "tokens_per_block": engine.tokens_per_block,
+            "device": engine.device_name,
+            "dtype": engine.dtype_name,
+        }
+        self._error = ""
+        status.write("ready", **self._ready_fields)
+        self._watchdog = self._make_watchdog(parameters.stall_seconds)
+
+    def _make_watchdog(self, stall_seconds: float) -> Watchdog:
+        health = self._manager.health
+        return Watchdog(
+            Watched(
+                is_busy=lambda: self._frontend.num_live > 0,
+                num_moves=lambda: health.num_moves,
+                on_stall=self._end_streams,
+                on_move=lambda: self._arrivals.refuse(""),
+                beat=self._beat,
+            ),
+            stall_seconds,
         )
+
+    def _end_streams(self) -> None:
+        self._arrivals.refuse(_STALLED)
+        self._frontend.fail_all(_STALLED)
+
+    def _beat(self) -> None:
+        """Tell the launcher that this process lives, and whether it gets anything done."""
+        is_failing = not self._manager.health.is_healthy
+        error = _STALLED if self._watchdog.is_stalled else _FAILING if is_failing else ""
+        if error != self._error and not self._is_draining:
+            self._error = error
+            if error:
+                self._status.write("unhealthy", error=error)
+            else:
+                self._status.write("ready", **self._ready_fields)
+        self._status.beat()
 
     def _check_drain(self) -> None:
         """The launcher asks by a file: refuse new requests, say when nothing runs any more."""

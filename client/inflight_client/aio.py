@@ -19,9 +19,11 @@ from inflight_client.encoding import (
     DEFAULT_MAX_TOKENS,
     AnswerCollector,
     GenerateOptions,
+    describe_call,
     generate_call,
     last_answer,
     read_chunk,
+    read_description,
     read_stats,
     read_why,
     recording_call,
@@ -104,6 +106,12 @@ class AsyncInflightClient:
         """See `InflightClient.why`."""
         responses = self._transport.infer(why_call(self._model, request_id), timeout)
         answers = [read_why(response) async for response in responses.receive()]
+        return last_answer(answers)
+
+    async def describe(self, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
+        """See `InflightClient.describe`."""
+        responses = self._transport.infer(describe_call(self._model), timeout)
+        answers = [read_description(response) async for response in responses.receive()]
         return last_answer(answers)
 
     async def recording(self, *, timeout: float | None = None) -> str:

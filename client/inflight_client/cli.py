@@ -1,4 +1,4 @@
-"""The command ``inflight``: generate, stop, stats, why, record, health, demo, and plug-ins.
+"""The command ``inflight``: generate, stop, stats, why, record, health, demo, openai, and plug-ins.
 
 A package adds a command with an entry point of the group ``inflight.commands`` that names a
 function with typer annotations. Heavy imports happen inside the commands, so that ``--help`` is
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight_client.errors import InflightError
+from inflight_client.openai.command import openai
 
 if TYPE_CHECKING:
     from inflight_client.client import InflightClient
@@ -58,7 +59,29 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw within this probability.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a drawn answer repeatable.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens seen become less likely.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted once from tokens seen.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted per occurrence from tokens seen.")
+    ] = None,
+    stop_word: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="Text not to be said; may be repeated.")
+    ] = None,
+    guide: Annotated[
+        str | None,
+        typer.Option(help="json, or json_schema=FILE, regex=FILE or ebnf_grammar=FILE."),
+    ] = None,
     priority: Annotated[float | None, typer.Option(help="0 to 1, the higher the earlier.")] = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Share cached text only with requests of the same salt.")
@@ -75,13 +98,20 @@ def generate(
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
+        "min_p": min_p,
         "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "stop_words": stop_word or None,
+        "bad_words": bad_word or None,
         "priority": priority,
         "cache_salt": cache_salt,
         "max_queue_time_ms": max_queue_time_ms,
         "allotted_time_ms": allotted_time_ms,
     }
     options: Any = {name: value for name, value in settings.items() if value is not None}
+    options |= _read_guide(guide)
     with _reported_errors(), _connect(url, http) as client:
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):
             _write(text)
@@ -171,6 +201,9 @@ def demo() -> None:
         raise typer.Exit(run_demo())
 
 
+app.command("openai")(openai)
+
+
 def main() -> None:
     """Run the command line: ``inflight`` and ``python -m inflight_client.cli``."""
     arguments = sys.argv[1:]
@@ -221,6 +254,22 @@ def _reported_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _read_guide(argument: str | None) -> dict[str, str]:
+    """The options of a guide: a kind, or a kind and the file that holds it."""
+    if argument is None:
+        return {}
+    guide_type, has_file, file = argument.partition("=")
+    if not has_file:
+        return {"guide_type": guide_type}
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        typer.echo(f"error: --guide: {file} cannot be read: {error}", err=True)
+        raise typer.Exit(1) from None
+    return {"guide_type": guide_type, "guide": text.removesuffix("\n")}
 
 
 def _connect(url: str | None, is_http: bool) -> InflightClient:

@@ -12,9 +12,11 @@ from inflight_client.encoding import (
     DEFAULT_MAX_TOKENS,
     AnswerCollector,
     GenerateOptions,
+    describe_call,
     generate_call,
     last_answer,
     read_chunk,
+    read_description,
     read_stats,
     read_why,
     recording_call,
@@ -107,6 +109,12 @@ class InflightClient:
         """Why ``request_id`` does not run now: ``state``, ``reason``, and the numbers behind it."""
         responses = self._transport.infer(why_call(self._model, request_id), timeout)
         answers = [read_why(response) for response in responses.receive()]
+        return last_answer(answers)
+
+    def describe(self, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
+        """What is served: ``model``, limits in tokens, and ``files`` of the tokenizer by name."""
+        responses = self._transport.infer(describe_call(self._model), timeout)
+        answers = [read_description(response) for response in responses.receive()]
         return last_answer(answers)
 
     def recording(self, *, timeout: float | None = None) -> str:

@@ -25,11 +25,18 @@ DEFAULT_MAX_TOKENS = 64
 
 TOKEN_OUTPUTS = ("output_ids", "sequence_length")
 TEXT_OUTPUTS = ("text_output",)
-WHOLE_TEXT_OUTPUTS = ("text_output", "sequence_length")
-"""The count tells why an answer ended; a stream of text does without, each tensor costs time."""
+FINISH_OUTPUT = "finish_reason"
+"""Comes with a whole answer; a stream does without, each tensor costs time."""
 
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "end_id": "stop",
+    "stop_words": "stop",
+    "length": "length",
+    "timed_out": "timed_out",
+    "cancelled": "cancelled",
+}
 
-_QUESTIONS = frozenset({"stop", "stats", "why", "recording"})
+_QUESTIONS = frozenset({"stop", "stats", "describe", "why", "recording"})
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -38,7 +45,14 @@ class GenerateOptions(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    no_repeat_ngram_size: int
+    stop_words: Sequence[str]
+    bad_words: Sequence[str]
     min_tokens: int
     end_id: int
     pad_id: int
@@ -47,13 +61,22 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     max_queue_time_ms: int
     allotted_time_ms: int
+    guide_type: str
+    guide: str
 
 
 OPTION_TO_INPUT: dict[str, str] = {
     "temperature": "temperature",
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
+    "min_p": "min_p",
     "seed": "seed",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "stop_words": "stop_words",
+    "bad_words": "bad_words",
     "min_tokens": "min_tokens",
     "end_id": "end_id",
     "pad_id": "pad_id",
@@ -62,6 +85,8 @@ OPTION_TO_INPUT: dict[str, str] = {
     "cache_salt": "cache_salt",
     "max_queue_time_ms": "max_queue_time_ms",
     "allotted_time_ms": "allotted_time_ms",
+    "guide_type": "guided_decoding_guide_type",
+    "guide": "guided_decoding_guide",
 }
 """Key of `GenerateOptions` -> input tensor."""
 
@@ -104,7 +129,7 @@ def generate_call(
     outputs: tuple[str, ...]
     values: dict[str, object]
     if isinstance(prompt, str):
-        outputs = TEXT_OUTPUTS if is_streaming else WHOLE_TEXT_OUTPUTS
+        outputs = TEXT_OUTPUTS
         values = {
             "text_input": _clean_text("prompt", prompt),
             "max_tokens": _clean_value("max_tokens", "max_tokens", max_tokens),
@@ -118,6 +143,9 @@ def generate_call(
             "request_output_len": _clean_value("max_tokens", "request_output_len", max_tokens),
             "streaming": is_streaming,
         }
+    if not is_streaming:
+        outputs += (FINISH_OUTPUT,)
+        values["return_finish_reason"] = True  # over HTTP no output can be named
     for option, value in {"exclude_input_in_output": True, **options}.items():
         if option not in OPTION_TO_INPUT:
             known = ", ".join(OPTION_TO_INPUT)
@@ -151,6 +179,11 @@ def recording_call(model: str) -> InferCall:
     return InferCall({"recording": True}, ("recording",), "", model)
 
 
+def describe_call(model: str) -> InferCall:
+    """The question what is served."""
+    return InferCall({"describe": True}, ("description",), "", model)
+
+
 def checked_request_id(request_id: str) -> str:
     """``request_id`` itself; `InvalidArgument` unless it is a string both wires can carry."""
     if not isinstance(request_id, str):
@@ -179,19 +212,28 @@ def read_stats(response: Response) -> list[dict[str, Any]]:
 
 def read_why(response: Response) -> dict[str, Any]:
     """What the server says of a request; `ServerError` if it is no JSON object."""
+    return _read_object(response, "why", "a reason")
+
+
+def read_description(response: Response) -> dict[str, Any]:
+    """What the server says of its model; `ServerError` if it is no JSON object."""
+    return _read_object(response, "description", "a description")
+
+
+def _read_object(response: Response, output: str, what: str) -> dict[str, Any]:
     try:
-        content = json.loads(response.tensors.get("why", ("",))[0])
+        content = json.loads(response.tensors.get(output, ("",))[0])
     except json.JSONDecodeError as error:
-        raise ServerError(f"the server sent a reason that is not JSON: {error}.") from None
+        raise ServerError(f"the server sent {what} that is not JSON: {error}.") from None
     if not isinstance(content, dict):
-        raise ServerError("the server sent a reason that is no JSON object.")
+        raise ServerError(f"the server sent {what} that is no JSON object.")
     return content
 
 
 def last_answer(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The answer to a question; `ServerError` if the server gave none."""
     if not answers:
-        raise ServerError("the server gave no reason: it may be too old for this question.")
+        raise ServerError("the server gave no answer: it may be too old for this question.")
     return answers[-1]
 
 
@@ -203,6 +245,7 @@ class AnswerCollector:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._num_tokens: int | None = None
+        self._reason: FinishReason | None = None
 
     def add(self, response: Response) -> None:
         """Append what ``response`` carries."""
@@ -212,6 +255,8 @@ class AnswerCollector:
         count = response.tensors.get("sequence_length", ())
         if count:
             self._num_tokens = (self._num_tokens or 0) + int(count[0])
+        for reason in response.tensors.get(FINISH_OUTPUT, ()):
+            self._reason = _FINISH_REASONS.get(reason, self._reason)
 
     def result(self) -> GenerateResult:
         """The answer so far."""
@@ -220,6 +265,8 @@ class AnswerCollector:
         )
 
     def _finish(self) -> FinishReason | None:
+        if self._reason is not None:
+            return self._reason
         values = self._call.values
         # With the prompt in the answer the count holds both, and its length is not known in text.
         if self._num_tokens is None or not values["exclude_input_in_output"]:
@@ -236,11 +283,13 @@ def _clean_tokens(prompt: Sequence[int]) -> list[int]:
 
 def _clean_value(argument: str, tensor: str, value: Any) -> object:
     """``value`` as a plain Python value that its tensor can hold."""
-    dtype = INPUT_BY_NAME[tensor].dtype
+    dtype, dims = INPUT_BY_NAME[tensor].dtype, INPUT_BY_NAME[tensor].dims
     if dtype == "BOOL":
         if not isinstance(value, bool):
             raise InvalidArgument(f"{argument} = {value!r}: give True or False.")
         return value
+    if dtype == "STRING" and dims == (-1,):
+        return _clean_texts(argument, value)
     if dtype == "STRING":
         if not isinstance(value, str):
             raise InvalidArgument(f"{argument} = {value!r}: give a string.")
@@ -248,6 +297,14 @@ def _clean_value(argument: str, tensor: str, value: Any) -> object:
     if issubclass(DTYPE_TO_NUMPY[dtype], np.integer):
         return _clean_integer(argument, dtype, value)
     return _clean_float(argument, value)
+
+
+def _clean_texts(name: str, values: Any) -> list[str]:
+    is_list = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    texts = list(values) if is_list else []
+    if not is_list or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgument(f"{name} = {values!r}: give a list of strings.")
+    return [_clean_text(name, text) for text in texts]
 
 
 def _clean_text(name: str, value: str) -> str:

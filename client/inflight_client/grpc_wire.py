@@ -6,6 +6,7 @@ request; the channel is shared. An empty response with ``triton_final_response``
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ from inflight_client.errors import (
     ServerUnreachable,
     StreamInterrupted,
 )
-from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
+from inflight_client.protocol import DTYPE_TO_NUMPY, ERROR_CODES_PARAMETER, INPUT_BY_NAME
 from inflight_client.tensors import make_inputs
 
+_CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
 _INT32_MAX = 2**31 - 1
 
 
@@ -53,6 +55,7 @@ def encode_request(call: InferCall) -> Any:
         request.raw_input_contents.append(raw)
     for name in call.outputs:
         request.outputs.add(name=name)
+    request.parameters[ERROR_CODES_PARAMETER].bool_param = True
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
 
@@ -63,7 +66,7 @@ def decode_response(message: Any) -> tuple[Response, bool]:
     `ServerError` when the message carries an error.
     """
     if message.error_message:
-        raise ServerError(message.error_message)
+        raise _server_error(message.error_message)
     infer = message.infer_response
     tensors = {
         output.name: _values(output.datatype, raw)
@@ -73,6 +76,11 @@ def decode_response(message: Any) -> tuple[Response, bool]:
         infer.parameters["triton_final_response"].bool_param
     )
     return Response(tensors), is_final
+
+
+def _server_error(message: str) -> ServerError:
+    found = _CODED_MESSAGE.fullmatch(message)
+    return ServerError(found[2], found[1]) if found else ServerError(message)
 
 
 def translate_error(

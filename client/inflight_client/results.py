@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["length", "stop"]
-"""``length``: the answer has ``max_tokens`` tokens; ``stop``: it ended before that."""
+FinishReason = Literal["length", "stop", "timed_out", "cancelled"]
+"""``length``: the answer has ``max_tokens`` tokens; ``stop``: it came to its end id or a stop word;
+``timed_out``, ``cancelled``: it was ended from outside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class GenerateChunk:
 class GenerateResult:
     """A whole answer; ``text`` or ``token_ids`` is filled, as in `GenerateChunk`.
 
-    ``finish`` is None when the server did not say how many tokens the answer has.
+    ``finish`` is None when the server did not say why the answer ended.
     """
 
     request_id: str

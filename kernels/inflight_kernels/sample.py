@@ -233,7 +233,7 @@ def _sample_kernel(
         mass = tl.sum(sums, axis=0)
         floor = _filter_floor(logits_ptr, vocabulary, temperature, top, mass, top_k, top_p, TILE)
         if HAS_MIN_P:
-            least = _ordered_bits(top + tl.log(min_p))
+            least = _ordered_bits(top + tl.log(tl.where(min_p > 0, min_p, 1.0)))
             floor = tl.maximum(floor, tl.where(min_p > 0, least, 0))
         noise = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
         token = _draw(

@@ -60,6 +60,7 @@ def continue_greedily(model: Any, prompt: str, max_new_tokens: int) -> str:
 def test_the_checkpoint_is_complete_and_small() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
     assert set(files) == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -80,6 +81,9 @@ def test_vocabulary_and_special_tokens_agree_with_the_config() -> None:
     assert tokenizer.bos_token_id == config["bos_token_id"]
     assert tokenizer.eos_token_id == config["eos_token_id"]
     assert tokenizer("1 2")["input_ids"] == TOKENIZER.encode("1 2").ids
+    chat = [{"role": "user", "content": "1 2"}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert ids == TOKENIZER.encode("1 2 ").ids
     assert TOKENIZER.encode("").ids == [config["bos_token_id"]]
 
 

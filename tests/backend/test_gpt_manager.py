@@ -66,6 +66,7 @@ def test_order_of_callbacks_within_an_iteration() -> None:
     assert recorder.events[first_send - 1 : first_send + 3] == ["get", "send", "poll", "stats"]
 
 
+@pytest.mark.case(118)
 def test_everything_is_free_before_the_final_response() -> None:
     recorder = Recorder()
     seen: list[tuple[int, int]] = []
@@ -82,6 +83,7 @@ def test_everything_is_free_before_the_final_response() -> None:
     assert seen == [(0, 0)]
 
 
+@pytest.mark.case(60)
 def test_stop_gives_an_ordinary_final_with_the_tokens_so_far() -> None:
     recorder = Recorder([request(1, [1], 200), request(2, [50], 30)])
 
@@ -98,6 +100,7 @@ def test_stop_gives_an_ordinary_final_with_the_tokens_so_far() -> None:
     assert 999 not in recorder.responses
 
 
+@pytest.mark.case(57, 91)
 def test_an_id_in_flight_is_not_accepted_again_but_later_it_is() -> None:
     recorder = Recorder([request(1, [1], 5), request(1, [100], 5)])
     with running(recorder):
@@ -120,6 +123,7 @@ def test_a_bad_request_gets_its_own_error_and_disturbs_nobody() -> None:
     assert recorder.tokens(3) == [8, 9, 10, 11, 12]
 
 
+@pytest.mark.case(76)
 def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
     recorder = Recorder([request(1, [1] * 10, 30)])
     with running(recorder, CountingEngine(num_blocks=4, tokens_per_block=4)):
@@ -128,6 +132,7 @@ def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+@pytest.mark.case(78)
 def test_all_count_without_a_gap_with_a_quarter_of_the_blocks(
     policy: CapacitySchedulerPolicy,
 ) -> None:
@@ -178,6 +183,7 @@ def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> Non
     assert list(dict.fromkeys(counters)) == [1, 2, 3]
 
 
+@pytest.mark.case(86)
 def test_a_failing_step_ends_only_its_requests() -> None:
     def fail_once(batch: ScheduledBatch) -> None:
         if batch.iteration == 3:
@@ -193,6 +199,7 @@ def test_a_failing_step_ends_only_its_requests() -> None:
     assert recorder.tokens(2) == [21, 22, 23]
 
 
+@pytest.mark.case(87)
 def test_logits_that_are_not_numbers_end_the_request_by_name() -> None:
     class BrokenEngine(CountingEngine):
         def execute(self, batch: ScheduledBatch) -> list[int]:
@@ -209,6 +216,7 @@ def test_logits_that_are_not_numbers_end_the_request_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["get", "send", "poll", "return_stats"])
+@pytest.mark.case(91, 92, 93, 94)
 def test_a_callback_that_raises_does_not_stop_the_loop(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +237,7 @@ def test_a_callback_that_raises_does_not_stop_the_loop(
     assert recorder.tokens(2) == [6, 7, 8]
 
 
+@pytest.mark.case(91)
 def test_rubbish_from_the_get_callback_is_passed_over() -> None:  # case 91
     rubbish: list[Any] = ["not a request", None]
     recorder = Recorder([request(1, [1], 30), *rubbish, request(2, [5], 3)])
@@ -239,6 +248,7 @@ def test_rubbish_from_the_get_callback_is_passed_over() -> None:  # case 91
 
 
 @pytest.mark.parametrize("rubbish", [5, [[1]], "1", [None, 1.5]])
+@pytest.mark.case(94)
 def test_rubbish_from_the_stop_callback_is_passed_over(rubbish: Any) -> None:  # case 94
     recorder = Recorder([request(1, [1], 30)])
     recorder.stops = rubbish
@@ -275,6 +285,7 @@ def test_the_loop_survives_a_failure_of_its_own_rescue(monkeypatch: pytest.Monke
     assert recorder.tokens(2) == [2, 3, 4, 5, 6]
 
 
+@pytest.mark.case(91)
 def test_a_get_callback_that_returns_too_many_is_not_told_unbounded() -> None:
     recorder = Recorder()
     requests = [request(i, [i], 20) for i in range(1, 13)]

@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from backend.commands.harness import run
 from checkpoints import VARIANTS, write_checkpoint
 
+from inflight_backend import memory_plan
 from inflight_backend.commands.plan import format_size, parse_size, plan
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.inflight_batcher import load_engine
 from inflight_backend.memory_plan import (
     GIB,
     MemoryPlan,
@@ -25,6 +28,7 @@ from inflight_backend.memory_plan import (
     make_plan,
     usual_shapes,
 )
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 
@@ -32,6 +36,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
+@pytest.mark.case(115)
 def test_the_plan_is_what_the_engine_takes(tmp_path: Path, variant: str) -> None:
     """Parameters, tables and pool, byte by byte, for every family."""
     folder = write_checkpoint(tmp_path, variant, num_shards=2)
@@ -48,6 +53,34 @@ def test_the_plan_is_what_the_engine_takes(tmp_path: Path, variant: str) -> None
     assert vars(engine._attention)["_cos_sin"].nbytes == made.table_bytes
     files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert made.file_bytes < files < made.file_bytes + 100_000  # the headers
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_fp8_takes_what_the_plan_says(
+    tmp_path: Path, quantization: str, kv_cache_dtype: str
+) -> None:
+    folder = write_checkpoint(tmp_path, "qwen2-tied", head_dim=16, intermediate_size=64)
+    fp8 = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    made = make_plan(folder, PlanSettings(dtype="bfloat16", max_tokens=640, **fp8))  # type: ignore[arg-type]
+    engine = Engine.load(
+        folder,
+        EngineConfig(
+            device="cpu",
+            dtype="bfloat16",
+            attention_backend="triton",
+            max_tokens_in_paged_kv_cache=640,
+            **fp8,  # type: ignore[arg-type]
+        ),
+    )
+    assert check_pool(folder, engine)
+    assert sum(layer.nbytes for pair in pool_layers(engine) for layer in pair) == made.pool_bytes
+    assert weight_bytes(engine) == made.weight_bytes
+
+
+def test_an_unknown_kind_of_fp8_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype must be auto or fp8, not 'int8'"):
+        make_plan(DEMO_MODEL, PlanSettings(kv_cache_dtype="int8"))
 
 
 def pool_layers(engine: Engine) -> list[Any]:
@@ -83,12 +116,33 @@ def test_the_default_of_a_cpu() -> None:
     assert check_pool(DEMO_MODEL, engine)
 
 
-def test_a_pool_that_is_not_as_planned_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scarce_gpu_may_stay_below_the_plan_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu", max_tokens_in_paged_kv_cache=64))
     engine._pool.num_blocks = 1
+    engine.config = replace(engine.config, device="cuda")
     assert not check_pool(DEMO_MODEL, engine)
     assert "KV pool: 1 blocks of 32 tokens" in caplog.text
     assert "the plan says 2 blocks" in caplog.text
+    engine._pool.num_blocks = 3
+    with pytest.raises(AssertionError, match="has 3 blocks and the plan says 2"):
+        check_pool(DEMO_MODEL, engine)
+
+
+def test_a_cpu_with_little_memory_stays_below_the_plan_too() -> None:
+    engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu"))
+    engine._pool.num_blocks -= 1
+    assert not check_pool(DEMO_MODEL, engine)
+
+
+def test_a_server_whose_pool_is_not_the_plan_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The real way to start, with a plan that has drifted from the engine."""
+    monkeypatch.setattr(memory_plan, "_CPU_DEFAULT_TOKENS", 640)
+    with pytest.raises(AssertionError, match="has 2048 blocks and the plan says 20"):
+        load_engine(DEMO_MODEL, TrtGptModelOptionalParams(device="cpu"))
 
 
 def test_a_gpu_gets_a_share_of_what_is_left() -> None:
@@ -196,6 +250,7 @@ def damaged(content: bytes) -> list[tuple[bytes, str]]:
     ]
 
 
+@pytest.mark.case(102)
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
     content = (DEMO_MODEL / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())

@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[2] / "model_repository"
 def load(model: str) -> Any:
     """The parsed config.pbtxt of a model, the batch size filled as `inflight serve` does."""
     text = (REPOSITORY / model / "config.pbtxt").read_text()
-    filled = Template(text).safe_substitute(triton_max_batch_size="1")
+    filled = Template(text).safe_substitute(triton_max_batch_size="1", decoupled_mode="true")
     return text_format.Parse(filled, pb.ModelConfig())
 
 
@@ -119,3 +119,32 @@ def test_model_py_only_names_the_class_of_the_package() -> None:
 
 def test_ensemble_has_its_version_folder() -> None:
     assert (REPOSITORY / ENSEMBLE_MODEL_NAME / "1").is_dir()
+
+
+def test_the_relay_has_the_tensors_of_the_ensemble(ensemble: Any) -> None:
+    relay = load("tensorrt_llm_bls")
+    assert list(relay.input) == list(ensemble.input)
+    assert list(relay.output) == list(ensemble.output)
+    assert relay.model_transaction_policy.decoupled
+
+
+def test_the_alias_of_vllm_maps_its_tensors_to_the_llm() -> None:
+    alias = load("vllm_model")
+    (step,) = alias.ensemble_scheduling.step
+    assert step.model_name == LLM_MODEL_NAME
+    for tensor in alias.input:
+        inner = INPUT_BY_NAME[tensor.name]
+        assert signature(tensor) == expected(tensor.name, inner)
+        assert step.input_map[tensor.name] == tensor.name
+    assert [signature(t) for t in alias.output] == [
+        expected("text_output", OUTPUT_BY_NAME["text_output"])
+    ]
+
+
+@pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "tensorrt_llm_bls"])
+def test_the_other_models_only_name_a_class_of_the_package(model: str) -> None:
+    source = (REPOSITORY / model / "1" / "model.py").read_text()
+    assert len(source.splitlines()) <= 10
+    (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
+    assert statement.module is not None
+    assert statement.module.startswith("inflight_backend.triton.")

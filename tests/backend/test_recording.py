@@ -90,6 +90,7 @@ def test_chunks_and_reuse_replay_identically(
     assert stats["Reused KV cache blocks"] > 100
 
 
+@pytest.mark.case(78, 113)
 def test_the_real_engine_oversubscribed_four_times_replays_identically(tmp_path: Path) -> None:
     """Counts come out gapless although requests are paused, and the recording tells it all."""
     path = tmp_path / "recording.jsonl"

@@ -69,6 +69,7 @@ def error_of(**values: Any) -> str:
         ),
     ],
 )
+@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 25, 26, 27, 29, 31, 41)
 def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
     assert message in error_of(**values)
 
@@ -83,6 +84,7 @@ def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> N
         ("input_ids", np.ones((1, 2, 2), np.int32), "'input_ids' has shape [1, 2, 2]"),  # 19
     ],
 )
+@pytest.mark.case(18, 19, 20)
 def test_wrong_type_or_shape(name: str, tensor: Any, message: str) -> None:
     request = InferenceRequest(1)
     if name != "input_ids":
@@ -104,6 +106,7 @@ def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
         assert validate(request, LIMITS).tokens == [1], spec.name
 
 
+@pytest.mark.case(30)
 def test_accepted_values_arrive() -> None:
     request = InferenceRequest.from_tokens(
         9,
@@ -128,11 +131,19 @@ def test_accepted_values_arrive() -> None:
     assert llm_request.is_streaming
 
 
+@pytest.mark.case(11, 13, 23)
 def test_boundary_values_are_served() -> None:
     request = InferenceRequest.from_tokens(1, [1] * 20, 12, runtime_top_p=1.0, temperature=0.0)
     assert validate(request, LIMITS).prompt_len == 20
 
 
+@pytest.mark.case(22)
+def test_temperature_zero_is_greedy_whatever_else_is_asked() -> None:
+    request = InferenceRequest.from_tokens(1, [1], 1, temperature=0.0, runtime_top_p=0.9)
+    assert validate(request, LIMITS).sampling.is_greedy
+
+
+@pytest.mark.case(17)
 def test_defaults() -> None:
     llm_request = validate(InferenceRequest(1, make_inputs({"input_ids": [1]})), LIMITS)
     assert llm_request.max_new_tokens == DEFAULT_MAX_TOKENS

@@ -72,6 +72,7 @@ def accept(**values: Any) -> LlmRequest:
         ),
     ],
 )
+@pytest.mark.case(25, 33, 34, 37)
 def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         accept(**values)

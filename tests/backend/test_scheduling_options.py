@@ -114,6 +114,7 @@ def test_a_request_that_never_starts_in_time_hears_why() -> None:
     ]
 
 
+@pytest.mark.case(70)
 def test_a_request_past_its_run_deadline_ends_with_what_it_has() -> None:
     engine = GatedEngine()
     recorder = Recorder([request(1, [1], 200)])
@@ -195,6 +196,7 @@ def test_priority_decides_who_starts_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["context_chunk_unit", "max_queue_seconds", "max_run_seconds"])
+@pytest.mark.case(44, 45)
 def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be above 0, not 0"):
         params(**{name: 0})

@@ -99,6 +99,7 @@ def test_half_a_character_at_the_end_is_left_out(codec: TextCodec) -> None:
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.case(7)
 def test_half_a_character_at_the_end_of_the_prompt(codec: TextCodec) -> None:  # case 7
     euro = codec.encode("\N{EURO SIGN}", 10)
     detokenizer = IncrementalDetokenizer(codec, codec.encode("ab", 10) + euro[:2])
@@ -167,6 +168,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(codec: TextCodec) -> None:
         codec.encode("a" * 10_000, 10)
 
 
+@pytest.mark.case(104)
 def test_tokenizer_and_embedding_must_match(codec: TextCodec) -> None:
     codec.check_fits(257)
     with pytest.raises(CheckpointError, match="257 tokens, the model's embedding only 256 rows"):

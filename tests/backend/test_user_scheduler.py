@@ -40,6 +40,7 @@ def test_the_users_scheduler_decides() -> None:
 
 
 @pytest.mark.parametrize("scheduler", [Raises, Greedy, Lazy, BadChunks])
+@pytest.mark.case(98)
 def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98
     scheduler: type, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -73,7 +73,10 @@ class LocalTriton:
             last, count = values["input_ids"][-1], values["request_output_len"]
             ids = list(range(last + 1, last + 1 + count))
             for part in [[number] for number in ids] if values["streaming"] else [ids]:
-                yield {"output_ids": part, "sequence_length": [len(part)]}
+                tensors: Tensors = {"output_ids": part, "sequence_length": [len(part)]}
+                if values.get("return_finish_reason"):
+                    tensors["finish_reason"] = ["length"]
+                yield tensors
         else:
             yield from self._text(arrival)
 
@@ -115,7 +118,7 @@ class LocalTriton:
                 time.sleep(GAP_SECONDS)
         if not arrival.values["stream"]:
             text = "".join(f" {number}" for number in range(1, count + 1))
-            yield {"text_output": [text], "sequence_length": [count]}
+            yield {"text_output": [text], "finish_reason": ["length"]}
 
 
 class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -159,7 +162,8 @@ def _values(request: Any) -> Tensors:
     values: Tensors = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True):
         if tensor.datatype == "BYTES":
-            values[tensor.name] = deserialize_bytes_tensor(raw)[0].decode()
+            texts = [item.decode() for item in deserialize_bytes_tensor(raw)]
+            values[tensor.name] = texts if len(texts) > 1 else texts[0]
         else:
             array = np.frombuffer(raw, DTYPE_TO_NUMPY[tensor.datatype]).reshape(tensor.shape)
             assert array.shape[0] == 1

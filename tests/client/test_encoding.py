@@ -11,10 +11,10 @@ from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
 from inflight_client.encoding import (
+    FINISH_OUTPUT,
     OPTION_TO_INPUT,
     TEXT_OUTPUTS,
     TOKEN_OUTPUTS,
-    WHOLE_TEXT_OUTPUTS,
     AnswerCollector,
     GenerateOptions,
     InferCall,
@@ -36,6 +36,13 @@ EVERY_OPTION: GenerateOptions = {
     "top_k": 5,
     "top_p": 0.5,
     "seed": 2**64 - 1,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.25,
+    "no_repeat_ngram_size": 3,
+    "stop_words": ["a", "bé"],
+    "bad_words": ["c"],
     "min_tokens": 1,
     "end_id": -1,
     "pad_id": 0,
@@ -44,6 +51,8 @@ EVERY_OPTION: GenerateOptions = {
     "cache_salt": "tenant",
     "max_queue_time_ms": 1,
     "allotted_time_ms": 2**31 - 1,
+    "guide_type": "regex",
+    "guide": "[é]+",
 }
 
 
@@ -108,7 +117,7 @@ def test_json_carries_the_same_values(name: str) -> None:
 
 def test_only_the_outputs_needed_are_requested() -> None:
     assert ALL_CALLS["text"].outputs == TEXT_OUTPUTS
-    assert ALL_CALLS["whole text"].outputs == WHOLE_TEXT_OUTPUTS
+    assert ALL_CALLS["whole text"].outputs == (*TEXT_OUTPUTS, FINISH_OUTPUT)
     assert ALL_CALLS["tokens"].outputs == TOKEN_OUTPUTS
     assert ALL_CALLS["stop"].outputs == ()
     for call in ALL_CALLS.values():
@@ -220,3 +229,27 @@ def test_error_of_an_http_status(body: bytes, message: str) -> None:
 
 def test_model_name_cannot_leave_its_place_in_the_path() -> None:
     assert model_path("../a?b", "ready") == "/v2/models/..%2Fa%3Fb/ready"
+
+
+@pytest.mark.parametrize(
+    ("reason", "finish"),
+    [
+        ("end_id", "stop"),
+        ("stop_words", "stop"),
+        ("length", "length"),
+        ("timed_out", "timed_out"),
+        ("cancelled", "cancelled"),
+        ("not_finished", "length"),  # then the count tells
+    ],
+)
+def test_the_server_says_why_it_ended(reason: str, finish: str) -> None:
+    answer = AnswerCollector(make_call([1], 1, is_streaming=False))
+    tensors: dict[str, Any] = {"output_ids": [7], "sequence_length": [1], "finish_reason": [reason]}
+    answer.add(Response(tensors))
+    assert answer.result().finish == finish
+
+
+@pytest.mark.parametrize("words", ["one string", [1], 7])
+def test_words_must_be_a_list_of_strings(words: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"stop_words = .*: give a list of strings"):
+        make_call(stop_words=words)

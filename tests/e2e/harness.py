@@ -24,6 +24,8 @@ import httpx
 HOST = "127.0.0.1"
 START_SECONDS = 120
 STOP_SECONDS = 60
+MODEL = "triton_python_backend_stub"
+TRITONSERVER = "bin/tritonserver"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -94,13 +96,25 @@ class ServeProcess:
             time.sleep(0.01)
         return self.process.returncode
 
-    def kill_model(self) -> None:
-        """Kill the process of the Python model."""
-        self._kill("triton_python_backend_stub")
+    def kill_model(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill the process of the Python model, or send it another signal."""
+        os.kill(self.pid_of(MODEL), number)
 
-    def kill_tritonserver(self) -> None:
-        """Kill the server, not the model."""
-        self._kill("bin/tritonserver")
+    def kill_tritonserver(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Kill the server, not the model, or send it another signal."""
+        os.kill(self.pid_of(TRITONSERVER), number)
+
+    def pid_of(self, program: str) -> int:
+        """The process that runs ``program`` for this run."""
+        lines = self._command_lines()
+        (pid,) = (pid for pid, line in lines.items() if line.split("\0")[0].endswith(program))
+        return pid
+
+    def shared_memory(self) -> set[str]:
+        """Names of its regions."""
+        self._note_workspace()
+        regions = (each.name for each in _SHARED_MEMORY.iterdir())
+        return {name for name in regions if name.startswith(tuple(self._names))}
 
     def assert_clean(self) -> None:
         """Fail if a process, shared memory or a temporary folder of the run is still there."""
@@ -108,14 +122,8 @@ class ServeProcess:
         temporary = self.scratch / "tmp"
         assert list(temporary.iterdir()) == []
         assert self._command_lines() == {}
-        regions = (each.name for each in _SHARED_MEMORY.iterdir())
-        assert not [name for name in regions if name.startswith(tuple(self._names))]
+        assert self.shared_memory() == set()
         assert not [path for path in self._outside if path.exists()]
-
-    def _kill(self, program: str) -> None:
-        lines = self._command_lines()
-        (pid,) = (pid for pid, line in lines.items() if line.split("\0")[0].endswith(program))
-        os.kill(pid, signal.SIGKILL)
 
     def _command_lines(self) -> dict[int, str]:
         """The processes whose command line names the temporary folder of this run."""

@@ -77,13 +77,18 @@ def demo_tokenizer() -> Any:
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_whole_answer(caller: Caller, protocol: Protocol) -> None:
+def test_stop_words(caller: Caller) -> None:
+    result = caller.generate(PROMPT, 200, stop_words=["9 1", "nothing"])
+
+    assert (result.text, result.finish) == (" 4 5 6 7 8 ", "stop")
+
+
+def test_whole_answer(caller: Caller) -> None:
     result = caller.generate(PROMPT, 40, request_id="whole")
 
     assert result.text.startswith(" 4 5 6 7 8 9 10 11 ")
     assert_counts(PROMPT, result.text)
-    # Over HTTP a text answer comes without the count of its tokens.
-    assert result.finish == ("length" if protocol == "grpc" else None)
+    assert result.finish == "length"
 
 
 def test_whole_answer_with_the_prompt(caller: Caller) -> None:
@@ -148,6 +153,7 @@ def test_stop_of_an_unknown_id_is_acknowledged(caller: Caller) -> None:
     caller.stop("nobody has this id")
 
 
+@pytest.mark.case(67, 69)
 def test_leaving_a_stream_frees_its_blocks(caller: Caller, server: ServeProcess) -> None:
     assert len(caller.stream(PROMPT, LONG, leave_after=3)) == 3
     wait_until(lambda: used(server) == (0, 0), "the blocks are free")
@@ -159,6 +165,7 @@ def test_cancel_from_the_side(caller: Caller, server: ServeProcess) -> None:
     assert_counts(PROMPT, "".join(chunk.text for chunk in chunks))
 
 
+@pytest.mark.case(74)
 def test_timeout_cancels_the_request(caller: Caller, server: ServeProcess) -> None:
     with pytest.raises(RequestTimeout):
         caller.generate(PROMPT, LONG, timeout=0.5)
@@ -199,6 +206,7 @@ def test_errors_of_the_server(
         caller.stream(prompt, max_tokens)
 
 
+@pytest.mark.case(56)
 def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
     with InflightClient(url, protocol=protocol) as client:
         text = ""

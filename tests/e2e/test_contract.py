@@ -165,6 +165,7 @@ def test_whole_answer_includes_the_prompt_unless_excluded(
     assert client.ask(**values, exclude_input_in_output=True) == whole[len(ids) :]
 
 
+@pytest.mark.case(30)
 def test_seeded_sampling_repeats_whatever_runs_beside_it(
     server: Any, client: PeerClient, tokenizer: Tokenizer
 ) -> None:
@@ -199,6 +200,7 @@ def test_min_length_holds_the_end_back(client: PeerClient, tokenizer: Tokenizer)
     assert len(client.ask(**values, min_length=15)) >= 15
 
 
+@pytest.mark.case(66)
 def test_stop_by_id_ends_a_stream_and_gives_its_blocks_back(
     server: Any, client: PeerClient
 ) -> None:
@@ -225,6 +227,7 @@ def test_stop_by_id_ends_a_stream_and_gives_its_blocks_back(
     assert after["Iteration Counter"] - iteration < 2000
 
 
+@pytest.mark.case(58)
 def test_stop_for_unknown_id_is_acknowledged_and_without_id_refused(client: PeerClient) -> None:
     client.send("never seen", input_ids=[0], stop=True)
     assert next(client.responses())[1:] == ({}, True)
@@ -233,6 +236,7 @@ def test_stop_for_unknown_id_is_acknowledged_and_without_id_refused(client: Peer
         next(client.responses())
 
 
+@pytest.mark.case(67)
 def test_cancelling_a_stream_frees_its_blocks(server: Any) -> None:
     client = grpcclient.InferenceServerClient(server.grpc_url)
     arrived: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -265,13 +269,14 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "1", "temperature": float("nan")}, "'temperature' is nan"),
     ({"text_input": "1", "runtime_top_p": 7.0}, "'runtime_top_p' is 7"),
     ({"text_input": "1", "beam_width": 4}, "'beam_width' is not supported"),
-    ({"text_input": "1", "return_log_probs": True}, "'return_log_probs' is not supported"),
+    ({"text_input": "1", "repetition_penalty": 0.0}, "'repetition_penalty' is 0"),
     ({"input_ids": np.ones((2, 3), np.int32)}, "batch-size must be <= 1"),
     ({"input_ids": np.ones(3, np.int32)}, r"unexpected shape|batch-size must be <= 1"),
 ]
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_REQUESTS)
+@pytest.mark.case(1, 3, 4, 8, 9, 14, 15, 16, 19, 20, 21, 23, 27, 41, 123)
 def test_bad_input_is_refused_by_name_and_disturbs_nobody(
     server: Any, client: PeerClient, values: dict[str, Any], message: str
 ) -> None:
@@ -289,6 +294,7 @@ def test_bad_input_is_refused_by_name_and_disturbs_nobody(
     assert_counts(text, 4, 60)
 
 
+@pytest.mark.case(18)
 def test_wrong_dtype_is_refused(client: PeerClient) -> None:
     wrong = grpcclient.InferInput("input_ids", [1, 1], "INT64")
     wrong.set_data_from_numpy(np.array([[1]], dtype=np.int64))
@@ -297,6 +303,7 @@ def test_wrong_dtype_is_refused(client: PeerClient) -> None:
         next(client.responses())
 
 
+@pytest.mark.case(56)
 def test_duplicate_id_is_refused_and_the_first_goes_on(server: Any, client: PeerClient) -> None:
     client.send("twin", text_input="1 2 3", max_tokens=1500, stream=True)
     text = next(client.responses())[1]["text_output"].item().decode()
@@ -312,6 +319,7 @@ def test_duplicate_id_is_refused_and_the_first_goes_on(server: Any, client: Peer
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+@pytest.mark.case(78, 113)
 def test_200_streams_count_without_a_gap_with_a_quarter_of_the_kv_they_need(
     serve: Any, policy: str, tmp_path: Path
 ) -> None:

@@ -155,6 +155,7 @@ def test_several_sequences(server: ServeProcess) -> None:
         assert alone["output_ids"].reshape(-1).tolist() == ids
 
 
+@pytest.mark.case(36)
 def test_a_bad_word_that_is_every_token_is_an_error(server: ServeProcess) -> None:
     """Acceptance 36: named, and nobody else is disturbed."""
     (some,) = infer(server, input_ids=[5, 6], request_output_len=1, return_generation_logits=True)

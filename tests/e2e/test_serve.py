@@ -130,6 +130,7 @@ def test_setting_out_of_bounds(serve: ServeFactory) -> None:
     assert_refused(running, "max_batch_size is 0", "between 1 and 65536")
 
 
+@pytest.mark.case(108)
 def test_numpy_too_new(serve: ServeFactory, tmp_path: Path) -> None:
     # What the check reads, the installed metadata, as an environment with numpy 2 has it.
     metadata = tmp_path / "numpy-2.1.0.dist-info" / "METADATA"
@@ -152,6 +153,7 @@ def test_unknown_architecture(serve: ServeFactory, checkpoint: Path) -> None:
     assert_refused(serve(wait_for="", model=checkpoint), "MambaForCausalLM", "LlamaForCausalLM")
 
 
+@pytest.mark.case(102)
 def test_truncated_weights(serve: ServeFactory, checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
@@ -161,6 +163,7 @@ def test_truncated_weights(serve: ServeFactory, checkpoint: Path) -> None:
 # Stopping, asked for or not.
 
 
+@pytest.mark.case(100)
 def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
     serve: ServeFactory,
 ) -> None:
@@ -184,6 +187,7 @@ def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
     idle.close()
 
 
+@pytest.mark.case(100, 126)
 def test_second_ctrl_c_ends_streams_with_what_they_have(serve: ServeFactory) -> None:
     running = serve(options=["--drain-seconds=300"])
     stream = stream_text(running, PROMPT, LONG)
@@ -210,16 +214,9 @@ def test_sigterm_while_loading(serve: ServeFactory) -> None:
     assert running.error_lines == []
 
 
-def test_death_of_the_model_process_ends_the_server(serve: ServeFactory) -> None:
-    running = serve()
-    running.kill_model()
-    assert running.wait() == 1
-    (line,) = running.error_lines
-    assert line.startswith("error: the model process died")
-
-
-def test_death_of_tritonserver_ends_the_model_process(serve: ServeFactory) -> None:
-    running = serve()
+@pytest.mark.case(119)
+def test_death_of_the_server_without_restarts(serve: ServeFactory) -> None:
+    running = serve(options=["--max-restarts=0"])
     running.kill_tritonserver()
     assert running.wait() == 1
     (line,) = running.error_lines

@@ -53,6 +53,7 @@ def test_nobody_is_passed_by_more_than_the_documented_number(
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**20), policy=st.sampled_from(CapacitySchedulerPolicy))
+@pytest.mark.case(80)
 def test_a_request_of_low_priority_starts_in_a_stream_of_high_ones(
     seed: int, policy: CapacitySchedulerPolicy
 ) -> None:

@@ -247,6 +247,7 @@ TestMaxUtilization.settings = SETTINGS
 
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name)
+@pytest.mark.case(78)
 def test_a_crowd_in_a_pool_of_a_quarter(policy: CapacitySchedulerPolicy) -> None:
     num_pauses = most_pauses = 0
     for seed in range(25):

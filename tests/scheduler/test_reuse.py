@@ -155,6 +155,7 @@ def test_context_blocks_are_shared_while_the_first_still_runs() -> None:
     server.manager.check_integrity()
 
 
+@pytest.mark.case(66)
 def test_what_was_generated_is_kept_too_but_not_what_is_half_written() -> None:
     server = Server()
     first = request_with(1, PROMPT[:3], 7)  # 3 + 6 tokens are computed: two full blocks
@@ -162,6 +163,7 @@ def test_what_was_generated_is_kept_too_but_not_what_is_half_written() -> None:
     assert server.manager.count_reusable_tokens(request_with(2, [*first.tokens, 1, 1, 1])) == 8
 
 
+@pytest.mark.case(66)
 def test_stopped_in_its_context_leaves_only_what_is_computed() -> None:
     server = Server()
     request = request_with(1, PROMPT)
@@ -173,6 +175,7 @@ def test_stopped_in_its_context_leaves_only_what_is_computed() -> None:
     assert server.manager.count_reusable_tokens(request_with(2, PROMPT)) == 4
 
 
+@pytest.mark.case(66)
 def test_nothing_of_a_failed_step_is_kept() -> None:
     server = Server()
     server.planner.discard(server.planner.plan([request_with(1, PROMPT)], []))

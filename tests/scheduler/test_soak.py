@@ -12,6 +12,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.case(85)
 @POLICIES
 def test_soak(policy: CapacitySchedulerPolicy) -> None:
     """Every invariant after every step; in the end ids, blocks and queues are at baseline."""

@@ -27,6 +27,8 @@ def plan(
         typer.Option(help="Free memory of the GPU, such as 80GiB; without it a CPU is planned."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none or fp8.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
     tokens_per_block: Annotated[int, typer.Option(min=1, max=1024)] = 32,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="The parameter max_tokens_in_paged_kv_cache.")
@@ -38,7 +40,7 @@ def plan(
     max_batch_size: Annotated[int, typer.Option(min=1, max=65536)] = 256,
     max_seq_len: Annotated[int | None, typer.Option(min=2)] = None,
     reserve: Annotated[
-        str, typer.Option(help="Assumed for the CUDA context and workspaces.")
+        str, typer.Option(help="Assumed for the CUDA context, workspaces and the largest step.")
     ] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -51,6 +53,8 @@ def plan(
             PlanSettings(
                 gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
                 dtype=dtype,
+                quantization=quantization,
+                kv_cache_dtype=kv_cache_dtype,
                 tokens_per_block=tokens_per_block,
                 max_tokens=max_tokens,
                 fraction=fraction,
@@ -84,8 +88,9 @@ def format_size(num_bytes: int) -> str:
 
 
 def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
+    fp8 = " with linears in fp8" if made.quantization == "fp8" else ""
     facts = [
-        ("model", f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}"),
+        ("model", f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}{fp8}"),
         ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
     ]
     if made.free_bytes is not None:
@@ -116,4 +121,10 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
                 f"{value:>{max(len(name), 7)},}" for name, value in zip(header, values, strict=True)
             )
         )
+    lines += [
+        "",
+        "guaranteed_no_evict: safe, nobody is ever paused (static_batch: as many in a batch).",
+        "max_utilization pauses nobody up to that number either; staggered: when requests are",
+        "spread over their lives, so that each holds the mean of its blocks.",
+    ]
     return "\n".join(lines)

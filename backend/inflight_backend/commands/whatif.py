@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,28 +17,29 @@ from inflight_backend.commands.common import (
     reported_errors,
     scheduler_maker,
 )
+from inflight_backend.commands.whatif_output import (
+    MEASURED,
+    TOLERANCE,
+    Answer,
+    Prediction,
+    format_table,
+    recordings_folder,
+    write_timelines,
+)
 from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from inflight_scheduler.recording.cost_model import CostModel
     from inflight_scheduler.recording.latency import Summary
     from inflight_scheduler.recording.records import Settings
     from inflight_scheduler.recording.simulation import MakeScheduler
     from inflight_scheduler.recording.whatif import Variant
-    from inflight_scheduler.recording.workload import Job, RecordedWorkload
+    from inflight_scheduler.recording.workload import Job
 
 MAX_VARIANTS = 64
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COLUMNS = (
-    ("tokens/s", "tokens_per_second", "{:,.0f}"),
-    ("TTFT p50", "ttft_p50", "{:,.1f} ms"),
-    ("p99", "ttft_p99", "{:,.1f} ms"),
-    ("ITL p50", "itl_p50", "{:,.1f} ms"),
-    ("p99", "itl_p99", "{:,.1f} ms"),
-    ("seconds", "seconds", "{:,.2f}"),
-    ("pauses", "num_pauses", "{:,}"),
-    ("recomputed", "num_recomputed_tokens", "{:,}"),
-    ("refused", "num_refused", "{:,}"),
-)
+MAX_SURE_JOBS = 5000
+"""For more requests the range of the first tokens, two more predictions each, is left out."""
 
 
 def whatif(
@@ -67,6 +67,10 @@ def whatif(
     save: Annotated[
         Path | None, typer.Option(help="Folder for a recording of each prediction, to be drawn.")
     ] = None,
+    timelines: Annotated[
+        Path | None,
+        typer.Option(help="A page (out.html) with the timelines of all settings on one time axis."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     scheduler_class: SchedulerClassOption = None,
 ) -> None:
@@ -86,19 +90,15 @@ def whatif(
             jobs = make_workload(rate, *lengths, num_requests, seed)
         variants = list(_variants(settings, policy, kv_blocks, max_num_tokens, max_batch_size))
         make = scheduler_maker(scheduler_class)
-        rows = [("measured", workload.latencies.summary())] if rate is None else []
-        for variant in variants:
-            rows.append((variant.name, _predict(variant, jobs, workload, make, save)))
-    if as_json:
-        content = [{"setting": name, **asdict(summary)} for name, summary in rows]
-        typer.echo(json.dumps({"cost_model": asdict(cost), "rows": content}, indent=1))
-        return
-    typer.echo(_table(rows))
-    typer.echo(
-        f"\n{len(jobs):,} requests; an iteration is predicted within "
-        f"{100 * cost.relative_error:.0f} % on average, learnt from {len(workload.samples):,} of "
-        "the recording"
-    )
+        measured = workload.latencies.summary()
+        with recordings_folder(save, is_needed=timelines is not None) as folder:
+            rows = _run(variants, jobs, cost, make, folder)
+            if rate is None:
+                rows.insert(0, Prediction(MEASURED, measured, recording=recording))
+            answer = Answer(rows, cost, len(jobs), len(workload.samples), measured.max_batch)
+            if timelines is not None:
+                write_timelines(timelines, answer)
+    typer.echo(answer.to_json() if as_json else format_table(answer.table()))
 
 
 def _variants(
@@ -147,32 +147,55 @@ def _name(changes: dict[str, Any]) -> str:
     return " ".join(words)
 
 
-def _predict(
-    variant: Variant,
+def _run(
+    variants: Sequence[Variant],
     jobs: Sequence[Job],
-    workload: RecordedWorkload,
+    cost: CostModel,
     make: MakeScheduler,
     folder: Path | None,
+) -> list[Prediction]:
+    """One prediction per variant, with its recording in ``folder``, and how sure it is."""
+    from inflight_scheduler.recording.simulation import default_scheduler
+    from inflight_scheduler.recording.whatif import predict
+
+    predictions = []
+    for variant in variants:
+        maker = make if variant.settings.scheduler_class is not None else default_scheduler
+        path = None if folder is None else folder / _file_name(variant)
+        summary = _predict(variant.settings, jobs, cost, maker, path)
+        span: tuple[float, float] | None = None
+        if len(jobs) <= MAX_SURE_JOBS:
+            costs = cost.scaled(1 - TOLERANCE), cost.scaled(1 + TOLERANCE)
+            low, high = (predict(variant.settings, jobs, c, make_scheduler=maker) for c in costs)
+            span = low.ttft_p50, high.ttft_p50
+        predictions.append(Prediction(variant.name, summary, span, path))
+    return predictions
+
+
+def _predict(
+    settings: Settings,
+    jobs: Sequence[Job],
+    cost: CostModel,
+    maker: MakeScheduler,
+    path: Path | None,
 ) -> Summary:
-    from inflight_scheduler.recording.cost_model import fit_cost_model
     from inflight_scheduler.recording.files import RecordingFile
     from inflight_scheduler.recording.recorder import FlightRecorder
-    from inflight_scheduler.recording.simulation import default_scheduler
     from inflight_scheduler.recording.whatif import Clock, predict
 
-    cost, clock = fit_cost_model(workload.samples), Clock()
-    maker = make if variant.settings.scheduler_class is not None else default_scheduler
-    if folder is None:
-        return predict(variant.settings, jobs, cost, make_scheduler=maker)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = RecordingFile(folder / f"{re.sub(r'[^A-Za-z0-9_=]+', '-', variant.name)}.jsonl")
-    recorder = FlightRecorder(variant.settings, software="whatif", sink=file, clock=clock)
+    if path is None:
+        return predict(settings, jobs, cost, make_scheduler=maker)
+    clock = Clock()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recorder = FlightRecorder(settings, software="whatif", sink=RecordingFile(path), clock=clock)
     try:
-        return predict(
-            variant.settings, jobs, cost, make_scheduler=maker, recorder=recorder, clock=clock
-        )
+        return predict(settings, jobs, cost, make_scheduler=maker, recorder=recorder, clock=clock)
     finally:
         recorder.close()
+
+
+def _file_name(variant: Variant) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9_=]+', '-', variant.name)}.jsonl"
 
 
 def _parse_range(option: str, text: str) -> tuple[int, int]:
@@ -182,18 +205,3 @@ def _parse_range(option: str, text: str) -> tuple[int, int]:
     if not 1 <= low <= high <= 2**20:
         raise ConfigurationError(f"{option} {text}: write a number of tokens, or two, as 50-200")
     return low, high
-
-
-def _table(rows: Sequence[tuple[str, Summary]]) -> str:
-    lines = [["setting", *(title for title, _, _ in _COLUMNS)]]
-    for name, summary in rows:
-        values = [shape.format(getattr(summary, field)) for _, field, shape in _COLUMNS]
-        lines.append([name, *values])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.adjustments import MIN_P, Adjustments
-from inflight_backend.engine.attention import ATTENTION_BACKENDS
+from inflight_backend.engine.attention import ATTENTION_BACKENDS, AttentionBackend
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
+from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
+from inflight_backend.engine.largest_step import largest_batch
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
@@ -38,6 +40,7 @@ from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
 from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
+from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
 from inflight_scheduler import ScheduledBatch
@@ -56,11 +59,13 @@ class Engine:
         model_config: ModelConfig,
         parameters: dict[str, Tensor],
         capture: Capture | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """``config`` is resolved; ``parameters`` are taken over (see `decoder_parameters`).
 
         ``capture`` records generation steps; without it they are CUDA graphs on CUDA and run
-        eagerly elsewhere.
+        eagerly elsewhere. ``memory`` is what the KV pool shares with the largest step: on CUDA
+        that of the GPU, elsewhere nothing is measured.
         """
         self.config = config
         self.model_config = model_config
@@ -76,17 +81,18 @@ class Engine:
         self._observer = Observer(config.max_batch_size, config.device)
         self._outputs: StepOutputs | None = None
         self._mask_source: MaskSource | None = None
-        self._pool = _make_pool(config, model_config)
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
-        self._attention = ATTENTION_BACKENDS[config.attention_backend](
-            self._pool, model_config, cos_sin.to(config.device)
-        )
+        self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
         max_blocks = -(-config.seq_len_limit // size)
         self._slots = SlotTable(config.max_batch_size, max_blocks, size, config.device)
         words = max_words(config.max_batch_size, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.max_batch_size, config.device)
         self._reader = TokenReader(config.max_batch_size, config.device)
+        self._runner: GraphRunner | None = None
+        if memory is None and config.device == "cuda":
+            memory = CudaMemory()
+        self._pool, self._attention = self._make_cache(self._count_blocks(memory))
         self._runner = self._make_runner(capture)
 
     @classmethod
@@ -221,6 +227,54 @@ class Engine:
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
         return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)
 
+    def _make_cache(self, num_blocks: int) -> tuple[KvPool, AttentionBackend]:
+        """A pool, and the attention over it."""
+        config, model = self.config, self.model_config
+        pool = KvPool(
+            model.num_layers,
+            num_blocks,
+            config.tokens_per_block,
+            model.num_kv_heads,
+            model.head_dim,
+            config.kv_dtype,
+            config.device,
+        )
+        backend = ATTENTION_BACKENDS[config.attention_backend]
+        return pool, backend(pool, model, self._cos_sin)
+
+    def _count_blocks(self, memory: DeviceMemory | None) -> int:
+        """Blocks of the pool, by the rule of `kv_pool`."""
+        config, model = self.config, self.model_config
+        available = None
+        if memory is not None:
+            step_bytes = self._measure_step(memory)
+            available = memory.free_bytes() - step_bytes
+        return choose_num_blocks(
+            2 * model.num_layers * model.kv_size * config.kv_dtype.itemsize,
+            config.tokens_per_block,
+            available,
+            config.max_tokens_in_paged_kv_cache,
+            config.kv_cache_free_gpu_mem_fraction,
+        )
+
+    def _measure_step(self, memory: DeviceMemory) -> int:
+        """Bytes that the largest step takes beside weights and KV: it is run, on a tiny pool."""
+        batch = largest_batch(self.config)
+        num_blocks = 1 + max(new.block_id for new in batch.new_blocks)
+        try:
+            self._pool, self._attention = self._make_cache(num_blocks)
+            memory.start_peak()
+            self.enqueue(batch)
+            step_bytes = memory.peak_bytes()
+        except torch.OutOfMemoryError:
+            raise ConfigurationError(
+                f"a step of max_num_tokens = {self.config.num_tokens_limit} tokens does not fit "
+                "the GPU; lower max_num_tokens (with enable_chunked_context prompts may be longer)"
+            ) from None
+        del self._pool, self._attention
+        _logger.info("the largest step takes %.2f GiB", step_bytes / 2**30)
+        return step_bytes
+
     def _replay(
         self,
         runner: GraphRunner,
@@ -330,25 +384,3 @@ def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
     columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]
     kept = logits.gather(1, columns)
     logits.scatter_(1, columns, kept.masked_fill(is_forbidden[:, None], -torch.inf))
-
-
-def _make_pool(config: EngineConfig, model: ModelConfig) -> KvPool:
-    bytes_per_token = 2 * model.num_layers * model.kv_size * config.kv_dtype.itemsize
-    if config.device == "cuda":
-        torch.cuda.empty_cache()  # what loading and quantising left must count as free
-    num_blocks = choose_num_blocks(
-        bytes_per_token,
-        config.tokens_per_block,
-        config.device,
-        config.max_tokens_in_paged_kv_cache,
-        config.kv_cache_free_gpu_mem_fraction,
-    )
-    return KvPool(
-        model.num_layers,
-        num_blocks,
-        config.tokens_per_block,
-        model.num_kv_heads,
-        model.head_dim,
-        config.kv_dtype,
-        config.device,
-    )

@@ -1,8 +1,9 @@
 """The memory of all KV blocks, and how large it is.
 
 Tokens in the pool: ``max_tokens_in_paged_kv_cache`` if given. On a GPU also what
-``kv_cache_free_gpu_mem_fraction`` of the memory left after loading holds; the smaller wins. On a
-CPU, without a setting, the smaller of 65,536 tokens and a quarter of the available memory.
+``kv_cache_free_gpu_mem_fraction`` of the memory holds that loading and the largest step leave; the
+smaller wins. On a CPU, without a setting, the smaller of 65,536 tokens and a quarter of the
+available memory.
 """
 
 from __future__ import annotations
@@ -67,15 +68,17 @@ class KvPool:
 def choose_num_blocks(
     bytes_per_token: int,
     tokens_per_block: int,
-    device: str,
+    gpu_bytes: int | None,
     max_tokens: int | None,
     gpu_fraction: float,
 ) -> int:
-    """Blocks of the pool by the rule above; `ConfigurationError` if not even one fits."""
+    """Blocks of the pool by the rule above; `ConfigurationError` if not even one fits.
+
+    ``gpu_bytes`` are left of the GPU; None: a CPU.
+    """
     limits = [] if max_tokens is None else [max_tokens]
-    if device == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info()
-        limits.append(int(free_bytes * gpu_fraction) // bytes_per_token)
+    if gpu_bytes is not None:
+        limits.append(max(int(gpu_bytes * gpu_fraction), 0) // bytes_per_token)
     elif max_tokens is None:
         limits.append(_CPU_DEFAULT_TOKENS)
         limits.append(int(available_memory() * _CPU_MEMORY_SHARE) // bytes_per_token)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from inflight_backend.errors import ServingError
+from inflight_backend.serve.options import AddOption, DecoupledOption, SetOption, chosen_models
 from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
 
 _DEFAULT = ServeSettings()
@@ -32,17 +33,15 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
     ] = _DEFAULT.host,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="A parameter of the model, such as max_batch_size=64; may be repeated.",
-        ),
-    ] = None,
+    set_: SetOption = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Failures in a row after which a server is started again.")
+    ] = _DEFAULT.max_restarts,
+    add: AddOption = None,
+    decoupled: DecoupledOption = True,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show the log of the server.")
     ] = _DEFAULT.is_verbose,
@@ -61,7 +60,10 @@ def serve(
                 metrics_port=metrics_port,
                 parameters=parse_overrides(set_ or (), folder),
                 drain_seconds=drain_seconds,
+                max_restarts=max_restarts,
                 is_verbose=verbose,
+                is_decoupled=decoupled,
+                models=chosen_models(add or ()),
             )
         )
     except (ServingError, OSError) as error:

@@ -87,9 +87,12 @@ def _next_steps(settings: ServeSettings, http: str) -> str:
     prompt = "1 2 3 4" if settings.is_demo else "Hello"
     is_default = settings.grpc_port == _DEFAULT_GRPC_PORT
     url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"
-    body = f'{{"text_input": "{prompt}", "max_tokens": 40, "stream": true}}'
+    stream, endpoint, option = "true", "generate_stream", ""
+    if not settings.is_decoupled:
+        stream, endpoint, option = "false", "generate", " --no-stream"
+    body = f'{{"text_input": "{prompt}", "max_tokens": 40, "stream": {stream}}}'
     return f"""\
 In another terminal:
-  inflight generate "{prompt}" --max-tokens 40{url}
-  curl -N {http}/v2/models/{ENSEMBLE_MODEL_NAME}/generate_stream -d '{body}'
+  inflight generate "{prompt}" --max-tokens 40{option}{url}
+  curl -N {http}/v2/models/{ENSEMBLE_MODEL_NAME}/{endpoint} -d '{body}'
 """

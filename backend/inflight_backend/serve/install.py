@@ -22,6 +22,17 @@ CONTAINER_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 
 _STUB = "triton_python_backend_stub"
 _LIBRARY = "libtriton_python.so"
+_DEFAULTS = {
+    # Threads that wait for work sleep: spinning ones take the cores that tritonserver and the
+    # sending thread need.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # On a CPU torch keeps a compiled matrix product per number of rows, 1,024 of them unless told
+    # otherwise, and malloc an arena per thread: 647 instead of 320 MB after 4 minutes of mixed load
+    # on the demo model, at the same speed.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+    "MALLOC_ARENA_MAX": "4",
+}
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -126,10 +137,9 @@ def prepare_backends(install: TritonInstall, target: Path) -> Path:
 def environment(install: TritonInstall) -> dict[str, str]:
     """Our environment, with this interpreter and the libraries of the server first.
 
-    Threads that wait for work sleep unless the operator says otherwise: spinning ones, OpenMP's
-    default, take the cores that tritonserver and the sending thread need.
+    What the operator has set counts; else `_DEFAULTS`.
     """
-    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    env = {**_DEFAULTS, **os.environ}
     executables = str(Path(sys.executable).parent)
     env["PATH"] = _joined(executables, env.get("PATH", ""))
     env["LD_LIBRARY_PATH"] = _joined(

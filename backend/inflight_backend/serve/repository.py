@@ -1,19 +1,30 @@
-"""The model repository of one run: the templates of the package with their values filled in."""
+"""The model repository: the templates of the package with their values filled in.
+
+`assemble` is what `inflight serve` uses for the private repository of a run; `install` is for a
+folder that belongs to somebody (`inflight model-repository`) and may hold other models.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 
 from inflight_backend.errors import ConfigurationError
+from inflight_client.protocol import ENSEMBLE_MODEL_NAME, LLM_MODEL_NAME
 
-DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "1"}
-"""Values of the template that are no parameters of the model."""
+DEFAULT_MODELS = (LLM_MODEL_NAME, ENSEMBLE_MODEL_NAME)
+OPTIONAL_MODELS = ("preprocessing", "postprocessing", "tensorrt_llm_bls", "vllm_model")
+"""Models for clients that call them by these names; written only when asked for."""
+
+DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "1", "decoupled_mode": "true"}
+"""Values of the templates that are no parameters of the model."""
 
 _PACKAGE = Path(__file__).parents[1]
+_MARK = "# Written by `inflight model-repository`, which replaces it when given --force.\n"
 
 
 def template_dir() -> Path:
@@ -24,19 +35,60 @@ def template_dir() -> Path:
     raise ConfigurationError("the model_repository folder of inflight is missing: reinstall it")
 
 
-def assemble(target: Path, values: Mapping[str, str]) -> None:
-    """Copy the templates to ``target`` (new) with every ``${key}`` of ``values`` filled.
+def assemble(
+    target: Path, values: Mapping[str, str], models: Sequence[str] = DEFAULT_MODELS
+) -> None:
+    """Write ``models`` to ``target`` (new) with every ``${key}`` of ``values`` filled.
 
     A key without a value stays ``${key}``, which the model takes as not set.
     """
-    shutil.copytree(
-        template_dir(), target, ignore=shutil.ignore_patterns("__pycache__", ".gitkeep")
-    )
     escaped = {key: escape(value) for key, value in {**DEFAULTS, **values}.items()}
-    for config in target.glob("*/config.pbtxt"):
-        (config.parent / "1").mkdir(exist_ok=True)
+    for model in models:
+        folder = target / model
+        shutil.copytree(
+            template_dir() / model, folder, ignore=shutil.ignore_patterns("__pycache__", ".gitkeep")
+        )
+        (folder / "1").mkdir(exist_ok=True)
+        config = folder / "config.pbtxt"
         template = Template(config.read_text(encoding="utf-8"))
-        config.write_text(template.safe_substitute(escaped), encoding="utf-8")
+        config.write_text(_MARK + template.safe_substitute(escaped), encoding="utf-8")
+
+
+def install(
+    target: Path, values: Mapping[str, str], models: Sequence[str], *, may_replace: bool
+) -> None:
+    """Put ``models`` into the folder ``target``, made if need be; other models there stay.
+
+    ``ConfigurationError`` if one of them is there already, unless ``may_replace`` and it was
+    written by us. The folders appear whole; when something is refused or fails, none changes.
+    """
+    if target.exists() and not target.is_dir():
+        raise ConfigurationError(f"{target} is no folder: give another one")
+    taken = [model for model in models if (target / model).exists()]
+    for model in taken:
+        if not may_replace:
+            raise ConfigurationError(
+                f"{target / model} exists: give another folder, or --force to replace it"
+            )
+        if not _is_ours(target / model):
+            raise ConfigurationError(
+                f"{target / model} was not written by inflight and is not replaced: move it away"
+            )
+    target.mkdir(parents=True, exist_ok=True)
+    # Beside its place, so that moving it there is a rename; Triton loads no hidden folder's models.
+    with tempfile.TemporaryDirectory(prefix=".inflight-", dir=target) as scratch:
+        assemble(Path(scratch) / "new", values, models)
+        for model in models:
+            if model in taken:
+                (target / model).rename(Path(scratch) / model)
+            (Path(scratch) / "new" / model).rename(target / model)
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return (folder / "config.pbtxt").read_text(encoding="utf-8").startswith(_MARK)
+    except (OSError, ValueError):
+        return False
 
 
 def escape(value: str) -> str:

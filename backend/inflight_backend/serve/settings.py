@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.parameters import parse_parameters, unknown_key_message
+from inflight_backend.serve.repository import DEFAULT_MODELS
 from inflight_client.protocol import PARAMETER_BY_NAME
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -18,12 +19,18 @@ _OPTION_FOR_KEY = {
     "drain_file": "inflight serve keeps this file itself",
 }
 _PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
+TEXT_MODEL_SWITCHES = frozenset({"add_special_tokens", "skip_special_tokens", "accumulate_tokens"})
+"""Parameters of the models `preprocessing`, `postprocessing` and `tensorrt_llm_bls`."""
+
 _ANY_ADDRESS = "0.0.0.0"
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """One run of the launcher. ``parameters`` are the values of ``--set``, checked."""
+    """One run of the launcher. ``parameters`` are the values of ``--set``, checked.
+
+    ``is_decoupled`` False: one response per request, no streaming.
+    """
 
     model: Path = DEMO_MODEL
     host: str = "127.0.0.1"
@@ -32,7 +39,10 @@ class ServeSettings:
     metrics_port: int = 8002
     parameters: dict[str, str] = field(default_factory=dict)
     drain_seconds: float = 30.0
+    max_restarts: int = 5
     is_verbose: bool = False
+    is_decoupled: bool = True
+    models: tuple[str, ...] = DEFAULT_MODELS
 
     @property
     def is_demo(self) -> bool:
@@ -76,12 +86,20 @@ def parse_overrides(items: Iterable[str], model: Path) -> dict[str, str]:
         key = key.strip()
         if not equals or not key:
             raise ConfigurationError(f"--set needs key=value, got {item!r}")
-        if key not in PARAMETER_BY_NAME:
+        if key in TEXT_MODEL_SWITCHES:
+            _check_switch(key, value)
+        elif key not in PARAMETER_BY_NAME:
             raise ConfigurationError(f"--set: {unknown_key_message(key)}")
         if key in _OPTION_FOR_KEY:
             raise ConfigurationError(f"--set cannot change {key}: {_OPTION_FOR_KEY[key]}")
         if key in values:
             raise ConfigurationError(f"--set gives {key} twice: {values[key]!r} and {value!r}")
         values[key] = str(Path(value).absolute()) if key in _PATH_KEYS and value else value
-    parse_parameters({**values, "gpt_model_path": str(model)})
+    ours = {key: value for key, value in values.items() if key not in TEXT_MODEL_SWITCHES}
+    parse_parameters({**ours, "gpt_model_path": str(model)})
     return values
+
+
+def _check_switch(key: str, value: str) -> None:
+    if value.lower() not in ("true", "false"):
+        raise ConfigurationError(f"--set {key} must be true or false, got {value!r}")

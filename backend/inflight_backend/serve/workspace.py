@@ -86,6 +86,14 @@ class Workspace:
         scratch.write_text("stop" if stop_all else "", encoding="utf-8")
         scratch.replace(self.drain_file)
 
+    def clear_run(self) -> None:
+        """Remove what a server that has failed left, and keep the rest for the next one."""
+        _remove_outside(self.path)
+        for file in (self.status_file, self.drain_file, self.scratch_note):
+            file.unlink(missing_ok=True)
+        if self.log_file.exists():
+            self.log_file.replace(self.log_file.with_suffix(".old"))
+
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""
         _remove_run(self.path)
@@ -106,9 +114,13 @@ def sweep_abandoned() -> None:
 
 
 def _remove_run(folder: Path) -> None:
+    _remove_outside(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_outside(folder: Path) -> None:
     for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
         region.unlink(missing_ok=True)
     note = folder / _SCRATCH_NOTE
     if note.is_file():
         remove_scratch(Path(note.read_text(encoding="utf-8")))
-    shutil.rmtree(folder, ignore_errors=True)

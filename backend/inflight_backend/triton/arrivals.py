@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
@@ -49,6 +50,7 @@ class ArrivalQueue:
         self._stops: set[int] = set()
         self._lock = threading.Lock()
         self._is_draining = False
+        self._refusal = ""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -58,15 +60,23 @@ class ArrivalQueue:
         """True once `drain` was called."""
         return self._is_draining
 
-    def put(self, *requests: InferenceRequest) -> None:
-        """Add requests, all or none; `CapacityExceeded` when there is no room or when draining."""
+    def put(
+        self, *requests: InferenceRequest, describe_load: Callable[[], str] | None = None
+    ) -> None:
+        """Add requests, all or none; `CapacityExceeded` when there is no room or when draining.
+
+        ``describe_load`` says what keeps those out who wait, for that error.
+        """
         with self._lock:
             if self._is_draining:
                 raise CapacityExceeded("the server is shutting down; send the request elsewhere")
+            if self._refusal:
+                raise CapacityExceeded(self._refusal)
             if len(self._order) + len(requests) > self._max_size:
+                load = f"; {describe_load()}" if describe_load is not None else ""
                 raise CapacityExceeded(
                     f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
-                    "try again later"
+                    f"try again later{load}"
                 )
             for request in requests:
                 self._add(request)
@@ -139,6 +149,11 @@ class ArrivalQueue:
         with self._lock:
             stops, self._stops = self._stops, set()
             return stops
+
+    def refuse(self, reason: str) -> None:
+        """Refuse new requests because of ``reason``; with "" accept them again."""
+        with self._lock:
+            self._refusal = reason
 
     def drain(self) -> None:
         """Refuse everything from now on; what waits already is served."""

@@ -144,6 +144,8 @@ def make_token_stream(
     token_stream = TokenStream(stream, outputs, constants=_FIRST)
     if requested == _ENSEMBLE_OUTPUTS:  # perhaps the client has named them
         token_stream.final_outputs = _BY_NAME_ONLY
+    if read_flag(inputs, "return_finish_reason"):
+        token_stream.final_outputs |= {"finish_reason"}
     if is_whole and llm_request.is_streaming:
         token_stream.is_whole = True
         token_stream.ids = list(llm_request.tokens) if includes_prompt else []

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inflight_backend.errors import RefusalText
 from inflight_backend.inference_request import NamedTensor
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseStream
@@ -29,6 +30,8 @@ _logger = logging.getLogger(__name__)
 
 _FEW_REQUESTS = 16  # up to here every token leaves on its own
 _MAX_REST_SECONDS = 0.02
+_MAX_BACKLOG = 16_384  # tokens and ends that wait to be sent, 1 KiB each at most
+_MAX_FEED_BYTES = 2**28  # Triton keeps for ever what the reader of a feed does not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,15 @@ class ResponseDispatcher:
         self._stop_request = stop_request
         self._queue: queue.SimpleQueue[_Item | _Stats | _Answer | None] = queue.SimpleQueue()
         self._streams: dict[int, TokenStream] = {}
-        self._subscribers: list[ResponseStream] = []
+        self._subscribers: dict[ResponseStream, int] = {}  # and the bytes each was sent
         self._subscribers_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
         self._thread.start()
+
+    @property
+    def is_behind(self) -> bool:
+        """True while so much waits to be sent that no new request should be started."""
+        return self._queue.qsize() > _MAX_BACKLOG
 
     def open(self, request_id: int, stream: TokenStream) -> None:
         """Make a request known; call it before the request can produce anything."""
@@ -85,15 +93,14 @@ class ResponseDispatcher:
         self._queue.put(_Answer(stream, name, text))
 
     def subscribe(self, stream: ResponseStream) -> None:
-        """Send every statistics JSON from now on to ``stream``, until `unsubscribe`."""
+        """Send every statistics JSON to ``stream``, until `unsubscribe` or very many bytes."""
         with self._subscribers_lock:
-            self._subscribers.append(stream)
+            self._subscribers[stream] = 0
 
     def unsubscribe(self, stream: ResponseStream) -> None:
         """End the feed of ``stream`` with a final response."""
         with self._subscribers_lock:
-            if stream in self._subscribers:
-                self._subscribers.remove(stream)
+            self._subscribers.pop(stream, None)
         stream.send({}, is_final=True)
 
     def close(self) -> None:
@@ -155,7 +162,9 @@ class ResponseDispatcher:
                 if token_stream.send(piece.ids, piece.extras, is_final=is_final):
                     self._stop_request(request_id)
             if piece.error:
-                token_stream.stream.send_error(piece.error)
+                is_refusal = isinstance(piece.error, RefusalText)
+                code = "INVALID_ARG" if is_refusal else "INTERNAL"
+                token_stream.stream.send_error(piece.error, code)
         except Exception:  # one client's stream may break, the others go on
             _logger.exception("sending a response of request %d failed", request_id)
             self._stop_request(request_id)
@@ -170,13 +179,18 @@ class ResponseDispatcher:
 
     def _send_stats(self, stats: list[str]) -> None:
         tensor = np.array([[text.encode() for text in stats]], dtype=np.object_)
+        num_bytes = sum(map(len, stats))
         with self._subscribers_lock:
-            subscribers = list(self._subscribers)
-        for stream in subscribers:
+            for stream in self._subscribers:
+                self._subscribers[stream] += num_bytes
+            subscribers = dict(self._subscribers)
+        for stream, num_bytes in subscribers.items():
             try:
                 stream.send({"stats": tensor}, is_final=False)
+                if num_bytes > _MAX_FEED_BYTES:
+                    self.unsubscribe(stream)
             except Exception:
                 _logger.exception("sending statistics failed; this feed ends")
                 with self._subscribers_lock:
-                    self._subscribers.remove(stream)
+                    self._subscribers.pop(stream, None)
                 stream.abandon("the statistics could not be sent")

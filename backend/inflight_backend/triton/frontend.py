@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInF
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
+from inflight_backend.triton.coded_errors import CodedFactory, asks_for_codes
 from inflight_backend.triton.decoding import (
     is_streaming,
     make_request,
@@ -22,8 +24,10 @@ from inflight_backend.triton.decoding import (
     read_flag,
     read_inputs,
 )
+from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
+from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
 from inflight_backend.why import why_queued
@@ -35,11 +39,16 @@ _logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+_MAX_FEEDS = 16
+
 _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
     (InvalidRequest, "INVALID_ARG"),
     (RequestInFlight, "ALREADY_EXISTS"),
     (CapacityExceeded, "UNAVAILABLE"),
 )
+
+
+_QUESTIONS = ("why", "recording", "describe")
 
 
 class Frontend:
@@ -51,8 +60,13 @@ class Frontend:
         arrivals: ArrivalQueue,
         dispatcher: ResponseDispatcher,
         codec: TextCodec | None,
+        *,
+        is_decoupled: bool = True,
     ) -> None:
+        """``is_decoupled`` False: Triton takes exactly one response to a request."""
+        self._is_decoupled = is_decoupled
         self._factory = factory
+        self._coded = CodedFactory(factory.pb_utils)
         self._arrivals = arrivals
         self._dispatcher = dispatcher
         self._codec = codec
@@ -67,14 +81,16 @@ class Frontend:
         self._stats_json: Callable[[], str] = lambda: "{}"
         self._inspector: Inspector | None = None
         self._why_queued = ""
+        self._describe_load: Callable[[], str] = str
 
-    def start(self, manager: GptManager) -> None:
+    def start(self, manager: GptManager, description: ModelDescription) -> None:
         """Connect to the batch manager; comes before the first request."""
         self._limits, self._wake = manager.limits, manager.wake
         self._max_num_sequences = manager.max_num_requests
         self._stats_json = lambda: manager.stats_json
-        self._inspector = Inspector(manager, self._arrivals, self._dispatcher)
+        self._inspector = Inspector(manager, self._arrivals, self._dispatcher, description)
         self._why_queued = why_queued(manager.max_num_requests)
+        self._describe_load = manager.describe_load
 
     @property
     def num_live(self) -> int:
@@ -83,15 +99,16 @@ class Frontend:
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
-        stream = ResponseStream(triton_request.get_response_sender(), self._factory)
+        factory = self._coded if asks_for_codes(triton_request) else self._factory
+        stream = ResponseStream(triton_request.get_response_sender(), factory)
         name = triton_request.request_id()
         try:
-            inputs = read_inputs(triton_request)
+            inputs = expand(read_inputs(triton_request))
             if read_flag(inputs, "stop"):
                 self._stop_by_name(name, stream)
             elif read_flag(inputs, "stats"):
                 self._send_stats(inputs, stream)
-            elif read_flag(inputs, "why") or read_flag(inputs, "recording"):
+            elif any(read_flag(inputs, question) for question in _QUESTIONS):
                 self._inspect(name, inputs, stream)
             else:
                 requested = frozenset(triton_request.requested_output_names())
@@ -117,6 +134,15 @@ class Frontend:
         for feed in list(self._feeds):
             self._end_feed(feed)
 
+    def fail_all(self, message: str) -> None:
+        """End every stream with an error now, without waiting for whoever works on it."""
+        for number, stream in list(self._live.items()):
+            numbers = self._groups.get(number, [number])  # the end of the stream forgets them
+            stream.abort(message)
+            self._stop_each(numbers)
+        for feed in list(self._feeds):
+            self._end_feed(feed)
+
     def end_overdue(self) -> None:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
         for overdue in self._arrivals.take_overdue():
@@ -130,8 +156,24 @@ class Frontend:
             if stream.is_cancelled():
                 self.stop_group(number)
         for feed in list(self._feeds):
-            if feed.is_cancelled():
+            if feed.is_closed:
+                self._feeds.remove(feed)
+            elif feed.is_cancelled():
                 self._end_feed(feed)
+
+    def _check_one_response(self, inputs: Mapping[str, Array]) -> None:
+        """`InvalidRequest` for what has several responses, where Triton takes one only."""
+        if self._is_decoupled:
+            return
+        if is_streaming(inputs):
+            raise InvalidRequest(
+                "'streaming' needs a decoupled deployment: this one sends whole answers only"
+            )
+        if read_num_sequences(inputs, self._max_num_sequences) > 1:
+            raise InvalidRequest(
+                "'num_return_sequences' above 1 needs a decoupled deployment: "
+                "this one sends one response per request"
+            )
 
     def _stop_each(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -149,6 +191,7 @@ class Frontend:
         number = self._ids.reserve(name)
         numbers = [number]
         try:
+            self._check_one_response(inputs)
             num_sequences = read_num_sequences(inputs, self._max_num_sequences)
             numbers += [self._ids.reserve("") for _ in range(1, num_sequences)]
             request = make_request(number, inputs, self._codec, limits)
@@ -165,7 +208,7 @@ class Frontend:
                 self._dispatcher.open(one.request_id, token_stream)
             self._live[number] = stream
             stream.on_final(lambda: self._forget(number, name))
-            self._arrivals.put(*requests)
+            self._arrivals.put(*requests, describe_load=self._describe_load)
         except BaseException:
             for opened in numbers:
                 self._dispatcher.discard(opened)
@@ -192,7 +235,9 @@ class Frontend:
 
     def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         assert self._inspector is not None, "start() comes before the first request"
-        if read_flag(inputs, "recording"):
+        if read_flag(inputs, "describe"):
+            self._inspector.answer_description(stream)
+        elif read_flag(inputs, "recording"):
             self._inspector.answer_recording(stream)
         elif not name:
             raise InvalidRequest("'why' needs the request id of the request it asks about")
@@ -201,9 +246,14 @@ class Frontend:
 
     def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
-        is_feed = is_streaming(inputs) is not False
+        is_feed = self._is_decoupled and is_streaming(inputs) is not False
         if is_feed and self._arrivals.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
+        if is_feed and len(self._feeds) >= _MAX_FEEDS:
+            raise CapacityExceeded(
+                f"{_MAX_FEEDS} feeds of statistics are open, which is the limit; "
+                "ask without streaming, or try again later"
+            )
         last = np.array([[self._stats_json().encode()]], dtype=np.object_)
         stream.send({"stats": last}, is_final=not is_feed)
         if is_feed:
@@ -211,7 +261,8 @@ class Frontend:
             self._dispatcher.subscribe(stream)
 
     def _end_feed(self, feed: ResponseStream) -> None:
-        self._feeds.remove(feed)
+        with suppress(ValueError):  # the watchdog may have ended it just now
+            self._feeds.remove(feed)
         self._dispatcher.unsubscribe(feed)
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:

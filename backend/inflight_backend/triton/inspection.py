@@ -1,5 +1,5 @@
-"""Questions about the scheduler that arrive as Triton requests: why does this one wait, and what
-was decided lately. Nothing here waits for the engine."""
+"""Questions that arrive as Triton requests: why does this one wait, what was decided lately, what
+is served. Nothing here waits for the engine."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.stream import ResponseStream
 from inflight_backend.why import NOT_IN_FLIGHT, describe_queued
@@ -35,9 +36,14 @@ class Inspector:
     """Answers on the thread of the dispatcher; a recording is put together on one of its own."""
 
     def __init__(
-        self, manager: Inspected, arrivals: ArrivalQueue, dispatcher: ResponseDispatcher
+        self,
+        manager: Inspected,
+        arrivals: ArrivalQueue,
+        dispatcher: ResponseDispatcher,
+        description: ModelDescription,
     ) -> None:
         self._manager = manager
+        self._description = description
         self._arrivals = arrivals
         self._dispatcher = dispatcher
         self._is_recording = threading.Lock()
@@ -53,6 +59,10 @@ class Inspector:
             self._dispatcher.answer(stream, "why", json.dumps(answer))
             return
         self._manager.why(number).add_done_callback(lambda done: self._send_why(stream, done))
+
+    def answer_description(self, stream: ResponseStream) -> None:
+        """Send what is served."""
+        self._dispatcher.answer(stream, "description", self._description.to_json())
 
     def answer_recording(self, stream: ResponseStream) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""

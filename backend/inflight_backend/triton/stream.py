@@ -14,6 +14,8 @@ _logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
+_ABORT_SECONDS = 0.5  # a send takes 0.1 ms
+
 
 class TritonSender(Protocol):
     """What we use of Triton's ``InferenceResponseSender``."""
@@ -90,6 +92,10 @@ class ResponseStream:
         """Send one response with ``tensors`` (none: only the news that this is the end)."""
         self._send(self._factory.tensors(tensors), is_final)
 
+    def end(self) -> None:
+        """End the stream without another response."""
+        self._send(None, True)
+
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
         """End the stream with an error."""
         self._send(self._factory.error(message, code), True)
@@ -104,6 +110,14 @@ class ResponseStream:
                 self._sender.send(self._factory.error(message), flags=self._factory.final_flag)
             except Exception:
                 _logger.warning("a stream could not be ended: its client or Triton has gone")
+
+    def abort(self, message: str) -> None:
+        """End the stream with an error from any thread, unless another one is stuck in a send."""
+        if not self._lock.acquire(timeout=_ABORT_SECONDS):
+            _logger.error("a stream could not be ended: a send on it does not return")
+            return
+        self._lock.release()
+        self.send_error(message, "UNAVAILABLE")
 
     def is_cancelled(self) -> bool:
         """True when the client has gone and the stream is still open."""

@@ -26,6 +26,7 @@ __all__ = [
     "ENSEMBLE_INPUT_MAP",
     "ENSEMBLE_MODEL_NAME",
     "ENSEMBLE_OUTPUT_MAP",
+    "ERROR_CODES_PARAMETER",
     "INPUTS",
     "INPUT_BY_NAME",
     "LLM_MODEL_NAME",
@@ -39,6 +40,14 @@ __all__ = [
     "TensorSpec",
     "names",
 ]
+
+ERROR_CODES_PARAMETER = "inflight_error_codes"
+"""Request parameter that asks for errors of the form ``[CODE] message``.
+
+A stream of Triton carries no code with an error. Its own way, the header ``triton_grpc_error``,
+must not be used: it ends about one in 200 refused requests with the abort of the whole server
+(24.10).
+"""
 
 LLM_MODEL_NAME = "tensorrt_llm"
 ENSEMBLE_MODEL_NAME = "ensemble"

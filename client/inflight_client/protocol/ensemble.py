@@ -36,6 +36,7 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "embedding_bias_words": "embedding_bias_words",
     "embedding_bias_weights": "embedding_bias_weights",
     "min_p": "min_p",
+    "return_finish_reason": "return_finish_reason",
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
@@ -54,6 +55,7 @@ _NOT_IN_ENSEMBLE = frozenset(
         "num_input_tokens",
         "num_output_tokens",
         "stats",
+        "description",
         "why",
         "recording",
     ]

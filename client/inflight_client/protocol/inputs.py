@@ -125,6 +125,9 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
+    TensorSpec(
+        "return_finish_reason", "BOOL", (1,), "send finish_reason at the end", is_honoured=True
+    ),
     TensorSpec("stop_words", "STRING", (-1,), "texts that end the answer", is_honoured=True),
     TensorSpec("bad_words", "STRING", (-1,), "texts that are not generated", is_honoured=True),
     TensorSpec(
@@ -136,8 +139,16 @@ INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
     TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
     TensorSpec(
+        "sampling_parameters",
+        "STRING",
+        (1,),
+        "settings of vLLM's clients, as a JSON object",
+        is_honoured=True,
+    ),
+    TensorSpec(
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
+    TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
     # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
@@ -161,14 +172,17 @@ RENAMED_INPUTS: dict[str, str] = {
 
 CONTROL_INPUTS: frozenset[str] = frozenset(
     {
+        "sampling_parameters",
         "stop",
         "stream",
         "streaming",
         "stats",
+        "describe",
         "why",
         "recording",
         "text_input",
         "num_return_sequences",
+        "return_finish_reason",
         "stop_words",
         "bad_words",
         "embedding_bias_words",

@@ -47,6 +47,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("finish_reason", "STRING", (1,), "why the answer ended", is_honoured=True),
     TensorSpec("text_output", "STRING", (-1,), "text of each beam", is_honoured=True),
     TensorSpec("stats", "STRING", (-1,), "statistics, one JSON per iteration", is_honoured=True),
+    TensorSpec("description", "STRING", (-1,), "what is served, as JSON", is_honoured=True),
     TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON", is_honoured=True),
     TensorSpec("recording", "STRING", (-1,), "decisions as JSON lines", is_honoured=True),
 )

@@ -1,4 +1,4 @@
-"""How long an iteration takes, learnt from a recording: least squares with no negative price.
+"""How long an iteration takes, learnt from a recording; no price is negative.
 
 ::
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 from inflight_scheduler.recording.errors import RecordingError
@@ -20,6 +21,8 @@ from inflight_scheduler.recording.errors import RecordingError
 MIN_SAMPLES = 20
 _NUM_TERMS = 5
 _OUTLIER_FACTOR = 5.0
+_MAX_FITTED = 4000  # samples, evenly taken from all
+_NUM_REWEIGHTINGS = 8
 
 
 class Load(NamedTuple):
@@ -50,21 +53,22 @@ class CostModel:
     per_cached_token: float
     relative_error: float = 0.0
 
+    def scaled(self, factor: float) -> CostModel:
+        """Everything ``factor`` times as dear."""
+        base, token, request, row, cached = (factor * price for price in _prices_of(self))
+        return CostModel(base, token, request, row, cached, self.relative_error)
+
     def predict(self, load: Load) -> float:
         """Microseconds of an iteration with this work."""
-        return (
-            self.base
-            + self.per_context_token * load.num_context_tokens
-            + self.per_context_request * load.num_context_requests
-            + self.per_generation_row * load.num_generation_rows
-            + self.per_cached_token * load.num_cached_tokens
-        )
+        return _predict(_prices_of(self), load)
 
 
 def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
     """The prices that explain ``samples`` best.
 
-    Iterations far off (a busy machine, the first ones) are left out of a second fit.
+    The noise of a machine goes one way, up, so least squares would chase it: the relation of the
+    prices comes from least absolute errors, and their height from the sums, so that the time in all
+    is right. Iterations far off (the first ones, a machine that stood still) do not count.
     `RecordingError` for fewer than `MIN_SAMPLES`.
     """
     if len(samples) < MIN_SAMPLES:
@@ -72,17 +76,28 @@ def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
             f"{len(samples)} iterations are too few to learn what one costs; record at least "
             f"{MIN_SAMPLES}"
         )
-    prices = _fit(samples)
-    errors = [abs(_predict(prices, sample.load) - sample.microseconds) for sample in samples]
+    step = -(-len(samples) // _MAX_FITTED)
+    prices = _fit_absolute(samples[::step])
+    pairs = [(_predict(prices, sample.load), sample.microseconds) for sample in samples]
+    errors = [abs(predicted - measured) for predicted, measured in pairs]
     bound = _OUTLIER_FACTOR * max(sorted(errors)[len(errors) // 2], 1.0)
-    kept = [sample for sample, error in zip(samples, errors, strict=True) if error <= bound]
-    if len(kept) >= MIN_SAMPLES:
-        prices = _fit(kept)
-    mean = sum(sample.microseconds for sample in samples) / len(samples)
-    errors = [abs(_predict(prices, sample.load) - sample.microseconds) for sample in samples]
-    base, token, request, row, cached = prices
-    relative_error = sum(errors) / len(errors) / max(mean, 1e-9)
+    kept = [pair for pair, error in zip(pairs, errors, strict=True) if error <= bound]
+    scale = sum(measured for _, measured in kept) / max(sum(pred for pred, _ in kept), 1e-9)
+    error = sum(abs(scale * predicted - measured) for predicted, measured in pairs)
+    base, token, request, row, cached = (scale * price for price in prices)
+    relative_error = error / max(sum(measured for _, measured in pairs), 1e-9)
     return CostModel(base, token, request, row, cached, relative_error)
+
+
+def _prices_of(model: CostModel) -> tuple[float, ...]:
+    """In the order of `_terms`."""
+    return (
+        model.base,
+        model.per_context_token,
+        model.per_context_request,
+        model.per_generation_row,
+        model.per_cached_token,
+    )
 
 
 def _terms(load: Load) -> tuple[float, ...]:
@@ -93,31 +108,46 @@ def _predict(prices: Sequence[float], load: Load) -> float:
     return sum(price * term for price, term in zip(prices, _terms(load), strict=True))
 
 
-def _fit(samples: Sequence[Sample]) -> list[float]:
-    """Least squares; while a price is negative, the most negative one is taken out."""
+def _fit_absolute(samples: Sequence[Sample]) -> list[float]:
+    """Least absolute errors: least squares again and again, each sample weighed by its error."""
+    weights = [1.0] * len(samples)
+    prices = _fit(samples, weights)
+    for _ in range(_NUM_REWEIGHTINGS):
+        errors = [abs(_predict(prices, sample.load) - sample.microseconds) for sample in samples]
+        least = max(sorted(errors)[len(errors) // 2] / 20, 1.0)
+        weights = [1.0 / max(error, least) for error in errors]
+        prices = _fit(samples, weights)
+    return prices
+
+
+def _fit(samples: Sequence[Sample], weights: Sequence[float]) -> list[float]:
+    """Weighted least squares; while a price is negative, the most negative one is taken out."""
     free = list(range(_NUM_TERMS))
     while True:
-        solution = _solve_free(samples, free)
+        solution = _solve_free(samples, weights, free)
         worst = min(free, key=lambda term: solution[term])
         if solution[worst] >= 0.0 or len(free) == 1:
             return [max(price, 0.0) for price in solution]
         free.remove(worst)
 
 
-def _solve_free(samples: Sequence[Sample], free: Sequence[int]) -> list[float]:
+def _solve_free(
+    samples: Sequence[Sample], weights: Sequence[float], free: Sequence[int]
+) -> list[float]:
     """The normal equations of the terms in ``free``, each scaled to its largest value."""
     rows = [_terms(sample.load) for sample in samples]
     scales = [max(max(row[term] for row in rows), 1.0) for term in free]
-    scaled = [[row[term] / scale for term, scale in zip(free, scales, strict=True)] for row in rows]
-    size = len(free)
-    matrix = [[sum(row[i] * row[j] for row in scaled) for j in range(size)] for i in range(size)]
+    columns = [
+        [row[term] / scale for row in rows] for term, scale in zip(free, scales, strict=True)
+    ]
+    heavy = [list(map(mul, weights, column)) for column in columns]
+    size, total = len(free), sum(weights)
+    matrix = [[sum(map(mul, one, other)) for other in columns] for one in heavy]
     for index in range(size):  # terms that never vary apart share their price
         matrix[index][index] *= 1.0 + 1e-9
-        matrix[index][index] += 1e-9
-    target = [
-        sum(row[i] * sample.microseconds for row, sample in zip(scaled, samples, strict=True))
-        for i in range(size)
-    ]
+        matrix[index][index] += 1e-9 * total / len(samples)
+    times = [float(sample.microseconds) for sample in samples]
+    target = [sum(map(mul, one, times)) for one in heavy]
     solution = [0.0] * _NUM_TERMS
     for term, scale, value in zip(free, scales, _solve(matrix, target), strict=True):
         solution[term] = value / scale

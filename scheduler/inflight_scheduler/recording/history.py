@@ -90,6 +90,14 @@ class History:
     num_generation: array[int] = field(default_factory=lambda: array("i"))
     num_context_tokens: array[int] = field(default_factory=lambda: array("q"))
     num_free_blocks: array[int] = field(default_factory=lambda: array("q"))
+    is_last_busy: array[int] = field(default_factory=lambda: array("b"))
+    """1 for an iteration after which nobody was in flight: time passes before the next one."""
+
+    def end_us(self, index: int) -> int:
+        """When iteration ``index`` was over: at once the next one begins, or nothing happens."""
+        if index + 1 < self.num_iterations and not self.is_last_busy[index]:
+            return self.start_us[index + 1]
+        return self.start_us[index] + self.step_us[index]
 
     @property
     def num_iterations(self) -> int:
@@ -151,6 +159,7 @@ class _Follower:
             simulation.carry_out(lists, iteration)
         reasons = dict(iteration.ends)
         simulation.end(iteration)
+        self._history.is_last_busy.append(not simulation.active)
         if len(simulation.active) < len(before):
             left = before.keys() - {request.request_id for request in simulation.active}
             for request_id in left:

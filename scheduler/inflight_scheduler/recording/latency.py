@@ -11,7 +11,10 @@ from inflight_scheduler.request import LlmRequest
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Times in milliseconds; 0 where nothing was measured."""
+    """Times in milliseconds; 0 where nothing was measured.
+
+    ``max_batch``: requests in the largest iteration.
+    """
 
     num_requests: int
     num_tokens: int
@@ -24,6 +27,7 @@ class Summary:
     num_pauses: int
     num_recomputed_tokens: int
     num_refused: int = 0
+    max_batch: int = 0
 
 
 @dataclass(slots=True)
@@ -39,6 +43,7 @@ class Latencies:
     _num_ended: int = 0
     _num_pauses: int = 0
     _num_recomputed: int = 0
+    _max_batch: int = 0
 
     def arrived(self, request_id: int, time_us: int) -> None:
         """A request came."""
@@ -50,7 +55,8 @@ class Latencies:
         self, lists: tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
     ) -> None:
         """A decision, before it is carried out: who is paused, what is computed once more."""
-        context, _, paused = lists
+        context, generation, paused = lists
+        self._max_batch = max(self._max_batch, len(context) + len(generation))
         self._num_pauses += len(paused)
         self._num_recomputed += sum(r.context_chunk_size for r in context if r.num_pauses)
 
@@ -86,6 +92,7 @@ class Latencies:
             num_pauses=self._num_pauses,
             num_recomputed_tokens=self._num_recomputed,
             num_refused=num_refused,
+            max_batch=self._max_batch,
         )
 
 

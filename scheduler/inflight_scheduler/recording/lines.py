@@ -132,7 +132,9 @@ class LineReader:
         content = _load(line)
         if not _ITERATION_KEYS.issuperset(content):
             unknown = shorten(sorted(set(content) - _ITERATION_KEYS)[0])
-            raise RecordingError(f"unknown key {unknown}")
+            raise RecordingError(
+                f"the key {unknown} is unknown here; use the software that wrote it"
+            )
         number = read_integer(content.get("i"), "i", 1, MAX_TIME)
         if self._number and number != self._number + 1:
             raise RecordingError(f"iteration {number} follows iteration {self._number}")

@@ -22,15 +22,24 @@ _BAD_ENDS = ("cancelled", "error", "timed_out")
 
 def write_page(history: History) -> Iterator[str]:
     """The page, piece by piece."""
-    template = (files("inflight_scheduler.recording") / "page.html").read_text(encoding="utf-8")
+    yield from fill_template("page.html", history_data(history))
+
+
+def fill_template(name: str, data: object) -> Iterator[str]:
+    """The page ``name`` of this package with the styles and functions all share, and ``data``."""
+    folder = files("inflight_scheduler.recording")
+    template = (folder / name).read_text(encoding="utf-8")
+    for part in ("common.css", "common.js"):
+        template = template.replace(f"__{part}__", (folder / part).read_text(encoding="utf-8"))
     before, after = template.split("__DATA__")
     yield before
     # In a script element only "</" and "<!--" mean anything; both need the first sign.
-    yield json.dumps(_data(history), separators=(",", ":")).replace("<", "\\u003c")
+    yield json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     yield after
 
 
-def _data(history: History) -> dict[str, Any]:
+def history_data(history: History) -> dict[str, Any]:
+    """A history as the scripts of the pages read it."""
     texts = _Texts()
     rows = [
         [
@@ -74,6 +83,11 @@ def _data(history: History) -> dict[str, Any]:
         "generation": history.num_generation.tolist(),
         "tokens": history.num_context_tokens.tolist(),
         "free": history.num_free_blocks.tolist(),
+        "pauses_after": [
+            [index, history.end_us(index)]
+            for index, is_last in enumerate(history.is_last_busy)
+            if is_last
+        ],
     }
 
 

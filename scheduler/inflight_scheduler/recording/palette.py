@@ -23,11 +23,11 @@ def title(history: History) -> str:
     """One line that says what is shown."""
     settings = history.settings
     scheduler = settings.scheduler_class or settings.policy.name.lower()
-    budget = "" if settings.max_num_tokens is None else f", {settings.max_num_tokens} tokens"
+    budget = "" if settings.max_num_tokens is None else f", {settings.max_num_tokens:,} tokens"
     return (
         f"{scheduler}: {count(len(history.rows), 'request')}, "
         f"{count(history.num_iterations, 'iteration')}, "
-        f"{settings.num_blocks} blocks of {settings.tokens_per_block} tokens, "
+        f"{settings.num_blocks:,} blocks of {settings.tokens_per_block} tokens, "
         f"batch of {settings.max_batch_size}{budget}"
     )
 
@@ -49,4 +49,6 @@ def seconds(microseconds: int) -> str:
         return f"{microseconds} µs"
     if microseconds < 1_000_000:
         return f"{microseconds / 1000:.3g} ms"
-    return f"{microseconds / 1_000_000:.3g} s"
+    if microseconds < 180_000_000:
+        return f"{microseconds / 1_000_000:.3g} s"
+    return f"{microseconds / 60_000_000:,.0f} min"

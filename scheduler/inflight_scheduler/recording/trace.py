@@ -25,13 +25,18 @@ _REQUESTS, _COUNTERS = 1, 2
 def write_trace(history: History) -> Iterator[str]:
     """The JSON, piece by piece."""
     yield '{"displayTimeUnit":"ms","traceEvents":['
-    yield _event({"ph": "M", "pid": _REQUESTS, "name": "process_name",
-                  "args": {"name": title(history)}})  # fmt: skip
+    yield _event(_process_name(_REQUESTS, title(history)))
+    yield ",\n" + _event(_process_name(_COUNTERS, "batch and blocks"))
     for event in _slices(history):
         yield ",\n" + _event(event)
     for event in _counters(history):
         yield ",\n" + _event(event)
     yield "]}\n"
+
+
+def _process_name(process: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": 0, "ts": 0, "name": "process_name",
+            "args": {"name": name}}  # fmt: skip
 
 
 def _event(event: dict[str, Any]) -> str:
@@ -47,7 +52,7 @@ def _slices(history: History) -> Iterator[dict[str, Any]]:
                 "pid": _REQUESTS,
                 "tid": lane + 1,
                 "ts": start,
-                "dur": max(_end_us(history, span) - start, 1),
+                "dur": max(history.end_us(span.end - 1) - start, 1),
                 "name": ACTIVITY_NAMES[span.activity],
                 "cat": "scheduler",
                 "args": _args(history, row, span),
@@ -69,26 +74,22 @@ def _args(history: History, row: Row, span: Span) -> dict[str, Any]:
     return args
 
 
-def _end_us(history: History, span: Span) -> int:
-    """Until the next iteration begins, or the last step has ended."""
-    if span.end < history.num_iterations:
-        return history.start_us[span.end]
-    return history.start_us[span.end - 1] + history.step_us[span.end - 1]
-
-
 def _counters(history: History) -> Iterator[dict[str, Any]]:
     for index in range(history.num_iterations):
         context, generation = history.num_context[index], history.num_generation[index]
-        values = {
-            "batch": {"context": context, "generation": generation},
-            "tokens": {"context": history.num_context_tokens[index], "generation": generation},
-            "free blocks": {"free": history.num_free_blocks[index]},
-        }
-        for name, args in values.items():
-            yield {
-                "ph": "C",
-                "pid": _COUNTERS,
-                "ts": history.start_us[index],
-                "name": name,
-                "args": args,
-            }
+        tokens, free = history.num_context_tokens[index], history.num_free_blocks[index]
+        yield from _count(history.start_us[index], context, generation, tokens, free)
+        if history.is_last_busy[index]:  # else the last values would stand while nothing happens
+            yield from _count(history.end_us(index), 0, 0, 0, history.settings.num_blocks)
+
+
+def _count(
+    time_us: int, context: int, generation: int, num_tokens: int, num_free: int
+) -> Iterator[dict[str, Any]]:
+    values = {
+        "batch": {"context": context, "generation": generation},
+        "tokens": {"context": num_tokens, "generation": generation},
+        "free blocks": {"free": num_free},
+    }
+    for name, args in values.items():
+        yield {"ph": "C", "pid": _COUNTERS, "tid": 0, "ts": time_us, "name": name, "args": args}

@@ -13,11 +13,11 @@ from backend.commands.harness import run
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 SECTION = PYPROJECT.read_text(encoding="utf-8").partition('."inflight.commands"]\n')[2]
-COMMANDS = dict(re.findall(r'^(\w+) = "(\S+)"$', SECTION.partition("\n[")[0], re.MULTILINE))
+COMMANDS = dict(re.findall(r'^([\w-]+) = "(\S+)"$', SECTION.partition("\n[")[0], re.MULTILINE))
 
 
 def test_there_are_commands() -> None:
-    assert {"serve", "replay", "timeline", "plan", "whatif"} <= set(COMMANDS)
+    assert {"serve", "replay", "timeline", "plan", "whatif", "model-repository"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,55 @@ def test_a_table_with_what_was_measured_and_each_setting(recording: Path) -> Non
         "static_batch num_blocks=40",
         "static_batch num_blocks=80",
     ]
-    assert lines[-1].startswith("20 requests; an iteration is predicted within ")
+    assert any(line.startswith("20 requests; an iteration is predicted within ") for line in lines)
+    assert "±10 %" in lines[0]
+
+
+def test_larger_batches_than_recorded_are_marked(recording: Path) -> None:
+    done = run(whatif, recording, "--max-batch-size", 3, "--max-batch-size", 12)
+    rows = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
+    assert " 5 " in rows["measured"]
+    assert "12*" in rows["max_batch_size=12"]
+    assert "*" not in rows["max_batch_size=3"] + rows["as recorded"]
+    assert "* batches larger than any recorded (5): " in done.stdout
+
+
+def test_the_range_of_the_first_token_holds_the_prediction(recording: Path) -> None:
+    rows = json.loads(run(whatif, recording, "--kv-blocks", 40, "--json").stdout)["rows"]
+    assert rows[0]["ttft_p50_range"] is None, "what was measured is no prediction"
+    for row in rows[1:]:
+        low, high = row["ttft_p50_range"]
+        assert low < row["ttft_p50"] < high
+
+
+def test_the_timelines_of_all_settings_on_one_page(recording: Path, tmp_path: Path) -> None:
+    page = tmp_path / "w.html"
+    done = run(whatif, recording, "--kv-blocks", 40, "--kv-blocks", 1, "--timelines", page)
+    assert done.exit_code == 0, done.stderr
+    text = page.read_text(encoding="utf-8")
+    assert "http://" not in text
+    assert "https://" not in text
+    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+    assert content is not None
+    data = json.loads(content[1])
+    names = [panel["name"] for panel in data["panels"]]
+    assert names == ["measured", "as recorded", "num_blocks=40"], "nobody ran with one block"
+    assert [row[0] for row in data["rows"]] == [*names, "num_blocks=1"]
+    assert all(len(row) == len(data["titles"]) for row in data["rows"])
+    assert [len(panel["rows"]) for panel in data["panels"]] == [20, 20, 20]
+    lengths = [[row[1] for row in panel["rows"]] for panel in data["panels"]]
+    assert lengths[0] == lengths[1] == lengths[2], "the same requests in the same order"
+    assert len(list(tmp_path.iterdir())) == 1, "the predictions were not asked for"
+
+
+def test_too_many_requests_for_one_page(
+    recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight_scheduler.recording.comparison.MAX_ROWS", 39)
+    done = run(whatif, recording, "--timelines", tmp_path / "w.html")
+    assert done.exit_code == 1
+    assert "error: 40 requests in all timelines are more than 39 for one page" in done.stderr
+    assert not (tmp_path / "w.html").exists()
 
 
 def test_json_and_the_tokens_are_those_recorded(recording: Path) -> None:

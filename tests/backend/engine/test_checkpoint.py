@@ -77,6 +77,7 @@ def test_half_precision_weights_are_widened(folder: Path, tmp_path: Path) -> Non
     assert job.generated == oracle_tokens(folder, [5, 6, 7], 5)
 
 
+@pytest.mark.case(102)
 def test_missing_tensors(folder: Path) -> None:
     change(
         folder,
@@ -90,6 +91,7 @@ def test_missing_tensors(folder: Path) -> None:
     assert WEIGHTS in text
 
 
+@pytest.mark.case(102)
 def test_left_over_tensor(folder: Path) -> None:
     change(folder, model__layers__2__mlp__up_proj__weight=torch.zeros(2))
     assert "without a use: model.layers.2.mlp.up_proj.weight" in refusal(folder)
@@ -105,6 +107,7 @@ def test_known_buffers_are_passed_over(folder: Path) -> None:
     Engine.load(folder, CONFIG)
 
 
+@pytest.mark.case(102)
 def test_wrong_shape(folder: Path) -> None:
     change(folder, model__layers__0__self_attn__k_proj__weight=torch.zeros(47, 48))
     text = refusal(folder)
@@ -117,6 +120,7 @@ def test_config_of_another_size(folder: Path) -> None:
     assert "model.embed_tokens.weight has shape [199, 48]" in refusal(folder)
 
 
+@pytest.mark.case(102)
 def test_wrong_dtype(folder: Path) -> None:
     change(folder, model__norm__weight=torch.zeros(48, dtype=torch.int8))
     text = refusal(folder)
@@ -140,6 +144,7 @@ def test_tied_head_may_be_repeated_but_not_differ(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, -1])
+@pytest.mark.case(102)
 def test_truncated_file(folder: Path, size: int) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).unlink()
@@ -148,6 +153,7 @@ def test_truncated_file(folder: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("length", [2**40, 2**63, 3])
+@pytest.mark.case(102)
 def test_header_of_a_false_length(folder: Path, length: int) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).unlink()
@@ -188,6 +194,7 @@ def test_empty_or_broken_index(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+@pytest.mark.case(105)
 def test_pickles_are_not_opened(folder: Path, name: str) -> None:
     (folder / WEIGHTS).unlink()
     (folder / name).write_bytes(pickle.dumps(print))
@@ -200,6 +207,7 @@ def test_no_weights_at_all(folder: Path) -> None:
     assert "no model.safetensors" in refusal(folder)
 
 
+@pytest.mark.case(106)
 def test_link_that_leaves_the_folder(folder: Path, tmp_path: Path) -> None:
     outside = (folder / WEIGHTS).rename(tmp_path / "outside.safetensors")
     (folder / WEIGHTS).symlink_to(outside)

@@ -92,11 +92,11 @@ def test_what_fp8_needs(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_blocks_of_a_cpu_pool() -> None:
-    assert choose_num_blocks(1, 32, "cpu", None, 0.9) == 65_536 // 32
-    assert choose_num_blocks(1, 32, "cpu", 100, 0.9) == 3
+    assert choose_num_blocks(1, 32, None, None, 0.9) == 65_536 // 32
+    assert choose_num_blocks(1, 32, None, 100, 0.9) == 3
     bytes_per_token = 2**30
     expected = available_memory() / 4 / bytes_per_token
-    assert choose_num_blocks(bytes_per_token, 1, "cpu", None, 0.9) == pytest.approx(expected, abs=2)
+    assert choose_num_blocks(bytes_per_token, 1, None, None, 0.9) == pytest.approx(expected, abs=2)
 
 
 def test_pool_too_small_for_a_block(checkpoint: Folder) -> None:

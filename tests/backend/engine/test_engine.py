@@ -154,6 +154,7 @@ def test_end_id_waits_for_the_minimum(small_engine: SmallEngine, is_greedy: bool
     assert other.generated == allowed.generated == free.generated[:3]
 
 
+@pytest.mark.case(87)
 def test_a_broken_row_disturbs_nobody(tmp_path: Path, checkpoint: Folder) -> None:
     from safetensors.torch import load_file, save_file
 

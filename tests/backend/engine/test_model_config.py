@@ -200,6 +200,7 @@ def test_unknown_architecture() -> None:
         ),
     ],
 )
+@pytest.mark.case(103)
 def test_values_that_are_refused(changes: dict[str, Any], named: str) -> None:
     text = refusal(LLAMA, **changes)
     assert named in text
@@ -234,6 +235,7 @@ def test_windows_that_are_refused(changes: dict[str, Any], named: str) -> None:
         ("\ud800".encode("utf-8", "surrogatepass"), "not valid JSON"),
     ],
 )
+@pytest.mark.case(103)
 def test_files_that_are_refused(tmp_path: Path, content: str | bytes, complaint: str) -> None:
     data = content if isinstance(content, bytes) else content.encode()
     (tmp_path / "config.json").write_bytes(data)
@@ -241,6 +243,7 @@ def test_files_that_are_refused(tmp_path: Path, content: str | bytes, complaint:
         ModelConfig.from_folder(tmp_path)
 
 
+@pytest.mark.case(103)
 def test_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         ModelConfig.from_folder(tmp_path / "nowhere")

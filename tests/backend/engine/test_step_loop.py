@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import VOCAB_SIZE
 from manager_harness import Recorder, request, running
 
+from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy
@@ -19,13 +22,40 @@ from inflight_scheduler.recording.replay import replay
 
 Folder = Callable[..., Path]
 NUM_REQUESTS = 12
+# Words that a third of the requests must not say, must stop at, and how they are drawn.
+MORE = {
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.2,
+    "bad_words_list": [[3, 5, 6], [1, 3, -1]],
+    "stop_words_list": [[*range(20, 30)], [*range(1, 11)]],
+    "return_log_probs": True,
+}
 BEGINNING = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5]  # of every prompt, so that blocks are reused
+
+
+Responses = dict[int, list[tuple[list[int], bool, str]]]
+
+
+class OutputRecorder(Recorder):
+    """Keeps the log probabilities as well, [n] per response."""
+
+    def __init__(self, requests: Sequence[InferenceRequest]) -> None:
+        super().__init__(requests)
+        self.log_probs: dict[int, list[Any]] = {}
+
+    def send(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        for tensor in tensors:
+            if tensor.name == "output_log_probs":
+                self.log_probs.setdefault(request_id, []).extend(tensor.tensor.reshape(-1))
+        super().send(request_id, tensors, is_final, error)
 
 
 def answers(
     folder: Path, policy: CapacitySchedulerPolicy, params: TrtGptModelOptionalParams
-) -> dict[int, list[tuple[list[int], bool, str]]]:
-    """What each request got, response by response."""
+) -> tuple[Responses, dict[int, list[Any]]]:
+    """What each request got, response by response, and the log probabilities."""
     dice = random.Random(5)
     requests = [
         request(
@@ -36,17 +66,18 @@ def answers(
             streaming=dice.random() < 0.7,
             exclude_input_in_output=True,
             **({"runtime_top_k": 20, "random_seed": number} if number % 2 else {}),
+            **(MORE if number % 3 == 0 else {}),
         )
         for number in range(1, NUM_REQUESTS + 1)
     ]
-    recorder = Recorder(requests)
+    recorder = OutputRecorder(requests)
     with running(recorder, folder, policy, params=params) as manager:
         recorder.wait_for_finals(*range(1, NUM_REQUESTS + 1))
         assert manager.get_num_active_requests() == 0
     assert recorder.stats[-1]["Used KV cache blocks"] == 0
     num_pauses = sum(stats["Paused Requests"] for stats in recorder.stats)
     assert (num_pauses > 0) == (policy is CapacitySchedulerPolicy.MAX_UTILIZATION)
-    return recorder.responses
+    return recorder.responses, recorder.log_probs
 
 
 @pytest.mark.parametrize("enable_chunked_context", [False, True])
@@ -72,4 +103,9 @@ def test_both_loops_give_the_same_answers_and_replay(
         with open_recording(file) as reader:
             assert reader.header.settings.is_overlapped == (choice is OverlapScheduler.ON)
             assert replay(reader).divergence is None
-    assert given[0] == given[1]
+    (plain, plain_log_probs), (overlapped, log_probs) = given
+    assert plain == overlapped
+    assert plain_log_probs.keys() == log_probs.keys()
+    for request_id, numbers in plain_log_probs.items():
+        assert np.allclose(numbers, log_probs[request_id], atol=1e-4)
+    assert any(plain_log_probs.values())

@@ -157,3 +157,29 @@ def test_fp8_is_close_to_transformers(
         for count, token in enumerate(job.generated):
             logits = oracle_logits(checkpoint, prompt + job.generated[:count])
             assert logits.max() - logits[token] < share * (logits.max() - logits.min())
+
+
+def test_a_step_with_features_replays_the_decoder_alone(folder: Callable[[str], Path]) -> None:
+    """Draws of requests with penalties, bans and min-p are not recorded; the rest still is."""
+    checkpoint, prompt = folder("qwen3"), make_prompts()[1]
+    plain = SamplingParams(temperature=1.3, top_p=0.9, seed=4)
+    special = replace(
+        plain,
+        min_p=0.02,
+        repetition_penalty=1.5,
+        no_repeat_ngram_size=2,
+        bias=((3, 1.5),),
+        bad_words=((5,), (prompt[-1], 9)),
+        top_p_decay=0.9,
+    )
+    eager = [Job(prompt, special), Job(prompt, plain)]
+    EngineDriver(Engine.load(checkpoint, CONFIG)).generate(eager, 3)
+    engine, capture = load_recorded(checkpoint)
+    replayed = [Job(prompt, special), Job(prompt, plain)]
+    driver = EngineDriver(engine, seed=9)
+    driver.generate(replayed, 2)
+    assert capture is None or capture.num_replays == 1
+    driver.generate(replayed[:1], 1)
+    driver.generate(replayed[1:], 1)
+    assert capture is None or capture.num_replays == 4  # one decoder, then decoder and draw
+    assert [job.generated for job in replayed] == [job.generated for job in eager]

@@ -88,6 +88,7 @@ def test_unusable_host(host: str, message: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.0.0", "2.3.1", "10.0"])
+@pytest.mark.case(108)
 def test_numpy_too_new_for_the_embedded_server(version: str) -> None:
     with pytest.raises(ConfigurationError, match=f"numpy {version} is too new.*'numpy<2'"):
         check_numpy(version)

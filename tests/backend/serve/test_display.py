@@ -54,6 +54,14 @@ def test_other_port_is_part_of_what_to_type(tmp_path: Path) -> None:
     assert '  inflight generate "Hello" --max-tokens 40 --url 127.0.0.1:9001\n' in block
 
 
+def test_what_to_type_without_streams(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    block = ready_block(ServeSettings(model=tmp_path, is_decoupled=False), READY)
+    assert '  inflight generate "Hello" --max-tokens 40 --no-stream\n' in block
+    assert "/ensemble/generate -d" in block
+    assert '"stream": false' in block
+
+
 def test_model_without_tokenizer_and_public_host_are_said(tmp_path: Path) -> None:
     block = ready_block(ServeSettings(model=tmp_path, host="0.0.0.0"), READY)
     assert "no tokenizer.json" in block

@@ -92,6 +92,7 @@ def test_server_without_python_backend_is_refused(tmp_path: Path) -> None:
         describe_install(binary)
 
 
+@pytest.mark.case(108)
 def test_stub_of_another_python_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"runs Python 3\.7, .* install it in Python 3\.7"):
         describe_install(make_install(tmp_path, python="3.7"))

@@ -94,6 +94,7 @@ def test_missing_binary_is_one_clear_error() -> None:
         ServerProcess(["/nonexistent"], os.environ, subprocess.DEVNULL)
 
 
+@pytest.mark.case(124)
 def test_server_dies_with_its_launcher(tmp_path: Path) -> None:
     code = (
         "import os, subprocess, time\n"

@@ -32,6 +32,7 @@ def shared_memory(workspace: Workspace) -> Path:
     return Path("/dev/shm") / f"{workspace.shm_prefix}2e0b-76c3"
 
 
+@pytest.mark.case(110)
 def test_folder_is_private_and_goes_with_its_shared_memory(temporary_folder: Path) -> None:
     with Workspace() as workspace:
         assert workspace.path.parent == temporary_folder
@@ -48,6 +49,7 @@ def test_folder_goes_when_the_run_fails(temporary_folder: Path) -> None:
     assert list(temporary_folder.iterdir()) == []
 
 
+@pytest.mark.case(124)
 def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
     folder = Path(killed.stdout.strip())
@@ -59,6 +61,7 @@ def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None
         assert not region.exists()
 
 
+@pytest.mark.case(109)
 def test_living_run_is_left_alone() -> None:
     with Workspace() as workspace:
         sweep_abandoned()

@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 
 WAIT = 10.0
@@ -32,6 +34,7 @@ def test_a_chore_that_raises_is_tried_again_and_the_others_run() -> None:
     housekeeper.close()
 
 
+@pytest.mark.case(124)
 def test_a_process_ends_soon_after_its_parent() -> None:
     """The parent starts a child that would sleep for a minute, and is gone."""
     child = (

@@ -90,6 +90,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     ],
 )
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.case(35)
 def test_words_across_tokens_and_inside_characters(
     codec: TextCodec, text: str, word: str, expected: str, size: int
 ) -> None:

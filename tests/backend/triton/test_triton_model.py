@@ -15,61 +15,20 @@ import numpy as np
 import pytest
 from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 from tokenizers import Tokenizer, models, pre_tokenizers
+from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
-from inflight_backend.triton_model import TritonPythonModel
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.replay import replay
-
-WAIT = 10.0
 
 
 @pytest.fixture(autouse=True)
 def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end this test run when its terminal closes; it has a test of its own."""
     monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
-
-
-class Server:
-    """A loaded `TritonPythonModel` over an engine that counts."""
-
-    def __init__(self, folder: Path, engine: CountingEngine, **parameters: str) -> None:
-        self.engine = engine
-        self.status_file = folder / "status.json"
-        self.drain_file = folder / "drain"
-        parameters = {
-            "gpt_model_path": str(folder),
-            "status_file": str(self.status_file),
-            "drain_file": str(self.drain_file),
-            "cancellation_check_period_ms": "5",
-            "stats_check_period_ms": "5",
-            "max_batch_size": "4",
-            **parameters,
-        }
-        config = {"parameters": {k: {"string_value": v} for k, v in parameters.items()}}
-        self.model = TritonPythonModel()
-        self.model.initialize(
-            {
-                "model_config": json.dumps(config),
-                "model_name": "tensorrt_llm",
-                "model_version": "1",
-            }
-        )
-
-    def send(
-        self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any
-    ) -> FakeSender:
-        request = FakeRequest(make_inputs(values), request_id, outputs)
-        self.model.execute([request])
-        return request.sender
-
-    def ask(self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any) -> FakeSender:
-        sender = self.send(request_id, outputs, **values)
-        assert sender.is_final.wait(WAIT)
-        return sender
 
 
 @pytest.fixture
@@ -101,33 +60,6 @@ def server(
     server.model.finalize()
 
 
-def ids_of(sender: FakeSender) -> list[int]:
-    return [
-        token
-        for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "output_ids"
-        for token in tensor.as_numpy().reshape(-1).tolist()
-    ]
-
-
-def text_of(sender: FakeSender) -> str:
-    return "".join(
-        piece.decode()
-        for response in sender.responses
-        for tensor in response.output_tensors
-        if tensor.name() == "text_output"
-        for piece in tensor.as_numpy().reshape(-1)
-    )
-
-
-def error_of(sender: FakeSender) -> tuple[str, int]:
-    assert len(sender.responses) == 1
-    error = sender.responses[0].error
-    assert error is not None
-    return str(error), error.code
-
-
 def test_tokens_stream_in_contract_shapes(server: Server) -> None:
     sender = server.ask(input_ids=[1, 2, 3], input_lengths=3, request_output_len=20, streaming=True)
     assert ids_of(sender) == list(range(4, 24))
@@ -154,6 +86,12 @@ def test_text_in_text_out(server: Server) -> None:
     assert text_of(excluded) == " 7 8 9"
 
 
+@pytest.mark.case(32)
+def test_an_empty_stop_word_asks_for_nothing(server: Server) -> None:
+    sender = server.ask(text_input="5 6", max_tokens=3, stream=True, stop_words=[""])
+    assert text_of(sender) == " 7 8 9"
+
+
 def test_outputs_follow_the_request(server: Server) -> None:
     sender = server.ask(outputs=("text_output",), input_ids=[7], request_output_len=2)
     assert text_of(sender) == "7 8 9"
@@ -176,6 +114,7 @@ def test_outputs_follow_the_request(server: Server) -> None:
         ({"input_ids": [1], "stop": True}, "a stop request needs the request id"),
     ],
 )
+@pytest.mark.case(1, 3, 4, 5, 14)
 def test_bad_requests_end_with_invalid_arg(
     server: Server, values: dict[str, Any], message: str
 ) -> None:
@@ -185,6 +124,7 @@ def test_bad_requests_end_with_invalid_arg(
     assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
 
 
+@pytest.mark.case(56, 57)
 def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
     server: Server, gate: threading.Event
 ) -> None:
@@ -228,6 +168,7 @@ def test_stop_of_a_waiting_request(server: Server, gate: threading.Event) -> Non
         assert ids_of(sender) == list(range(2, 32))
 
 
+@pytest.mark.case(58)
 def test_stop_for_an_unknown_id_is_acknowledged(server: Server) -> None:  # case 58
     assert server.ask("never seen", stop=True).responses[0].error is None
 
@@ -315,6 +256,7 @@ def test_drain_refuses_new_requests_and_finishes_running_ones(
     wait_for_phase(server, "drained")
 
 
+@pytest.mark.case(126)
 def test_the_end_of_the_drain_time_stops_what_still_runs(
     server: Server, gate: threading.Event
 ) -> None:
@@ -339,6 +281,7 @@ def wait_for_phase(server: Server, phase: str) -> None:
 
 
 @pytest.mark.parametrize("fails_finally", [False, True])
+@pytest.mark.case(92)
 def test_a_sender_that_raises_ends_its_own_stream_only(
     server: Server, gate: threading.Event, fails_finally: bool
 ) -> None:
@@ -367,6 +310,7 @@ def test_no_feed_of_statistics_is_opened_while_draining(server: Server) -> None:
     assert len(server.ask(stats=True, streaming=False).responses) == 1
 
 
+@pytest.mark.case(77)
 def test_queue_limit_is_a_named_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
@@ -383,7 +327,9 @@ def test_queue_limit_is_a_named_refusal(
     assert refused
     text, code = error_of(refused[0])
     assert code == FakePbUtils.TritonError.UNAVAILABLE
-    assert text == "Maximum queue size of 1 has been reached (max_queue_size); try again later"
+    assert text.startswith("Maximum queue size of 1 has been reached (max_queue_size); try again")
+    assert "of 1 places are taken" in text
+    assert "of 64 KV blocks are free" in text
     gate.set()
     server.model.finalize()
     assert all(sender.is_final.is_set() for sender in senders)
@@ -483,6 +429,31 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
     assert answers["no"]["state"] == "not in flight"
     for sender in senders:
         assert sender.is_final.wait(WAIT)
+
+
+def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
+    server: Server, tmp_path: Path
+) -> None:
+    answer = answer_of(server.ask(describe=True), "description")
+    description = json.loads(answer)
+    assert description.pop("files") == {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()}
+    assert description == {
+        "model": tmp_path.name,
+        "max_input_len": server.engine.max_seq_len - 1,
+        "max_seq_len": server.engine.max_seq_len,
+        "vocab_size": server.engine.vocab_size,
+        "end_id": -1,
+    }
+    assert str(tmp_path) not in answer
+
+
+def test_errors_carry_their_code_when_asked(server: Server) -> None:
+    bad = make_inputs({"input_ids": [1], "request_output_len": 0})
+    plain, coded = FakeRequest(bad), FakeRequest(bad, "", (), '{"inflight_error_codes": true}')
+    server.model.execute([plain, coded])
+    message, code = error_of(plain.sender)
+    assert message.startswith("'request_output_len' is 0")
+    assert error_of(coded.sender) == (f"[INVALID_ARG] {message}", code)
 
 
 def test_why_needs_an_id(server: Server) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 from scheduler.fake_engine import draw
 from scheduler.world import make_request
 
@@ -19,6 +21,8 @@ from inflight_scheduler import (
     RequestScheduler,
     ScheduledBatch,
 )
+from inflight_scheduler.recording import likeness, texts
+from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
@@ -191,3 +195,14 @@ def play(
         num_left = None if num_left is None else num_left - 1
     assert all(request.finish_reason != FinishReason.NOT_FINISHED for request in world.finished)
     return world
+
+
+@contextmanager
+def tiny_ring() -> Iterator[None]:
+    """Three segments of five iterations; what is known of texts is swept all the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "SEGMENT_ITERATIONS", 5)
+        patch.setattr(recorder_module, "NUM_SEGMENTS", 3)
+        patch.setattr(texts, "MIN_PARTS", 3)
+        patch.setattr(likeness, "_MIN_REMEMBERED", 0)
+        yield

@@ -35,6 +35,7 @@ def test_a_file_holds_everything_from_the_start(tmp_path: Path) -> None:
     assert result.num_pauses == world.num_pauses
 
 
+@pytest.mark.case(95)
 def test_a_full_disk_ends_the_recording_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

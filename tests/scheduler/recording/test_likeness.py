@@ -78,6 +78,7 @@ def test_old_texts_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.Mo
     assert index._young.num_tokens + index._old.num_tokens <= 2 * 100 + 40
 
 
+@pytest.mark.case(112)
 def test_hostile_texts_are_refused_in_time() -> None:
     book = TextBook()
     book.add()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
+from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read, tiny_ring
 
 from inflight_scheduler import ContextChunking
 from inflight_scheduler.recording.errors import RecordingError
@@ -31,7 +31,14 @@ from inflight_scheduler.recording.workload import read_workload
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 TEXT = play(SETTINGS, num_requests=20, seed=9).text
 REUSING = Settings(MAX_UTILIZATION, 12, 4, 6, 40, ContextChunking(unit_size=3), True, True)
-TEXTS = [TEXT, play(REUSING, num_requests=20, seed=9).text]
+
+
+def middle_of_a_ring() -> str:
+    with tiny_ring():
+        return play(REUSING, num_requests=60, seed=9, max_iterations=50).text
+
+
+TEXTS = [TEXT, play(REUSING, num_requests=20, seed=9).text, middle_of_a_ring()]
 
 ids = st.lists(st.integers(0, 2**64 - 1), max_size=8, unique=True).map(tuple)
 
@@ -81,6 +88,7 @@ def test_a_steady_iteration_costs_few_bytes() -> None:
     assert json.loads(line)["+"] == [7, 5]
 
 
+@pytest.mark.case(114)
 def test_no_text_of_the_user_is_in_a_recording() -> None:
     """Numbers, fixed keys and fixed words only."""
     words = set()
@@ -90,7 +98,7 @@ def test_no_text_of_the_user_is_in_a_recording() -> None:
         values = [x for key in "al" for row in content.get(key, []) for x in row]
         assert all(x is None or type(x) in (int, float) for x in values)
         assert all(type(x) is int for key in "cp+-g" for x in content.get(key, []))
-    assert words <= set("itdacg-+pfexyl") | {"cancelled", "end_id"}
+    assert words <= set("itdacg-+pfexylb") | {"cancelled", "end_id"}
 
 
 def changed_header(**changes: object) -> str:
@@ -111,7 +119,7 @@ def changed_header(**changes: object) -> str:
         (TEXT[:-10], "the line is cut off"),
         (TEXT.replace('"inflight_recording":1', '"inflight_recording":2'), "format version 2"),
         (TEXT.replace('"i":3', '"i":4'), "line 4: iteration 4 follows iteration 2"),
-        (TEXT.replace('"t":', '"T":', 1), "line 2: unknown key 'T'"),
+        (TEXT.replace('"t":', '"T":', 1), "line 2: the key 'T' is unknown here; use the software"),
         (TEXT.replace('"f":', '"f":-', 1), "line 2: f is -"),
         (TEXT.replace('"f":', '"f":1e3,"d":', 1), "line 2: f: a whole number is expected"),
         (TEXT.replace('"d":', '"d":true,"d":"', 1), "line 2: this is no JSON"),
@@ -126,9 +134,20 @@ def changed_header(**changes: object) -> str:
         (changed_header(chunking=["force_chunk", 41, None]), "contradict one another"),
         (changed_header(enable_reuse=1), "enable_reuse: true or false is expected"),
         (changed_header(colour="red"), "the setting 'colour' is unknown here"),
+        (
+            TEXT.replace('"active":', '"more":1,"active":'),
+            "the key of the header 'more' is unknown",
+        ),
+        (TEXT.replace('"a":[[1,', '"a":[[1,2,3,0,0.5,1,null,0,0,7],[1,'), "has 10 values, known"),
+        (TEXT.replace('"a":[[1,', '"a":[[1,2,3,0,NaN],[1,'), "line 2: a priority is nan"),
+        (TEXT.replace('"f":', '"f":1' + "0" * 4000 + ',"x":', 1), "line 2: f is 1000"),
+        (TEXT.replace('"f":', '"f":1' + "0" * 5000 + ',"x":', 1), "line 2: this is no JSON"),
+        (TEXT.replace('"active":[]', '"active":[],"cache":{}'), "line 1: cache: an object is"),
+        (TEXT.replace('"a":[[1,', '"a":[[1,2,3],[1,', 1), "line 2: request 1 arrives while it is"),
         (changed_header(num_blocks=1), "is larger than the whole pool"),
     ],
 )
+@pytest.mark.case(111, 112)
 def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> None:
     with pytest.raises(RecordingError) as caught:
         replay(read(text))
@@ -158,6 +177,8 @@ def test_a_step_that_failed_ends_its_requests() -> None:
 
 @hypothesis_settings(max_examples=150, deadline=None)
 @given(st.data())
+@pytest.mark.case(111)
+@pytest.mark.case(122)
 def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     """Bytes changed, lines lost, doubled or moved: a clear error, or an answer; never a crash."""
     content = bytearray(data.draw(st.sampled_from(TEXTS)).encode())
@@ -182,10 +203,38 @@ def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     assert end.startswith(("test.jsonl", "identical", "iteration"))
 
 
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_cache_at_the_start_is_one_or_an_error(data: st.DataObject) -> None:
+    """Numbers of one list changed, lost, doubled, or moved into another."""
+    header, _, rest = TEXTS[2].partition("\n")
+    content = json.loads(header)
+    cache = content["cache"]
+    for _ in range(data.draw(st.integers(1, 3))):
+        key = data.draw(st.sampled_from(sorted(cache)))
+        values = cache[key]
+        if not isinstance(values, list) or not values:
+            cache[key] = data.draw(st.none() | st.integers(-1, 50) | st.just([0]))
+            continue
+        place = data.draw(st.integers(0, len(values) - 1))
+        number = data.draw(st.integers(-1, 14) | st.sampled_from([2**24, 2**37, 10**19]))
+        match data.draw(st.sampled_from(["set", "insert", "delete", "copy"])):
+            case "set":
+                values[place] = number
+            case "insert":
+                values.insert(place, number)
+            case "delete":
+                del values[place]
+            case "copy":
+                values[place] = values[-1]
+    end = outcome(json.dumps(content) + "\n" + rest)
+    assert end.startswith(("test.jsonl, line", "identical", "iteration"))
+
+
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(list("itdacg-+pfexyl")),
+        st.sampled_from(list("itdacg-+pfexylb")),
         st.recursive(
             st.none() | st.booleans() | st.integers(-1, 2**65) | st.floats() | st.text(max_size=3),
             lambda inner: st.lists(inner, max_size=4),
@@ -194,6 +243,7 @@ def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     ),
     st.booleans(),
 )
+@pytest.mark.case(122)
 def test_any_json_is_an_iteration_or_an_error(content: dict[str, object], is_reusing: bool) -> None:
     header = TEXTS[is_reusing].partition("\n")[0] + "\n"
     line = json.dumps({"i": 1, "t": 0, "d": 0, "f": 12, **content}) + "\n"

@@ -7,19 +7,22 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
 from scheduler.world import make_request
 
 from inflight_scheduler import FinishReason
-from inflight_scheduler.recording import svg
+from inflight_scheduler.recording import page, svg
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
 from inflight_scheduler.recording.page import write_page
+from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.svg import write_svg
 from inflight_scheduler.recording.trace import write_trace
+from inflight_scheduler.recording.whatif import Clock
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 
@@ -89,6 +92,7 @@ def test_svg_is_sound_and_says_the_reasons(history: History) -> None:
     assert any("waiting for KV blocks: needs" in title for title in titles)
 
 
+@pytest.mark.case(116)
 def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(svg, "MAX_ROWS", 30)
     sizes = []
@@ -101,6 +105,27 @@ def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.Monke
         ElementTree.fromstring(picture)
         sizes.append(len(picture))
     assert sizes[1] < 1.3 * sizes[0]
+
+
+def test_more_spans_than_memory_is_for_are_refused(
+    world: RecordedWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight_scheduler.recording.history.MAX_NUM_SPANS", 100)
+    with pytest.raises(RecordingError, match="more than 100 spans: cut the recording"):
+        build_history(read(world.text))
+
+
+def test_a_page_of_many_requests_has_as_many_lines_as_were_in_flight(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "MAX_ROWS", 39)
+    lanes = page.history_data(history)["lanes"]
+    alive = [
+        sum(row.start <= index < (row.end or index + 1) for row in history.rows)
+        for index in range(history.num_iterations)
+    ]
+    assert len(lanes) == max(alive) < 39
+    assert sorted(index for lane in lanes for index in lane) == list(range(40))
 
 
 def test_the_stack_holds_every_request_in_every_iteration(history: History) -> None:
@@ -126,10 +151,10 @@ def test_lanes_hold_one_request_at_a_time(history: History) -> None:
 
 
 def test_the_page_holds_the_history_and_loads_nothing(history: History) -> None:
-    page = "".join(write_page(history))
-    assert "http://" not in page
-    assert "https://" not in page
-    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    text = "".join(write_page(history))
+    assert "http://" not in text
+    assert "https://" not in text
+    content = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     assert content is not None
     data = json.loads(content[1])
     assert [row[0] for row in data["rows"]] == [row.request_id for row in history.rows]
@@ -153,12 +178,67 @@ def test_a_hostile_name_is_only_text(write) -> None:  # type: ignore[no-untyped-
     assert str(2**63) in picture
 
 
+def check_trace_events(events: list[dict[str, Any]]) -> None:
+    """The rules of the Trace Event Format, for the three phases that are used.
+
+    docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: every event has ph, pid
+    and name; times are microseconds; a complete event (X) has a duration and a thread, and those of
+    one thread nest; a counter (C) has numbers only; metadata (M) names a process.
+    """
+    ends: dict[tuple[int, int], int] = {}
+    counters: dict[str, int] = {}
+    for event in events:
+        assert event["name"]
+        assert type(event["pid"]) is type(event["tid"]) is type(event["ts"]) is int
+        match event["ph"]:
+            case "M":
+                assert event["name"] == "process_name"
+                assert isinstance(event["args"]["name"], str)
+            case "C":
+                assert all(type(value) is int for value in event["args"].values())
+                assert event["ts"] >= counters.get(event["name"], 0)
+                counters[event["name"]] = event["ts"]
+            case "X":
+                assert event["dur"] > 0
+            case other:
+                raise AssertionError(f"phase {other} is not used")
+    slices = [event for event in events if event["ph"] == "X"]
+    for event in sorted(slices, key=lambda event: event["ts"]):
+        lane = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(lane, 0) - 1, "slices of one lane overlap"
+        ends[lane] = event["ts"] + event["dur"]
+
+
+def test_nothing_is_drawn_while_nobody_is_in_flight() -> None:
+    """A minute passes between two requests: neither of them lasts a minute."""
+    clock = Clock()
+    settings = Settings(GUARANTEED, 12, 4, 6)
+    world = RecordedWorld(settings)
+    world.recorder = FlightRecorder(settings, clock=clock)
+    for number in (1, 2):
+        world.arrive(make_request(number, 3, 4))
+        while world.active:
+            clock.time_us += 1000
+            world.iterate()
+        clock.time_us += 60_000_000
+    history = build_history(read(world.text))
+    assert history.start_us[-1] > 60_000_000
+    assert list(history.is_last_busy) == [0, 0, 0, 1] * 2
+    events = json.loads("".join(write_trace(history)))["traceEvents"]
+    assert sum(event["dur"] for event in events if event["ph"] == "X") < 20_000
+    idle = [event for event in events if event["name"] == "batch"][4]
+    assert idle["args"] == {"context": 0, "generation": 0}
+    text = "".join(write_page(history))
+    assert '"pauses_after":[[3,' in text
+
+
 def test_the_trace_has_one_slice_per_span_and_three_counters(history: History) -> None:
     trace = json.loads("".join(write_trace(history)))
     events = trace["traceEvents"]
     kinds = Counter(event["ph"] for event in events)
     assert kinds["X"] == sum(len(row.spans) for row in history.rows)
-    assert kinds["C"] == 3 * history.num_iterations
+    assert kinds["C"] == 3 * (history.num_iterations + sum(history.is_last_busy))
+    check_trace_events(events)
     lanes: dict[int, int] = {}
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
         assert event["ts"] >= lanes.get(event["tid"], 0) - 1

@@ -1,0 +1,34 @@
+"""Calling what others wrote: whatever it raises is logged once per callback, and stays there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class CallbackGuard:
+    """Calls callbacks for a thread that must not end, even if one raises `SystemExit`."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    def call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
+        """What the callback returns; None if it raises, which is logged the first time."""
+        try:
+            return callback(*args)
+        except BaseException:
+            if name not in self._failed:
+                self._failed.add(name)
+                _logger.exception("the %s callback failed (said once)", name)
+            return None
+
+    def call_for_list(
+        self, name: str, callback: Callable[..., Iterable[_Result]], *args: object
+    ) -> list[_Result]:
+        """What a callback returns, as a list; empty if it fails or returns no collection."""
+        return self.call(name, lambda: list(callback(*args) or ())) or []

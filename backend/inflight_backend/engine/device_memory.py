@@ -1,0 +1,44 @@
+"""How much memory of a GPU is free, and how much a step takes: measured, not estimated."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class DeviceMemory(Protocol):
+    """What the size of the KV pool depends on, in bytes."""
+
+    def free_bytes(self) -> int:
+        """Free now, with everything given back that is only kept for later."""
+
+    def start_peak(self) -> None:
+        """Measure from here."""
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since `start_peak`, beyond what was in use then."""
+
+
+class CudaMemory:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        self._bytes_before = 0
+
+    def free_bytes(self) -> int:
+        """What the driver says, after torch's cache has been emptied."""
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return int(free_bytes)
+
+    def start_peak(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._bytes_before = torch.cuda.memory_allocated()
+
+    def peak_bytes(self) -> int:
+        """Waits for the device."""
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated()) - self._bytes_before

@@ -1,0 +1,75 @@
+"""Whether the batch manager makes progress: written by its loop, read by whoever watches it.
+
+Alive is not enough: a server can answer "ready" while no token moves. So the loop counts what it
+gets done, and failures that follow one another without anything done between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_logger = logging.getLogger(__name__)
+
+MAX_FAILURES_IN_A_ROW = 3
+"""As many failed steps, or failures of the loop, with no success between them mean: unhealthy.
+
+One bad request fails its own step and the next step succeeds; a lost device fails them all.
+"""
+
+
+class LoopHealth:
+    """Progress and failures of one loop; the loop's thread writes, any thread reads."""
+
+    def __init__(self) -> None:
+        self._num_moves = 0
+        self._num_failures_in_a_row = 0
+        self._is_recovering = False
+
+    @property
+    def num_moves(self) -> int:
+        """Steps completed and requests ended so far; while requests wait this must grow."""
+        return self._num_moves
+
+    @property
+    def is_healthy(self) -> bool:
+        """False while the loop starts afresh, and after too many failures in a row."""
+        return not self._is_recovering and self._num_failures_in_a_row < MAX_FAILURES_IN_A_ROW
+
+    @property
+    def has_failed_again(self) -> bool:
+        """True when nothing was done since the failure before the last."""
+        return self._num_failures_in_a_row > 1
+
+    def moved(self) -> None:
+        """A step was completed."""
+        self._num_moves += 1
+        self._num_failures_in_a_row = 0
+
+    def ended(self) -> None:
+        """A request was ended, however."""
+        self._num_moves += 1
+
+    def failed(self) -> None:
+        """A step failed."""
+        self._num_failures_in_a_row += 1
+
+    def note(self, *, is_completed: bool, has_failed: bool) -> None:
+        """What one turn of the loop did: it may have completed one step and failed in the next."""
+        if is_completed:
+            self.moved()
+        if has_failed:
+            self.failed()
+
+    @contextmanager
+    def recovering(self) -> Iterator[None]:
+        """Around the rescue after a failure of the loop; what the rescue raises is logged only."""
+        self._is_recovering = True
+        self.failed()
+        try:
+            yield
+        except BaseException:  # the thread must live: nobody else can end its requests
+            _logger.exception("the rescue of the batch manager failed")
+        finally:
+            self._is_recovering = False

@@ -1,0 +1,114 @@
+"""Starting the server again when it has failed, and knowing when to give up.
+
+A server that failed is killed with everything it started, which closes every connection: its
+clients get an error at once instead of silence. Then its shared memory is removed, and a new one
+is started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import typer
+
+from inflight_backend.errors import ServingError
+from inflight_backend.serve.signals import StopSignals
+from inflight_backend.serve.workspace import Workspace
+
+STEADY_SECONDS = 60.0
+"""A server that was ready for so long and then fails is a new story, not the same failure again."""
+
+_FIRST_DELAY = 1.0
+_POLL_SECONDS = 0.05
+
+
+class RestartPolicy:
+    """At once, then after 1, 2, 4, ... seconds; after ``max_restarts`` failures in a row, no more.
+
+    Failures count as in a row unless the server was ready for `STEADY_SECONDS` between them.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self.num_failures = 0
+
+    def next_delay(self, ready_seconds: float) -> float | None:
+        """Seconds to wait before the next start; None to give up."""
+        if ready_seconds >= STEADY_SECONDS:
+            self.num_failures = 0
+        self.num_failures += 1
+        if self.num_failures > self._max_restarts:
+            return None
+        return 0.0 if self.num_failures == 1 else _FIRST_DELAY * 2.0 ** (self.num_failures - 2)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One start of the server; whoever runs it notes when the server is ready."""
+
+    number: int
+    failed_at: float | None = None
+    """When the server before it failed; None for the first."""
+    ready_at: float | None = None
+
+    def mark_ready(self) -> None:
+        """Requests are served from now on."""
+        self.ready_at = time.monotonic()
+
+    @property
+    def ready_seconds(self) -> float:
+        """How long the server has been ready."""
+        return 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
+
+
+class Supervisor:
+    """Runs attempts until one ends by itself, the user wants to stop, or the policy gives up."""
+
+    def __init__(self, workspace: Workspace, signals: StopSignals, policy: RestartPolicy) -> None:
+        self._workspace = workspace
+        self._signals = signals
+        self._policy = policy
+
+    def run(self, serve: Callable[[Attempt], None]) -> None:
+        """Run ``serve``, again if it raises; `ServingError` for a failure that nothing follows.
+
+        A server that never was ready is not started again: what is wrong then is a setting.
+        """
+        attempt = Attempt(1)
+        was_ready = False
+        while True:
+            try:
+                serve(attempt)
+                return
+            except ServingError as error:
+                was_ready = was_ready or attempt.ready_at is not None
+                if not was_ready or self._signals.is_asked():
+                    raise
+                delay = self._next_delay(attempt, error)
+            attempt = Attempt(attempt.number + 1, failed_at=time.monotonic())
+            self._workspace.clear_run()
+            if not self._wait(delay):
+                return
+
+    def _next_delay(self, attempt: Attempt, error: ServingError) -> float:
+        delay = self._policy.next_delay(attempt.ready_seconds)
+        number = self._policy.num_failures
+        if delay is None:
+            if number == 1:
+                raise error
+            raise ServingError(f"giving up after {number} failures in a row, last: {error}")
+        when = f"in {delay:g} s" if delay else "now"
+        typer.echo(f"{error}; starting again {when} (failure {number})", err=True)
+        return delay
+
+    def _wait(self, seconds: float) -> bool:
+        """True after ``seconds``; False as soon as the user wants to stop."""
+        deadline = time.monotonic() + seconds
+        while not self._signals.is_asked():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return True
+            time.sleep(min(left, _POLL_SECONDS))
+        return False

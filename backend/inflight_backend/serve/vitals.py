@@ -1,0 +1,92 @@
+"""What can be seen of a running server from outside: who is dead, who does not answer."""
+
+from __future__ import annotations
+
+import http.client
+import time
+
+from inflight_backend.errors import ServingError
+from inflight_backend.parameters import parse_parameters
+from inflight_backend.serve.log import explain
+from inflight_backend.serve.process import ServerProcess, is_running
+from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.serve.workspace import Workspace
+from inflight_backend.status import ModelStatus, beat_of, read_status
+
+_HEALTH_SECONDS = 2.0
+_PROBE_PERIOD_SECONDS = 2.0
+# What the model gets after it has said that nothing moves: its streams have ended by then, the
+# server may still be writing the ends out.
+_FAREWELL_SECONDS = 1.0
+_SEE_LOG = "(--verbose shows its log)"
+
+
+class Vitals:
+    """Looks at one server and its model process; raises `ServingError` saying what is wrong."""
+
+    def __init__(
+        self, settings: ServeSettings, workspace: Workspace, server: ServerProcess
+    ) -> None:
+        self._settings = settings
+        self._workspace = workspace
+        self._server = server
+        model = str(settings.model)
+        parameters = parse_parameters({**settings.parameters, "gpt_model_path": model})
+        self._silence_seconds = parameters.stall_seconds + 2 * _PROBE_PERIOD_SECONDS
+        self._answered_at = self._probed_at = self._beat_at = time.monotonic()
+        self._last_beat = 0
+        self._unhealthy_since: float | None = None
+
+    def check_processes(self, status: ModelStatus | None, is_loading: bool = False) -> None:
+        """Fail if the model could not be loaded or a process died."""
+        end = self._server.exit_status()
+        is_model_dead = status is not None and not is_running(status.pid)
+        latest = read_status(self._workspace.status_file)  # what was written before the death
+        if latest is not None and latest.phase == "failed":
+            raise ServingError(latest.fields["error"])
+        if end is not None:
+            reason = explain(self._workspace.log_file) if is_loading else ""
+            why = f": {reason}" if reason else f" {_SEE_LOG}"
+            raise ServingError(f"tritonserver ended ({end}){why}")
+        if is_model_dead:
+            raise ServingError(f"the model process died {_SEE_LOG}")
+
+    def check_progress(self) -> None:
+        """Fail if the model says that nothing moves, or nothing is heard of model or server."""
+        status = read_status(self._workspace.status_file)
+        self._check_health_of_model(status)
+        now = time.monotonic()
+        beat = beat_of(self._workspace.status_file)
+        if beat != self._last_beat:
+            self._last_beat, self._beat_at = beat, now
+        if now - self._beat_at > self._silence_seconds:
+            raise ServingError(f"the model process was silent for {now - self._beat_at:.0f} s")
+        if now - self._probed_at >= _PROBE_PERIOD_SECONDS:
+            self._probed_at = now
+            if self.is_answering("live"):
+                self._answered_at = time.monotonic()
+        silence = time.monotonic() - self._answered_at
+        if silence > self._silence_seconds:
+            raise ServingError(f"tritonserver has not answered for {silence:.0f} s")
+
+    def is_answering(self, what: str = "ready") -> bool:
+        """True if the server says that it is ``live`` or ``ready``."""
+        connection = http.client.HTTPConnection(
+            self._settings.local_host, self._settings.http_port, timeout=_HEALTH_SECONDS
+        )
+        try:
+            connection.request("GET", f"/v2/health/{what}")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _check_health_of_model(self, status: ModelStatus | None) -> None:
+        if status is None or status.phase != "unhealthy":
+            self._unhealthy_since = None
+            return
+        now = time.monotonic()
+        self._unhealthy_since = self._unhealthy_since or now
+        if now - self._unhealthy_since >= _FAREWELL_SECONDS:
+            raise ServingError(f"the model is not healthy: {status.fields['error']}")

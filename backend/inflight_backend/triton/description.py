@@ -1,0 +1,49 @@
+"""What a front needs to know of the model to stand in for it: its limits, and how text is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from inflight_backend.request_validation import RequestLimits
+from inflight_backend.text import TextCodec
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""The files of a checkpoint that say how text becomes tokens and messages become text."""
+
+
+class ModelDescription:
+    """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, and ``files``.
+
+    ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text. No path of
+    this machine is told. The files are read when first asked for.
+    """
+
+    def __init__(
+        self, name: str, folder: Path, limits: RequestLimits, codec: TextCodec | None
+    ) -> None:
+        self._name = name
+        self._folder = folder
+        self._limits = limits
+        self._end_id = -1 if codec is None else codec.end_id
+        self._text = ""
+
+    def to_json(self) -> str:
+        """The description; ``OSError`` or ``ValueError`` if a file cannot be read as text."""
+        if not self._text:
+            paths = (self._folder / name for name in TOKENIZER_FILES)
+            content = {
+                "model": self._name,
+                "max_input_len": self._limits.max_input_len,
+                "max_seq_len": self._limits.max_seq_len,
+                "vocab_size": self._limits.vocab_size,
+                "end_id": self._end_id,
+                "files": {p.name: p.read_text(encoding="utf-8") for p in paths if p.is_file()},
+            }
+            self._text = json.dumps(content)
+        return self._text

@@ -1,0 +1,66 @@
+"""`TritonPythonModel` of ``postprocessing``: token ids to text, whole answers only.
+
+A stream is better read as ``text_output`` of ``tensorrt_llm``: a token by itself may be half a
+character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.text_model import load_codec, parameters_of, read_switch, respond
+
+Array = npt.NDArray[Any]
+
+
+class Postprocessor:
+    """Decodes the first ``SEQUENCE_LENGTH`` ids of every beam."""
+
+    def __init__(self, codec: TextCodec, *, skips_special_tokens: bool) -> None:
+        self._codec = codec
+        self._skips_special_tokens = skips_special_tokens
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See `inflight_backend.triton.text_model.Convert`."""
+        tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
+        if tokens.shape[:2] != lengths.shape:
+            raise InvalidRequest(
+                f"'SEQUENCE_LENGTH' has shape {list(lengths.shape)}, "
+                f"expected {list(tokens.shape[:2])}: one length per beam of 'TOKENS_BATCH'"
+            )
+        longest, highest = tokens.shape[2], self._codec.vocab_size - 1
+        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
+            raise InvalidRequest(f"'SEQUENCE_LENGTH' must hold numbers from 0 to {longest}")
+        texts = np.empty(lengths.shape, dtype=np.object_)
+        for place in np.ndindex(*lengths.shape):
+            ids = tokens[place][: lengths[place]]
+            if ids.size and not 0 <= ids.min() <= ids.max() <= highest:
+                raise InvalidRequest(f"'TOKENS_BATCH' holds an id outside 0..{highest}")
+            text = self._codec.decode(ids.tolist(), skip_special_tokens=self._skips_special_tokens)
+            texts[place] = text.encode()
+        return {"OUTPUT": texts}
+
+
+class TritonPythonModel:
+    """The model ``postprocessing``."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer; a failure fails the load with one line."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        self._pb_utils = pb_utils
+        parameters = parameters_of(args)
+        self._convert = Postprocessor(
+            load_codec(parameters),
+            skips_special_tokens=read_switch(parameters, "skip_special_tokens", True),
+        )
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request."""
+        return respond(self._pb_utils, requests, self._convert)

@@ -1,0 +1,115 @@
+"""`TritonPythonModel` of ``preprocessing``: text to token ids, words to word lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.text_model import (
+    load_codec,
+    parameters_of,
+    read_switch,
+    respond,
+    texts,
+)
+from inflight_backend.triton.words import embedding_bias, word_ids
+
+Array = npt.NDArray[Any]
+
+
+class Preprocessor:
+    """Turns the tensors of a request into those ``tensorrt_llm`` takes, row by row."""
+
+    def __init__(self, codec: TextCodec, *, adds_special_tokens: bool) -> None:
+        self._codec = codec
+        self._adds_special_tokens = adds_special_tokens
+        self._pad_id = codec.end_id if codec.pad_id < 0 else codec.pad_id
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See `inflight_backend.triton.text_model.Convert`."""
+        num_rows = len(inputs["QUERY"])
+        pad_ids = _ids(inputs, "PAD_ID", num_rows, self._pad_id)
+        input_ids, input_lengths = self._encode(inputs, "QUERY", pad_ids)
+        outputs = {
+            "INPUT_ID": input_ids,
+            "REQUEST_INPUT_LEN": input_lengths,
+            **self._decoder(inputs, pad_ids),
+            "BAD_WORDS_IDS": self._words(inputs, "BAD_WORDS_DICT", num_rows),
+            "STOP_WORDS_IDS": self._words(inputs, "STOP_WORDS_DICT", num_rows),
+            "EMBEDDING_BIAS": self._bias(inputs, num_rows),
+            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
+            "OUT_END_ID": _ids(inputs, "END_ID", num_rows, self._codec.end_id),
+            "OUT_PAD_ID": pad_ids,
+        }
+        if "PROMPT_TABLE_EXTRA_ID" in inputs:
+            extra = inputs["PROMPT_TABLE_EXTRA_ID"].reshape(num_rows, 1)
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.repeat(extra, input_ids.shape[1], axis=1)
+        return outputs
+
+    def _encode(
+        self, inputs: Mapping[str, Array], name: str, pad_ids: Array
+    ) -> tuple[Array, Array]:
+        """Ids ``[num_rows, longest]``, shorter rows padded, and their lengths ``[num_rows, 1]``."""
+        rows = [
+            self._codec.encode_raw("".join(row), add_special_tokens=self._adds_special_tokens)
+            for row in texts(inputs, name, len(pad_ids))
+        ]
+        if not all(rows):
+            raise InvalidRequest(f"'{name}' is empty: a prompt needs at least one token")
+        lengths = np.array([[len(row)] for row in rows], dtype=np.int32)
+        ids = np.repeat(pad_ids, lengths.max(), axis=1)
+        for target, row in zip(ids, rows, strict=True):
+            target[: len(row)] = row
+        return ids, lengths
+
+    def _decoder(self, inputs: Mapping[str, Array], pad_ids: Array) -> dict[str, Array]:
+        ids, lengths = pad_ids, np.ones_like(pad_ids)
+        if "DECODER_QUERY" in inputs:
+            ids, lengths = self._encode(inputs, "DECODER_QUERY", pad_ids)
+        return {"DECODER_INPUT_ID": ids, "REQUEST_DECODER_INPUT_LEN": lengths}
+
+    def _words(self, inputs: Mapping[str, Array], name: str, num_rows: int) -> Array:
+        return word_ids(texts(inputs, name, num_rows), self._encode_word)
+
+    def _bias(self, inputs: Mapping[str, Array], num_rows: int) -> Array:
+        weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.zeros((num_rows, 0), dtype=np.float32))
+        return embedding_bias(
+            texts(inputs, "EMBEDDING_BIAS_WORDS", num_rows),
+            [row.reshape(-1).tolist() for row in weights],
+            self._encode_word,
+            self._codec.vocab_size,
+        )
+
+    def _encode_word(self, word: str) -> list[int]:
+        return self._codec.encode_word(word)
+
+
+class TritonPythonModel:
+    """The model ``preprocessing``."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer; a failure fails the load with one line."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        self._pb_utils = pb_utils
+        parameters = parameters_of(args)
+        self._convert = Preprocessor(
+            load_codec(parameters),
+            adds_special_tokens=read_switch(parameters, "add_special_tokens", True),
+        )
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request."""
+        return respond(self._pb_utils, requests, self._convert)
+
+
+def _ids(inputs: Mapping[str, Array], name: str, num_rows: int, default: int) -> Array:
+    """A token id per row ``[num_rows, 1]``."""
+    if name in inputs:
+        return inputs[name].reshape(num_rows, 1)
+    return np.full((num_rows, 1), default, dtype=np.int32)

@@ -1,0 +1,118 @@
+"""``sampling_parameters``: the JSON object of vLLM's clients, as tensors of the wire.
+
+Names and meanings are those of vLLM's ``SamplingParams``; numbers may be strings, as its samples
+send them. A name without a counterpart is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
+
+Array = npt.NDArray[Any]
+
+_NAME = "sampling_parameters"
+_KEY_TO_TENSOR = {
+    "max_tokens": "request_output_len",
+    "min_tokens": "min_length",
+    "temperature": "temperature",
+    "top_p": "runtime_top_p",
+    "top_k": "runtime_top_k",
+    "seed": "random_seed",
+    "n": "num_return_sequences",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+}
+_MAX_STOP_STRINGS = 64
+_ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
+
+
+def expand(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """``inputs`` with the JSON object replaced by the tensors it stands for.
+
+    `InvalidRequest` names the key that is unknown, of the wrong kind, or also sent as a tensor.
+    """
+    tensor = inputs.get(_NAME)
+    if tensor is None:
+        return inputs
+    result = {name: value for name, value in inputs.items() if name != _NAME}
+    for key, value in _read_object(tensor).items():
+        if value is None:
+            continue
+        if key == "ignore_eos" and value is False:
+            continue
+        name, expanded = _expand(key, value)
+        if name in result:
+            raise InvalidRequest(f"'{_NAME}': {key} is given twice, also as '{name}'")
+        result[name] = expanded
+    return result
+
+
+def _read_object(tensor: Array) -> dict[str, Any]:
+    if tensor.size != 1:
+        raise InvalidRequest(f"'{_NAME}' must hold one string, got {tensor.size}")
+    try:
+        content = json.loads(tensor.reshape(-1)[0])
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"'{_NAME}' is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"'{_NAME}' must be a JSON object")
+    return content
+
+
+def _expand(key: str, value: Any) -> tuple[str, Array]:
+    if key == "stop":
+        return "stop_words", _strings(value)
+    if key == "ignore_eos":
+        if value is not True:
+            raise InvalidRequest(f"'{_NAME}': ignore_eos must be true or false")
+        return "end_id", np.array([[-1]], dtype=np.int32)
+    if key not in _KEY_TO_TENSOR:
+        known = ", ".join([*_KEY_TO_TENSOR, "stop", "ignore_eos"])
+        raise InvalidRequest(f"'{_NAME}': {key[:100]!r} is not supported; known are {known}")
+    name = _KEY_TO_TENSOR[key]
+    return name, _number(key, INPUT_BY_NAME[name].dtype, value)
+
+
+def _number(key: str, dtype: str, value: Any) -> Array:
+    kind = DTYPE_TO_NUMPY[dtype]
+    is_whole = issubclass(kind, np.integer)
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError
+        number = int(value) if is_whole else float(value)
+        if not math.isfinite(number) or (is_whole and isinstance(value, float) and value % 1):
+            raise ValueError
+    except (ValueError, OverflowError):
+        expected = "a whole number" if is_whole else "a number"
+        raise InvalidRequest(f"'{_NAME}': {key} must be {expected}") from None
+    if key == "top_k" and number == _ALL_TOKENS:
+        number = 0
+    if is_whole:
+        limits = np.iinfo(dtype.lower())
+        if not limits.min <= number <= limits.max:
+            raise InvalidRequest(f"'{_NAME}': {key} is outside {limits.min}..{limits.max}")
+    return np.array([[number]], dtype=kind)
+
+
+def _strings(value: Any) -> Array:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(each, str) for each in strings):
+        raise InvalidRequest(f"'{_NAME}': stop must be a string or a list of strings")
+    if len(strings) > _MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"'{_NAME}': stop has {len(strings)} strings, at most {_MAX_STOP_STRINGS} are taken"
+        )
+    try:
+        return np.array([[each.encode() for each in strings]], dtype=np.object_)
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"'{_NAME}': stop is not valid Unicode") from None

@@ -1,0 +1,84 @@
+"""What the models ``preprocessing`` and ``postprocessing`` share: a tokenizer, no engine.
+
+They are for clients that tokenise through the server; `tensorrt_llm` itself takes text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest, ServingError
+from inflight_backend.parameters import set_or_empty
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.decoding import read_inputs
+
+Array = npt.NDArray[Any]
+
+_TRUE, _FALSE = ("true", "1"), ("false", "0")
+
+
+class Convert(Protocol):
+    """Turns the tensors of one request into those of its response."""
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """``InvalidRequest`` names what is wrong with ``inputs``."""
+
+
+def parameters_of(args: Mapping[str, str]) -> dict[str, str]:
+    """The model's ``parameters`` block; what nobody filled is empty."""
+    config = json.loads(args["model_config"])
+    return {key: set_or_empty(v["string_value"]) for key, v in config["parameters"].items()}
+
+
+def load_codec(parameters: Mapping[str, str]) -> TextCodec:
+    """The tokenizer of ``tokenizer_dir``, else of ``gpt_model_path``."""
+    return TextCodec(Path(parameters.get("tokenizer_dir") or parameters["gpt_model_path"]))
+
+
+def read_switch(parameters: Mapping[str, str], key: str, default: bool) -> bool:
+    """A parameter that is true or false; `InvalidRequest` for another value."""
+    value = parameters.get(key, "").lower() or str(default).lower()
+    if value not in _TRUE + _FALSE:
+        raise InvalidRequest(f"{key} must be true or false, got {value!r}")
+    return value in _TRUE
+
+
+def texts(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[str]]:
+    """The strings of every row; empty rows if the tensor was not sent."""
+    if name not in inputs:
+        return [[] for _ in range(num_rows)]
+    try:
+        return [[each.decode() for each in row.reshape(-1)] for row in inputs[name]]
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"'{name}' is not valid UTF-8") from None
+
+
+def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[Any]:
+    """One response per request; a bad one gets an error and disturbs nobody."""
+    return [_respond(pb_utils, request, convert) for request in requests]
+
+
+def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+    try:
+        inputs = read_inputs(request)
+        num_rows = {len(tensor) for tensor in inputs.values()}
+        if len(num_rows) > 1:
+            raise InvalidRequest("the tensors of the request differ in their first dimension")
+        outputs = convert(inputs)
+    except (ServingError, ValueError) as error:
+        code = pb_utils.TritonError.INVALID_ARG
+        return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+    wanted = set(request.requested_output_names()) or set(outputs)
+    return pb_utils.InferenceResponse(
+        [
+            pb_utils.Tensor(name, np.ascontiguousarray(value))
+            for name, value in outputs.items()
+            if name in wanted
+        ]
+    )

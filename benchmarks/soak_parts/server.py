@@ -1,0 +1,138 @@
+"""One `inflight serve` with what it holds of the machine, and ways to hurt it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MODEL = "triton_python_backend_stub"
+TRITONSERVER = "tritonserver"
+HOST = "127.0.0.1"
+SHARED_MEMORY = Path("/dev/shm")
+START_SECONDS = 120.0
+_STOP_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one process holds."""
+
+    resident_mb: float
+    num_threads: int
+    num_descriptors: int
+
+
+class Served:
+    """``inflight serve`` with the demo model in a temporary folder of its own."""
+
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        self.scratch = Path(tempfile.mkdtemp(prefix="soak-"))
+        self.http_port, self.grpc_port, metrics_port = free_ports(3)
+        command = [
+            str(Path(sys.executable).parent / "inflight"),
+            "serve",
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={metrics_port}",
+            "--drain-seconds=20",
+            *(f"--set={key}={value}" for key, value in settings.items()),
+        ]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(self.scratch)}
+        self._stderr = self.scratch / "stderr"
+        with self._stderr.open("wb") as stderr, (self.scratch / "stdout").open("wb") as stdout:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
+            )
+        self._names: set[str] = set()
+        self._wait_for(self.scratch / "stdout", "inflight is ready")
+
+    @property
+    def grpc_url(self) -> str:
+        """Address for gRPC clients."""
+        return f"{HOST}:{self.grpc_port}"
+
+    @property
+    def log(self) -> str:
+        """What the launcher has said on stderr."""
+        return self._stderr.read_text(encoding="utf-8")
+
+    def signal(self, program: str, number: signal.Signals) -> None:
+        """Send a signal to the model process or to tritonserver."""
+        os.kill(self._pids()[program], number)
+
+    def footprints(self) -> dict[str, Footprint]:
+        """By program, of the processes that run now."""
+        return {name: footprint(pid) for name, pid in self._pids().items()}
+
+    def shared_memory(self) -> list[str]:
+        """The regions of this run."""
+        self._names.update(path.name for path in self.scratch.glob("inflight-serve-*"))
+        prefixes = tuple(self._names)
+        return [each.name for each in SHARED_MEMORY.iterdir() if each.name.startswith(prefixes)]
+
+    def stop(self) -> tuple[int, float]:
+        """Exit code and seconds of a stop by SIGTERM."""
+        self.shared_memory()
+        began = time.monotonic()
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            code = self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return code, time.monotonic() - began
+
+    def left_behind(self) -> list[str]:
+        """Once stopped: what is still there of processes, shared memory and folders."""
+        folders = [path.name for path in self.scratch.glob("inflight-serve-*")]
+        return [*self._command_lines().values(), *self.shared_memory(), *folders]
+
+    def _pids(self) -> dict[str, int]:
+        return {
+            Path(line.split("\0")[0]).name: pid
+            for pid, line in self._command_lines().items()
+            if Path(line.split("\0")[0]).name in (MODEL, TRITONSERVER)
+        }
+
+    def _command_lines(self) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
+        return {pid: line for pid, line in found.items() if str(self.scratch) in line}
+
+    def _wait_for(self, file: Path, text: str) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while text not in file.read_text(encoding="utf-8"):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: {self.log}")
+            time.sleep(0.05)
+        self.shared_memory()
+
+
+def footprint(pid: int) -> Footprint:
+    process = Path(f"/proc/{pid}")
+    fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    return Footprint(
+        resident_mb=int(fields["VmRSS"].split()[0]) / 1024,
+        num_threads=int(fields["Threads"]),
+        num_descriptors=len(list((process / "fd").iterdir())),
+    )
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        with closing(each):
+            pass
+    return ports

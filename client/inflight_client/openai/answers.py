@@ -1,0 +1,192 @@
+"""What OpenAI's clients expect to read: whole answers, and the events of a stream.
+
+Of an event only the text and the index change from token to token, so the rest is written once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight_client.openai.parsing import GenerationJob
+from inflight_client.openai.upstream import Piece
+
+DONE = b"data: [DONE]\n\n"
+
+TokenText = Callable[[int], str]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as far as it has come."""
+
+    max_tokens: int
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    num_characters: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    is_stopped: bool = False
+
+    def add(self, piece: Piece) -> None:
+        """Append what a response brought."""
+        self.texts.append(piece.text)
+        self.num_tokens += piece.num_tokens
+        self.token_ids.extend(piece.token_ids)
+        self.log_probs.extend(piece.log_probs)
+        self.is_stopped = self.is_stopped or piece.is_stopped
+
+    @property
+    def finish_reason(self) -> str:
+        """``length`` for an answer with as many tokens as it may have, else ``stop``."""
+        is_full = self.num_tokens >= self.max_tokens and not self.is_stopped
+        return "length" if is_full else "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is the same in all objects of one answer; ``created`` in seconds since 1970."""
+
+    answer_id: str
+    created: int
+    model: str
+    is_chat: bool
+
+    def fields(self, is_chunk: bool) -> dict[str, Any]:
+        """The first fields of an object."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        return {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
+
+
+def new_choices(job: GenerationJob) -> list[Choice]:
+    """The answers of a job, still empty."""
+    return [Choice(job.max_tokens) for _ in range(len(job.prompts) * job.num_answers)]
+
+
+def usage(job: GenerationJob, choices: Sequence[Choice]) -> dict[str, int]:
+    """Tokens read and written."""
+    num_prompt = sum(map(len, job.prompts))
+    num_new = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+    }
+
+
+def whole_answer(
+    head: Head, job: GenerationJob, choices: Sequence[Choice], token_text: TokenText
+) -> dict[str, Any]:
+    """The body of an answer that was not streamed."""
+    rows = []
+    for index, choice in enumerate(choices):
+        text = "".join(choice.texts)
+        log_probs = None
+        if job.has_log_probs:
+            log_probs = _log_probs(job, choice.token_ids, choice.log_probs, token_text, 0)
+        content: dict[str, Any] = {"text": text}
+        if job.is_chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        rows.append(
+            {
+                "index": index,
+                **content,
+                "logprobs": log_probs,
+                "finish_reason": choice.finish_reason,
+            }
+        )
+    return {**head.fields(is_chunk=False), "choices": rows, "usage": usage(job, choices)}
+
+
+class EventWriter:
+    """Writes the events of one stream."""
+
+    def __init__(self, head: Head, job: GenerationJob, token_text: TokenText) -> None:
+        self._job = job
+        self._token_text = token_text
+        self._start = f'data: {json.dumps(head.fields(is_chunk=True))[:-1]}, "choices": ['
+        # With usage asked for, every event has the field, null but in the last one.
+        self._no_usage = ', "usage": null' if job.includes_usage else ""
+        self._text_key = '"delta": {"content": ' if job.is_chat else '"text": '
+        self._text_end = "}" if job.is_chat else ""
+
+    def opening(self, index: int) -> bytes:
+        """The first event of a chat's answer, which names the role; nothing for a completion."""
+        if not self._job.is_chat:
+            return b""
+        return self._event(index, '"delta": {"role": "assistant", "content": ""}', "null", "null")
+
+    def piece(self, index: int, piece: Piece, choice: Choice) -> bytes:
+        """What a response adds to its answer; nothing if that is no text yet."""
+        if not piece.text and not piece.token_ids:
+            return b""
+        log_probs = "null"
+        if self._job.has_log_probs:
+            offset = choice.num_characters
+            log_probs = json.dumps(
+                _log_probs(self._job, piece.token_ids, piece.log_probs, self._token_text, offset)
+            )
+        choice.num_characters += len(piece.text)
+        content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
+        return self._event(index, content, log_probs, "null")
+
+    def end(self, index: int, choice: Choice) -> bytes:
+        """The last event of an answer."""
+        content = '"delta": {}' if self._job.is_chat else '"text": ""'
+        return self._event(index, content, "null", f'"{choice.finish_reason}"')
+
+    def usage(self, choices: Sequence[Choice]) -> bytes:
+        """The event that ends a stream whose client asked for its usage."""
+        if not self._job.includes_usage:
+            return b""
+        numbers = json.dumps(usage(self._job, choices))
+        return f'{self._start}], "usage": {numbers}}}\n\n'.encode()
+
+    def _event(self, index: int, content: str, log_probs: str, finish: str) -> bytes:
+        return (
+            f'{self._start}{{"index": {index}, {content}, "logprobs": {log_probs}, '
+            f'"finish_reason": {finish}}}]{self._no_usage}}}\n\n'
+        ).encode()
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    """An error in the middle of a stream."""
+    return f"data: {json.dumps(body)}\n\n".encode()
+
+
+def _log_probs(
+    job: GenerationJob,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float],
+    token_text: TokenText,
+    offset: int,
+) -> dict[str, Any]:
+    texts = [token_text(token_id) for token_id in token_ids]
+    if job.is_chat:
+        rows = zip(texts, log_probs, strict=True)
+        return {
+            "content": [
+                {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
+                for text, value in rows
+            ],
+            "refusal": None,
+        }
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": list(log_probs),
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _bytes(text: str) -> list[int] | None:
+    """The bytes of a token's text; None for half a character, which has no text of its own."""
+    return None if "\ufffd" in text else list(text.encode())

@@ -1,0 +1,220 @@
+"""The HTTP side: routes, admission, streams of events, and errors in OpenAI's shape.
+
+A client that goes away cancels its handler (aiohttp), which closes the gRPC stream, which ends the
+request on the server. Nothing of a prompt or an answer is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from inflight_client.errors import InflightError
+from inflight_client.openai.answers import (
+    DONE,
+    Choice,
+    EventWriter,
+    Head,
+    error_event,
+    new_choices,
+    whole_answer,
+)
+from inflight_client.openai.errors import ApiError, from_upstream
+from inflight_client.openai.fields import Body
+from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
+from inflight_client.openai.prompts import PromptReader
+from inflight_client.openai.settings import FrontSettings
+from inflight_client.openai.upstream import Piece, Upstream
+
+_logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # a proxy in between must not collect events
+}
+
+
+class Front:
+    """The routes over one upstream server."""
+
+    def __init__(self, settings: FrontSettings, upstream: Upstream, reader: PromptReader) -> None:
+        self._settings = settings
+        self._upstream = upstream
+        self._reader = reader
+        self._num_running = 0
+        self._is_draining = False
+        self._started = int(time.time())
+
+    def app(self) -> web.Application:
+        """The application; run it with ``handler_cancellation``."""
+        app = web.Application(
+            client_max_size=self._settings.max_body_bytes, middlewares=[_errors_as_json]
+        )
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name}", self._model),
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+            ]
+        )
+        app.on_shutdown.append(self._drain)
+        return app
+
+    async def _drain(self, app: web.Application) -> None:
+        self._is_draining = True
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """200 while requests are taken: the server's model is ready and we do not stop."""
+        try:
+            is_ready = not self._is_draining and await self._upstream.is_ready()
+        except InflightError:
+            is_ready = False
+        return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        if request.match_info["name"] != self._reader.name:
+            raise ApiError(404, "the model does not exist here", "model", "model_not_found")
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._reader.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "inflight",
+            "max_model_len": self._reader.limits.max_seq_len,
+        }
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        job = await parse_completion(await self._read(request), self._reader)
+        return await self._serve(request, job)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request)
+        job = await parse_chat(body, self._reader, self._settings.default_max_tokens)
+        return await self._serve(request, job)
+
+    async def _read(self, request: web.Request) -> Body:
+        """The body; `ApiError` if it is too large, too slow or no JSON object."""
+        try:
+            raw = await asyncio.wait_for(request.read(), self._settings.body_timeout)
+        except web.HTTPRequestEntityTooLarge:
+            limit = self._settings.max_body_bytes
+            raise ApiError(413, f"the body has more than {limit} bytes") from None
+        except asyncio.TimeoutError:
+            limit_seconds = self._settings.body_timeout
+            raise ApiError(408, f"the body did not arrive within {limit_seconds:g} s") from None
+        return Body(raw)
+
+    async def _serve(self, request: web.Request, job: GenerationJob) -> web.StreamResponse:
+        if self._num_running >= self._settings.max_requests:
+            raise ApiError(
+                429, f"{self._num_running} requests are running; try again later", None, "busy"
+            )
+        prefix = "chatcmpl-" if job.is_chat else "cmpl-"
+        head = Head(prefix + uuid.uuid4().hex, int(time.time()), self._reader.name, job.is_chat)
+        # A client that reads nothing would hold its place for ever; gRPC has a deadline of its own.
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self._settings.timeout + 1.0, _hang_up, request)
+        self._num_running += 1
+        try:
+            async with aclosing(self._upstream.run(job, head.answer_id)) as pieces:
+                if job.is_streaming:
+                    return await self._stream(request, head, job, pieces)
+                return await self._answer(head, job, pieces)
+        finally:
+            self._num_running -= 1
+            deadline.cancel()
+
+    async def _answer(
+        self, head: Head, job: GenerationJob, pieces: AsyncGenerator[Piece, None]
+    ) -> web.Response:
+        choices = new_choices(job)
+        async for piece in pieces:
+            choices[piece.index].add(piece)
+        return web.json_response(whole_answer(head, job, choices, self._reader.token_text))
+
+    async def _stream(
+        self,
+        request: web.Request,
+        head: Head,
+        job: GenerationJob,
+        pieces: AsyncGenerator[Piece, None],
+    ) -> web.StreamResponse:
+        """Headers leave with the first piece: a request refused by the server gets its status."""
+        first = await anext(pieces, None)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        await response.prepare(request)
+        writer = EventWriter(head, job, self._reader.token_text)
+        choices = new_choices(job)
+        try:
+            await response.write(b"".join(writer.opening(i) for i in range(len(choices))))
+            if first is not None:
+                await _write_piece(response, writer, choices, first)
+                async for piece in pieces:
+                    await _write_piece(response, writer, choices, piece)
+            ends = [writer.end(index, choice) for index, choice in enumerate(choices)]
+            await response.write(b"".join(ends) + writer.usage(choices) + DONE)
+        except InflightError as error:
+            await response.write(error_event(from_upstream(error).body) + DONE)
+        await response.write_eof()
+        return response
+
+
+async def _write_piece(
+    response: web.StreamResponse, writer: EventWriter, choices: list[Choice], piece: Piece
+) -> None:
+    choice = choices[piece.index]
+    choice.add(piece)
+    event = writer.piece(piece.index, piece, choice)
+    if event:
+        await response.write(event)
+
+
+def _hang_up(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error, also aiohttp's own, as OpenAI's error object."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return _error_response(error)
+    except InflightError as error:
+        return _error_response(from_upstream(error))
+    except web.HTTPException as error:
+        return _error_response(ApiError(error.status, f"{error.reason}: {request.method}"))
+    except ConnectionResetError:
+        raise  # the client has gone: nobody is there to be told
+    except Exception:
+        _logger.exception("a request failed")
+        return _error_response(ApiError(500, "the request failed"))
+
+
+def _error_response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    return web.Response(
+        text=json.dumps(error.body),
+        status=error.status,
+        headers=headers,
+        content_type="application/json",
+    )

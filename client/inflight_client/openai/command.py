@@ -1,0 +1,74 @@
+"""The command ``inflight openai``, light to load: the server behind it is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inflight_client.errors import InflightError
+from inflight_client.openai.settings import FrontSettings
+
+_DEFAULT = FrontSettings()
+
+
+def openai(
+    url: Annotated[
+        str | None,
+        typer.Option(help="gRPC address of the inflight server.  [default: 127.0.0.1:8001]"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
+    ] = _DEFAULT.host,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = _DEFAULT.port,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; default: the server's name.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file instead of the checkpoint's chat template.")
+    ] = None,
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bound of chat answers that name none; default: all that fits."),
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests at once; more are answered with 429.")
+    ] = _DEFAULT.max_requests,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1024, help="Size of a request body.")
+    ] = _DEFAULT.max_body_bytes,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a whole answer.")
+    ] = _DEFAULT.timeout,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
+    ] = _DEFAULT.drain_seconds,
+) -> None:
+    """Serve OpenAI's API (/v1/completions, /v1/chat/completions) in front of an inflight server."""
+    settings = FrontSettings(
+        url=url,
+        host=host,
+        port=port,
+        served_name=served_model_name,
+        chat_template=chat_template,
+        default_max_tokens=default_max_tokens,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+        timeout=timeout,
+        drain_seconds=drain_seconds,
+    )
+    try:
+        from inflight_client.openai.running import run
+
+        run(settings)
+    except ImportError as error:
+        typer.echo(
+            f"error: `inflight openai` needs the package {error.name}. "
+            'Install it: pip install "inflight[openai]"',
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    except (InflightError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None

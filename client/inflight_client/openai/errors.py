@@ -1,0 +1,110 @@
+"""Errors as OpenAI's API words them: an HTTP status and a JSON object that names the parameter."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from inflight_client.errors import (
+    InflightError,
+    InvalidArgument,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    StreamInterrupted,
+)
+
+_logger = logging.getLogger(__name__)
+
+_STATUS_TO_HTTP = {"INVALID_ARG": 400, "ALREADY_EXISTS": 409, "UNAVAILABLE": 503, "INTERNAL": 500}
+"""What the model calls its error -> HTTP status.
+
+An error without a name comes from Triton itself: the model is not loaded, or its process died.
+"""
+
+TENSOR_TO_FIELD = {
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "request_output_len": "max_tokens",
+    "stop_words": "stop",
+    "embedding_bias": "logit_bias",
+    "num_return_sequences": "n",
+    "return_log_probs": "logprobs",
+    "guided_decoding_guide_type": "response_format",
+    "guided_decoding_guide": "response_format",
+    "input_ids": "prompt",
+    "temperature": "temperature",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+}
+"""What a parameter is called on the wire -> what OpenAI's clients call it."""
+
+_TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
+
+
+class ApiError(Exception):
+    """Ends one HTTP request; `body` is what the client gets."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kinds = {429: "rate_limit_error", 401: "authentication_error"}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kinds.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def bad_field(param: str, message: str) -> ApiError:
+    """The error for a field whose value cannot be used."""
+    return ApiError(400, f"{param}: {message}", param, "invalid_value")
+
+
+def from_upstream(error: InflightError) -> ApiError:
+    """What the client is told when the server refuses or fails. The address stays in our log."""
+    if isinstance(error, InvalidArgument):
+        return ApiError(400, str(error))
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, "the answer took too long and was given up", code="timeout")
+    if isinstance(error, ServerError):
+        return _from_server(error)
+    _logger.error("%s", error)
+    if isinstance(error, StreamInterrupted):
+        return ApiError(502, "the answer broke off: the connection to the inference server ended")
+    if isinstance(error, ServerUnreachable):
+        return ApiError(503, "the inference server cannot be reached", code="server_unreachable")
+    return ApiError(500, "the request failed")
+
+
+def _from_server(error: ServerError) -> ApiError:
+    status = _STATUS_TO_HTTP.get(error.status or "", 503)
+    message = str(error)
+    if status >= 500:
+        _logger.warning("the server failed a request: %s", message)
+    if error.status is None:
+        return ApiError(503, "the inference server cannot take requests now")
+    found = _TENSOR.search(message) if status == 400 else None
+    return ApiError(
+        status,
+        _TENSOR.sub(lambda match: TENSOR_TO_FIELD[match[1]], message),
+        TENSOR_TO_FIELD[found[1]] if found else None,
+        "context_length_exceeded" if "max_seq_len" in message else None,
+    )

@@ -1,0 +1,298 @@
+"""From the body of a request to a `GenerationJob`: every field honoured, forwarded, or refused.
+
+Sampling fields become tensors of the wire (`inflight_client.protocol`); whether the server honours
+one is for the server to say, and its refusal comes back under OpenAI's name of the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_client.openai.errors import ApiError, bad_field
+from inflight_client.openai.fields import Body, checked_text
+from inflight_client.openai.prompts import PromptReader
+from inflight_client.openai.settings import MAX_MESSAGES, MAX_PROMPTS, MAX_STOP_STRINGS
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; a chat has none."""
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+_NUMBERS: Mapping[str, tuple[str, float, float]] = {
+    "temperature": ("temperature", 0.0, 2.0),
+    "top_p": ("runtime_top_p", 1e-6, 1.0),
+    "presence_penalty": ("presence_penalty", -2.0, 2.0),
+    "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
+    "repetition_penalty": ("repetition_penalty", 1e-3, 1e3),
+    "min_p": ("min_p", 0.0, 1.0),
+}
+"""Field -> tensor and bounds; the last two are no fields of OpenAI's but common among servers."""
+
+_INTEGERS: Mapping[str, tuple[str, int, int]] = {
+    "top_k": ("runtime_top_k", 0, _INT32_MAX),
+    "min_tokens": ("min_length", 0, _INT32_MAX),
+}
+
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+}
+"""Fields of both calls that are not supported -> values that ask for nothing."""
+
+_NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
+    **_NEUTRAL,
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
+    **_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "top_logprobs": (0,),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationJob:
+    """One HTTP request: prompts as ids, and the tensors that go with each of them."""
+
+    is_chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    values: Mapping[str, object]
+    num_answers: int
+    is_streaming: bool
+    includes_usage: bool
+    has_log_probs: bool
+
+
+async def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
+    """The job of ``/v1/completions``."""
+    _check_model(body, reader)
+    prompts = [await _completion_prompt(p, reader) for p in _split_prompts(body.take("prompt"))]
+    max_tokens = body.integer("max_tokens", 1, _INT32_MAX) or DEFAULT_COMPLETION_TOKENS
+    log_probs = body.integer("logprobs", 0, 0)
+    return _job(body, reader, prompts, max_tokens, log_probs is not None, _NEUTRAL_COMPLETION)
+
+
+async def parse_chat(
+    body: Body, reader: PromptReader, default_max_tokens: int | None
+) -> GenerationJob:
+    """The job of ``/v1/chat/completions``."""
+    _check_model(body, reader)
+    prompt = tuple(await reader.encode_messages(read_messages(body.take("messages"))))
+    old = body.integer("max_tokens", 1, _INT32_MAX)
+    new = body.integer("max_completion_tokens", 1, _INT32_MAX)
+    if old is not None and new is not None and old != new:
+        raise bad_field("max_tokens", "given twice, also as max_completion_tokens")
+    room = max(1, reader.limits.max_seq_len - len(prompt))
+    max_tokens = old or new or min(room, default_max_tokens or room)
+    has_log_probs = body.flag("logprobs")
+    return _job(body, reader, [prompt], max_tokens, has_log_probs, _NEUTRAL_CHAT, is_chat=True)
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a chat with their content as text; `ApiError` names the faulty one."""
+    if not isinstance(value, list) or not value:
+        raise bad_field("messages", "expected a list of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise bad_field("messages", f"{len(value)} messages, at most {MAX_MESSAGES} are taken")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+
+
+def _job(
+    body: Body,
+    reader: PromptReader,
+    prompts: Sequence[tuple[int, ...]],
+    max_tokens: int,
+    has_log_probs: bool,
+    neutral: Mapping[str, Sequence[Any]],
+    is_chat: bool = False,
+) -> GenerationJob:
+    """Everything that the two calls have in common; ends with the check that nothing is left."""
+    values = _sampling(body, reader)
+    num_answers = body.integer("n", 1, MAX_PROMPTS) or 1
+    if num_answers > 1:
+        values["num_return_sequences"] = num_answers
+    if len(prompts) * num_answers > MAX_PROMPTS:
+        raise bad_field("n", f"prompts x n may be at most {MAX_PROMPTS}")
+    if has_log_probs:
+        values["return_log_probs"] = True
+    values |= _guide(body.take("response_format"))
+    body.text("user")  # a label of the client's own
+    is_streaming = body.flag("stream")
+    includes_usage = _stream_options(body.take("stream_options"), is_streaming)
+    body.accept_neutral(neutral)
+    body.check_empty()
+    return GenerationJob(
+        is_chat,
+        tuple(prompts),
+        max_tokens,
+        values,
+        num_answers,
+        is_streaming,
+        includes_usage,
+        has_log_probs,
+    )
+
+
+def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for field, (tensor, low, high) in _NUMBERS.items():
+        if (number := body.number(field, low, high)) is not None:
+            values[tensor] = number
+    for field, (tensor, lowest, highest) in _INTEGERS.items():
+        if (integer := body.integer(field, lowest, highest)) is not None:
+            values[tensor] = integer
+    seed = body.integer("seed", -_INT64_MAX - 1, _INT64_MAX)
+    if seed is not None:
+        values["random_seed"] = seed % 2**64
+    if not body.flag("ignore_eos"):
+        values["end_id"] = reader.limits.end_id
+    if stop := _stop_strings(body.take("stop")):
+        values["stop_words"] = stop
+    if (salt := body.text("cache_salt")) is not None:
+        values["cache_salt"] = salt
+    if bias := body.take("logit_bias"):
+        values["embedding_bias"] = _embedding_bias(bias, reader.limits.vocab_size)
+    return values
+
+
+def _embedding_bias(value: Any, vocab_size: int) -> npt.NDArray[np.float32]:
+    """A bias for every token ``[vocab_size]`` from an object of token ids and biases."""
+    if not isinstance(value, dict):
+        raise bad_field("logit_bias", "expected an object of token ids and numbers")
+    result = np.zeros(vocab_size, dtype=np.float32)
+    for key, bias in value.items():
+        # Only digits: int() would also read blanks, signs and underscores.
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise bad_field("logit_bias", f"keys are token ids from 0 to {vocab_size - 1}")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 100:
+            raise bad_field("logit_bias", "values are numbers from -100 to 100")
+        result[int(key)] = bias
+    return result
+
+
+def _stop_strings(value: Any) -> list[str]:
+    strings = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(strings, list):
+        raise bad_field("stop", "expected a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise bad_field("stop", f"{len(strings)} strings, at most {MAX_STOP_STRINGS} are taken")
+    if "" in strings:
+        raise bad_field("stop", "an empty string would stop everything")
+    return [checked_text("stop", each) for each in strings]
+
+
+def _guide(value: Any) -> dict[str, object]:
+    """``response_format`` as the tensors of guided decoding."""
+    if value is None:
+        return {}
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        # The server's own json allows arrays as well; OpenAI promises an object.
+        return _schema_guide({"type": "object"})
+    if kind == "json_schema":
+        holder = value.get("json_schema")
+        schema = holder.get("schema") if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            raise bad_field("response_format", "json_schema.schema must be an object")
+        return _schema_guide(schema)
+    raise bad_field("response_format", "type must be text, json_object or json_schema")
+
+
+def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
+    return {
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": json.dumps(schema),
+    }
+
+
+def _stream_options(value: Any, is_streaming: bool) -> bool:
+    """Whether the stream ends with its usage."""
+    if value is None:
+        return False
+    if not is_streaming:
+        raise bad_field("stream_options", "only together with stream = true")
+    options = dict(value) if isinstance(value, dict) else {"": value}
+    includes_usage = options.pop("include_usage", False)
+    if options.pop("include_obfuscation", False) or options or not isinstance(includes_usage, bool):
+        raise bad_field("stream_options", 'expected {"include_usage": true or false}')
+    return includes_usage
+
+
+def _check_model(body: Body, reader: PromptReader) -> None:
+    name = body.text("model")
+    if name is None:
+        raise ApiError(400, "you must provide a model parameter", "model", "missing_parameter")
+    if name != reader.name:
+        raise ApiError(
+            404, f"the model does not exist here; this is {reader.name}", "model", "model_not_found"
+        )
+
+
+def _split_prompts(value: Any) -> list[Any]:
+    """One prompt or several: a string, ids, or a list of either."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise bad_field("prompt", "expected a string, a list of token ids, or a list of either")
+    if len(value) > MAX_PROMPTS:
+        raise bad_field("prompt", f"{len(value)} prompts, at most {MAX_PROMPTS} are taken")
+    return value
+
+
+async def _completion_prompt(value: Any, reader: PromptReader) -> tuple[int, ...]:
+    if isinstance(value, list):
+        if not value or not all(_is_id(each) and 0 <= each <= _INT32_MAX for each in value):
+            raise bad_field("prompt", "a list of token ids holds whole numbers from 0")
+        return tuple(value)
+    text = checked_text("prompt", value)
+    ids = await reader.encode(text, "prompt", add_special_tokens=True)
+    if not ids:
+        raise bad_field("prompt", "empty: a prompt needs at least one token")
+    return tuple(ids)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_field(name, "expected an object with role and content")
+    role = checked_text(f"{name}.role", value.get("role"))
+    message = {**value, "role": role}
+    content = value.get("content")
+    if isinstance(content, list):
+        parts = enumerate(content)
+        message["content"] = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in parts)
+    elif content is not None or role != "assistant":
+        message["content"] = checked_text(f"{name}.content", content)
+    return message
+
+
+def _part(name: str, value: Any) -> str:
+    if not isinstance(value, dict) or value.get("type") != "text":
+        raise bad_field(name, 'only parts of the form {"type": "text", "text": ...} are taken')
+    return checked_text(f"{name}.text", value.get("text"))

@@ -1,0 +1,116 @@
+"""From text and messages to token ids, with the tokenizer and the limits the server told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inflight_client.errors import InvalidArgument
+from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
+from inflight_client.openai.errors import ApiError, bad_field
+
+_LONG_TEXT = 16_384  # characters from which encoding leaves the event loop
+_MAX_BYTES_PER_TOKEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server allows, in tokens, and the token that ends an answer (-1: none)."""
+
+    max_input_len: int
+    max_seq_len: int
+    vocab_size: int
+    end_id: int
+
+
+class PromptReader:
+    """The model as clients see it: its name, limits, tokenizer and chat template."""
+
+    def __init__(
+        self, name: str, limits: Limits, tokenizer: Any, template: ChatTemplate | None
+    ) -> None:
+        self.name = name
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._template = template
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be served."""
+        return self._template is not None
+
+    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """The ids of ``text``; `ApiError` if it cannot fit."""
+        if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
+            limit = self.limits.max_input_len
+            raise bad_field(
+                param,
+                f"{len(text)} characters are more than can fit max_input_len = {limit} tokens",
+            )
+        if len(text) < _LONG_TEXT:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    async def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The ids of a chat; the template writes the special tokens itself."""
+        if self._template is None:
+            raise ApiError(
+                400,
+                "the model has no chat template: use /v1/completions, "
+                "or start inflight openai with --chat-template",
+                "messages",
+            )
+        try:
+            text = self._template.render(messages)
+        except ValueError as error:
+            raise bad_field("messages", f"refused by the chat template: {error}") from None
+        return await self.encode(text, "messages", add_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special ones included."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # The batch call gives the interpreter lock back while it works.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
+        return ids
+
+
+def make_prompt_reader(
+    description: Mapping[str, Any], served_name: str | None, chat_template: Path | None
+) -> PromptReader:
+    """From what the server says of itself; `InvalidArgument` names what is missing or broken."""
+    from tokenizers import Tokenizer  # of the extra; the rest of the client does without
+
+    files = description["files"]
+    if "tokenizer.json" not in files:
+        raise InvalidArgument(
+            "the server's model has no tokenizer.json: it serves token ids only, not text."
+        )
+    try:
+        tokenizer = Tokenizer.from_str(files["tokenizer.json"])
+    except Exception as error:  # the library raises bare Exception for a bad file
+        raise InvalidArgument(f"tokenizer.json of the server cannot be read: {error}.") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    keys = ("max_input_len", "max_seq_len", "vocab_size", "end_id")
+    limits = Limits(*(int(description[key]) for key in keys))
+    if chat_template is None:
+        template = find_template(files)
+    else:
+        template = ChatTemplate(_read_text(chat_template), special_tokens(files))
+    return PromptReader(served_name or str(description["model"]), limits, tokenizer, template)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"--chat-template {path} cannot be read: {error}.") from None

@@ -1,0 +1,71 @@
+"""One run of the front: ask the server what it serves, listen, and stop in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import typer
+from aiohttp import web
+
+from inflight_client.openai.app import Front
+from inflight_client.openai.prompts import PromptReader, make_prompt_reader
+from inflight_client.openai.settings import FrontSettings
+from inflight_client.openai.upstream import Upstream
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_INTERRUPTED = 130
+
+
+def run(settings: FrontSettings) -> None:
+    """Serve until asked to stop; `InflightError` or ``OSError`` if starting fails."""
+    try:
+        asyncio.run(_run(settings))
+    except KeyboardInterrupt:  # a second Ctrl-C does not wait for running requests
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+async def _run(settings: FrontSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    upstream = Upstream(settings.url, settings.timeout)
+    try:
+        description = await upstream.describe()
+        reader = make_prompt_reader(description, settings.served_name, settings.chat_template)
+        runner = web.AppRunner(
+            Front(settings, upstream, reader).app(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=settings.drain_seconds,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, settings.host, settings.port).start()
+            typer.echo(_ready_block(settings, upstream, reader))
+            await stop.wait()
+            typer.echo(
+                f"stopping: running requests may finish within {settings.drain_seconds:g} s",
+                err=True,
+            )
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+            await runner.cleanup()
+    finally:
+        await upstream.close()
+
+
+def _ready_block(settings: FrontSettings, upstream: Upstream, reader: PromptReader) -> str:
+    host = "127.0.0.1" if settings.host == "0.0.0.0" else settings.host
+    chat = "yes" if reader.has_template else "no: the checkpoint has no chat template"
+    return f"""
+inflight openai is ready
+
+  API        http://{host}:{settings.port}/v1
+  model      {reader.name}, up to {reader.limits.max_seq_len} tokens per request
+  chat       {chat}
+  server     {upstream.address}
+
+Ctrl-C stops it."""

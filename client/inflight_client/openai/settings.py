@@ -1,0 +1,33 @@
+"""What the user asked `inflight openai` for, and its limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_PROMPTS = 128
+"""Prompts of one completion request, and answers to one prompt."""
+
+MAX_STOP_STRINGS = 16
+MAX_MESSAGES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """One run of the front; times in seconds, sizes in bytes.
+
+    ``served_name``: what clients call the model; None takes the server's name for it.
+    ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
+    """
+
+    url: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 9000
+    served_name: str | None = None
+    chat_template: Path | None = None
+    default_max_tokens: int | None = None
+    max_requests: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    body_timeout: float = 30.0
+    timeout: float = 600.0
+    drain_seconds: float = 30.0

@@ -1,0 +1,92 @@
+"""The KV pool of a GPU: what loading and the largest step leave; the step is really run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import oracle_tokens
+from engine_driver import EngineDriver, Job
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.checkpoint import Checkpoint
+from inflight_backend.engine.config import resolve
+from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.parameters import decoder_parameters
+from inflight_backend.errors import ConfigurationError
+
+CONFIG = EngineConfig(
+    device="cpu", max_batch_size=4, max_num_tokens=50, max_seq_len=40, tokens_per_block=4
+)
+STEP_BYTES, FREE_BYTES = 10_000, 200_000
+
+
+class CountedMemory:
+    """A device of which so much is free, and whose steps take so much."""
+
+    def __init__(self, step_bytes: int = STEP_BYTES) -> None:
+        self.step_bytes = step_bytes
+        self.calls: list[str] = []
+
+    def free_bytes(self) -> int:
+        self.calls.append("free")
+        return FREE_BYTES
+
+    def start_peak(self) -> None:
+        self.calls.append("start")
+
+    def peak_bytes(self) -> int:
+        self.calls.append("peak")
+        return self.step_bytes
+
+
+@torch.inference_mode()
+def make_engine(folder: Path, memory: CountedMemory) -> Engine:
+    model_config = ModelConfig.from_folder(folder)
+    config = resolve(CONFIG, model_config)
+    with Checkpoint(folder) as checkpoint:
+        parameters = checkpoint.load(
+            decoder_parameters(model_config), config.torch_dtype, config.device, None
+        )
+    return Engine(config, model_config, parameters, memory=memory)
+
+
+def test_the_pool_is_a_share_of_what_the_largest_step_leaves(
+    checkpoint: Callable[..., Path],
+) -> None:
+    memory = CountedMemory()
+    folder = checkpoint()
+    engine = make_engine(folder, memory)
+    assert memory.calls == ["start", "peak", "free"], "what the step needs is not free"
+    model = engine.model_config
+    block_bytes = 2 * model.num_layers * model.kv_size * 4 * CONFIG.tokens_per_block
+    assert engine.num_blocks == int((FREE_BYTES - STEP_BYTES) * 0.9) // block_bytes
+    prompt = [3, 1, 4, 1, 5]  # nothing is left of the step that was measured
+    answer = EngineDriver(engine).generate([Job(prompt)], 6, 0)
+    assert answer == [oracle_tokens(folder, prompt, 6)]
+
+
+def test_the_largest_batch_fills_an_iteration() -> None:
+    batch = largest_batch(CONFIG)
+    assert [len(chunk.tokens) for chunk in batch.context_chunks] == [12] * 4
+    assert batch.num_tokens <= 50
+    assert all(chunk.is_last for chunk in batch.context_chunks), "all of them draw"
+
+
+def test_no_room_beside_the_largest_step_is_said_so(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigurationError, match="the KV pool has room for 0 tokens"):
+        make_engine(checkpoint(), CountedMemory(step_bytes=2 * FREE_BYTES))
+
+
+def test_a_step_that_does_not_fit_names_the_setting(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "enqueue", run_out)
+    with pytest.raises(ConfigurationError, match="max_num_tokens = 50 tokens does not fit"):
+        make_engine(checkpoint(), CountedMemory())

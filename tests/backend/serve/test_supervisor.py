@@ -1,0 +1,120 @@
+"""When a server that failed is started again, after how long, and when that ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.errors import ServingError
+from inflight_backend.serve import supervisor
+from inflight_backend.serve.signals import StopSignals
+from inflight_backend.serve.supervisor import STEADY_SECONDS, Attempt, RestartPolicy, Supervisor
+from inflight_backend.serve.workspace import Workspace
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workspace]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Workspace() as workspace:
+        yield workspace
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 0.01)
+
+
+@pytest.mark.case(120)
+def test_delays_double_and_end() -> None:
+    policy = RestartPolicy(5)
+    first = supervisor._FIRST_DELAY
+    delays = [policy.next_delay(1.0) for _ in range(6)]
+    assert delays == [0.0, first, 2 * first, 4 * first, 8 * first, None]
+
+
+def test_a_long_good_time_makes_the_next_failure_the_first() -> None:
+    policy = RestartPolicy(2)
+    assert [policy.next_delay(0.0), policy.next_delay(0.0)] == [0.0, supervisor._FIRST_DELAY]
+    assert policy.next_delay(STEADY_SECONDS) == 0.0
+    assert policy.num_failures == 1
+
+
+def run(
+    workspace: Workspace, serve: Callable[[Attempt], None], max_restarts: int = 3
+) -> StopSignals:
+    signals = StopSignals()
+    Supervisor(workspace, signals, RestartPolicy(max_restarts)).run(serve)
+    return signals
+
+
+@pytest.mark.case(119)
+def test_a_failure_after_ready_is_followed_by_a_clean_start(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    region = Path("/dev/shm") / f"{workspace.shm_prefix}test"
+    seen: list[tuple[int, bool]] = []
+
+    def serve(attempt: Attempt) -> None:
+        seen.append((attempt.number, region.exists() or workspace.status_file.exists()))
+        attempt.mark_ready()
+        if attempt.number == 1:
+            for file in (region, workspace.status_file, workspace.log_file):
+                file.write_text("old")
+            raise ServingError("the model process died")
+
+    run(workspace, serve)
+    assert seen == [(1, False), (2, False)]
+    assert "the model process died; starting again now (failure 1)" in capsys.readouterr().err
+    assert workspace.log_file.with_suffix(".old").read_text() == "old"
+
+
+def test_a_server_that_never_was_ready_is_not_started_again(workspace: Workspace) -> None:
+    def serve(attempt: Attempt) -> None:
+        raise ServingError("no such checkpoint")
+
+    with pytest.raises(ServingError, match=r"^no such checkpoint$"):
+        run(workspace, serve)
+
+
+@pytest.mark.case(120)
+def test_it_gives_up_with_the_last_reason(workspace: Workspace) -> None:
+    def serve(attempt: Attempt) -> None:
+        if attempt.number == 1:
+            attempt.mark_ready()  # the later ones do not even load
+        raise ServingError(f"reason {attempt.number}")
+
+    with pytest.raises(ServingError, match="giving up after 3 failures in a row, last: reason 3"):
+        run(workspace, serve, max_restarts=2)
+
+
+def test_no_restarts_at_all(workspace: Workspace) -> None:
+    def serve(attempt: Attempt) -> None:
+        attempt.mark_ready()
+        raise ServingError("died")
+
+    with pytest.raises(ServingError, match=r"^died$"):
+        run(workspace, serve, max_restarts=0)
+
+
+def test_whoever_wants_to_stop_does_not_wait(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY", 3600.0)
+    signals = StopSignals()
+    attempts: list[int] = []
+
+    def serve(attempt: Attempt) -> None:
+        attempts.append(attempt.number)
+        attempt.mark_ready()
+        if attempt.number == 2:
+            signals.count = 1
+        raise ServingError("died")
+
+    began = time.monotonic()
+    with pytest.raises(ServingError, match=r"^died$"):
+        Supervisor(workspace, signals, RestartPolicy(9)).run(serve)
+    assert attempts == [1, 2]
+    assert time.monotonic() - began < 10

@@ -1,0 +1,84 @@
+"""vLLM's JSON of settings to tensors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton.sampling_parameters import expand
+from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
+
+
+def request(content: Any, **more: Any) -> dict[str, Any]:
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return {"sampling_parameters": np.array([[text]], dtype=np.object_), **more}
+
+
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [
+        ({}, {}),
+        ({"max_tokens": 5}, {"request_output_len": [[5]]}),
+        (
+            {"max_tokens": "5", "temperature": "0.5"},
+            {"request_output_len": [[5]], "temperature": [[0.5]]},
+        ),
+        ({"top_p": 1, "top_k": -1}, {"runtime_top_p": [[1.0]], "runtime_top_k": [[0]]}),
+        (
+            {"seed": 2**64 - 1, "n": 2},
+            {"random_seed": [[2**64 - 1]], "num_return_sequences": [[2]]},
+        ),
+        ({"stop": "x"}, {"stop_words": [[b"x"]]}),
+        ({"stop": ["x", "ü"]}, {"stop_words": [[b"x", "ü".encode()]]}),
+        ({"ignore_eos": True}, {"end_id": [[-1]]}),
+        ({"ignore_eos": False, "seed": None}, {}),
+    ],
+)
+def test_settings_become_tensors(content: dict[str, Any], wanted: dict[str, Any]) -> None:
+    tensors = expand(request(content))
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == wanted
+    for name, tensor in tensors.items():
+        assert tensor.dtype == np.dtype(DTYPE_TO_NUMPY[INPUT_BY_NAME[name].dtype])
+
+
+def test_requests_without_settings_pass_untouched() -> None:
+    inputs = {"end_id": np.ones((1, 1), dtype=np.int32)}
+    assert expand(inputs) is inputs
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        ([], "must be a JSON object"),
+        ({"surprise": 1}, "'surprise' is not supported; known are"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"max_tokens": "many"}, "max_tokens must be a whole number"),
+        ({"max_tokens": 2**31}, "max_tokens is outside"),
+        ({"seed": -1}, "seed is outside"),
+        ({"temperature": "nan"}, "temperature must be a number"),
+        ({"temperature": [1]}, "temperature must be a number"),
+        ({"stop": 5}, "stop must be a string"),
+        ({"stop": ["\ud800"]}, "stop is not valid Unicode"),
+        ({"stop": ["x"] * 65}, "at most 64"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+    ],
+)
+def test_bad_settings_are_named(content: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        expand(request(content))
+
+
+def test_a_setting_that_is_also_a_tensor_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="temperature is given twice"):
+        expand(request({"temperature": 1}, temperature=np.ones((1, 1), dtype=np.float32)))
+    two = np.array([[b"{}", b"{}"]], dtype=np.object_)
+    with pytest.raises(InvalidRequest, match="must hold one string"):
+        expand({"sampling_parameters": two})

@@ -1,0 +1,185 @@
+"""`preprocessing` and `postprocessing`, on the demo model's tokenizer: one token per byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakePbUtils, FakeRequest
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.postprocessing_model import Postprocessor
+from inflight_backend.triton.preprocessing_model import Preprocessor
+from inflight_backend.triton.text_model import read_switch, respond
+
+CODEC = TextCodec(Path(__file__).parents[3] / "backend/inflight_backend/demo_model")
+BEGIN, END = 0, 1
+PREPROCESS = Preprocessor(CODEC, adds_special_tokens=True)
+POSTPROCESS = Postprocessor(CODEC, skips_special_tokens=True)
+
+
+def ids(text: str) -> list[int]:
+    return CODEC.encode_raw(text, add_special_tokens=False)
+
+
+def strings(*rows: list[str]) -> Any:
+    array = np.empty((len(rows), len(rows[0])), dtype=np.object_)
+    for i, row in enumerate(rows):
+        array[i] = [text.encode() for text in row]
+    return array
+
+
+def query(*prompts: str, **more: Any) -> dict[str, Any]:
+    lengths = np.full((len(prompts), 1), 9, dtype=np.int32)
+    return {"QUERY": strings(*([p] for p in prompts)), "REQUEST_OUTPUT_LEN": lengths, **more}
+
+
+def test_rows_are_padded_to_the_longest() -> None:
+    out = PREPROCESS(query("12", "1 ü"))
+    assert out["INPUT_ID"].tolist() == [
+        [BEGIN, *ids("12"), END, END],  # <|end|> is also what pads
+        [BEGIN, *ids("1 ü")],
+    ]
+    assert out["REQUEST_INPUT_LEN"].tolist() == [[3], [5]]
+    assert out["REQUEST_OUTPUT_LEN"].tolist() == [[9], [9]]
+    assert out["OUT_END_ID"].tolist() == out["OUT_PAD_ID"].tolist() == [[END], [END]]
+    assert {out[name].dtype for name in out if name != "EMBEDDING_BIAS"} == {np.dtype(np.int32)}
+
+
+def test_what_is_not_asked_for_is_neutral() -> None:
+    out = PREPROCESS(query("12", "1"))
+    assert out["BAD_WORDS_IDS"].shape == out["STOP_WORDS_IDS"].shape == (2, 2, 0)
+    assert out["EMBEDDING_BIAS"].shape == (2, 0)
+    assert out["DECODER_INPUT_ID"].tolist() == [[END], [END]]
+    assert out["REQUEST_DECODER_INPUT_LEN"].tolist() == [[1], [1]]
+    assert "OUT_PROMPT_TABLE_EXTRA_IDS" not in out
+
+
+def test_words_are_ids_and_ends() -> None:
+    words = strings(["ab", "", "c"], ["d", "", ""])
+    out = PREPROCESS(query("1", "2", STOP_WORDS_DICT=words))
+    assert out["STOP_WORDS_IDS"].tolist() == [
+        [[*ids("ab"), *ids("c")], [2, 3, -1]],
+        [[*ids("d"), 0, 0], [1, -1, -1]],
+    ]
+
+
+def test_bias_words_weigh_on_their_tokens() -> None:
+    out = PREPROCESS(
+        query(
+            "1",
+            EMBEDDING_BIAS_WORDS=strings(["7", "a"]),
+            EMBEDDING_BIAS_WEIGHTS=np.array([[2.5, -1.0]], dtype=np.float32),
+        )
+    )
+    bias = out["EMBEDDING_BIAS"]
+    assert bias.shape == (1, CODEC.vocab_size)
+    assert {int(i): float(bias[0, i]) for i in np.flatnonzero(bias)} == {
+        ids("7")[0]: 2.5,
+        ids("a")[0]: -1.0,
+    }
+
+
+def test_ids_of_the_client_win() -> None:
+    out = PREPROCESS(
+        query(
+            "12",
+            "1",
+            END_ID=np.array([[-1], [5]], dtype=np.int32),
+            PAD_ID=np.array([[7], [8]], dtype=np.int32),
+            DECODER_QUERY=strings(["x"], ["y"]),
+            PROMPT_TABLE_EXTRA_ID=np.array([[3], [4]], dtype=np.uint64),
+        )
+    )
+    assert out["OUT_END_ID"].tolist() == [[-1], [5]]
+    assert out["OUT_PAD_ID"].tolist() == [[7], [8]]
+    assert out["INPUT_ID"][1].tolist() == [BEGIN, *ids("1"), 8]
+    assert out["DECODER_INPUT_ID"].tolist() == [[BEGIN, *ids("x")], [BEGIN, *ids("y")]]
+    assert out["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[3, 3, 3], [4, 4, 4]]
+
+
+def test_special_tokens_may_be_left_to_the_client() -> None:
+    bare = Preprocessor(CODEC, adds_special_tokens=False)
+    assert bare(query("12"))["INPUT_ID"].tolist() == [ids("12")]
+    with pytest.raises(InvalidRequest, match="'QUERY' is empty"):
+        bare(query(""))
+
+
+def tokens(*rows: list[list[int]]) -> Any:
+    return np.array(rows, dtype=np.int32)
+
+
+def test_answers_are_decoded_up_to_their_length() -> None:
+    text = ids("grün")
+    out = POSTPROCESS(
+        {
+            "TOKENS_BATCH": tokens([text, text], [[BEGIN, *text[:4]], [-1] * 5]),
+            "SEQUENCE_LENGTH": np.array([[5, 2], [3, 0]], dtype=np.int32),
+        }
+    )
+    assert [[each.decode() for each in row] for row in out["OUTPUT"]] == [
+        ["grün", "gr"],
+        ["gr", ""],
+    ]
+
+
+def test_special_tokens_may_be_shown() -> None:
+    shown = Postprocessor(CODEC, skips_special_tokens=False)
+    request = {
+        "TOKENS_BATCH": tokens([[*ids("1"), END]]),
+        "SEQUENCE_LENGTH": np.array([[2]], dtype=np.int32),
+    }
+    assert shown(request)["OUTPUT"].tolist() == [[b"1<|end|>"]]
+    assert POSTPROCESS(request)["OUTPUT"].tolist() == [[b"1"]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ids_", "message"),
+    [
+        ([[1, 1]], [[5]], "'SEQUENCE_LENGTH' has shape"),
+        ([[2]], [[5]], "from 0 to 1"),
+        ([[-1]], [[5]], "from 0 to 1"),
+        ([[1]], [[CODEC.vocab_size]], "'TOKENS_BATCH' holds an id outside"),
+        ([[1]], [[-1]], "'TOKENS_BATCH' holds an id outside"),
+    ],
+)
+def test_bad_answers_are_named(
+    lengths: list[list[int]], ids_: list[list[int]], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        POSTPROCESS(
+            {"TOKENS_BATCH": tokens(ids_), "SEQUENCE_LENGTH": np.array(lengths, dtype=np.int32)}
+        )
+
+
+def test_a_bad_request_in_a_batch_fails_alone() -> None:
+    bad = {"QUERY": np.array([[b"\xff"]], dtype=np.object_), "REQUEST_OUTPUT_LEN": np.ones((1, 1))}
+    uneven = {**query("1", "2"), "END_ID": np.ones((1, 1), dtype=np.int32)}
+    words = query(
+        "1",
+        EMBEDDING_BIAS_WORDS=strings(["7", "a"]),
+        EMBEDDING_BIAS_WEIGHTS=np.ones((1, 1), dtype=np.float32),
+    )
+    requests = [FakeRequest(each) for each in (bad, query("1"), uneven, words)]
+    responses = respond(FakePbUtils, requests, PREPROCESS)
+    assert "not valid UTF-8" in str(responses[0].error)
+    assert responses[1].error is None
+    assert "first dimension" in str(responses[2].error)
+    assert "differ in length" in str(responses[3].error)
+
+
+def test_only_the_outputs_asked_for_are_sent() -> None:
+    request = FakeRequest(query("1"), outputs=("INPUT_ID",))
+    [response] = respond(FakePbUtils, [request], PREPROCESS)
+    assert [tensor.name() for tensor in response.output_tensors] == ["INPUT_ID"]
+
+
+def test_switches() -> None:
+    assert read_switch({}, "key", True)
+    assert not read_switch({"key": ""}, "key", False)
+    assert not read_switch({"key": "False"}, "key", True)
+    with pytest.raises(InvalidRequest, match="key must be true or false"):
+        read_switch({"key": "maybe"}, "key", True)

@@ -1,0 +1,159 @@
+"""Progress is watched: what is stuck is ended, said and refused, and taken back when it moves."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakePbUtils, FakeSender
+from triton_harness import Server, error_of, ids_of, wait_until
+
+from inflight_backend.status import beat_of, read_status
+from inflight_backend.triton.watchdog import Watchdog, Watched
+from inflight_scheduler import ScheduledBatch
+
+STALL = 0.3
+
+
+class Stuck:
+    """An engine hook that blocks while its gate is closed."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        self.gate.wait()
+
+
+def phase_of(server: Server) -> str:
+    status = read_status(server.status_file)
+    assert status is not None
+    return status.phase
+
+
+def last_error(sender: FakeSender) -> tuple[str, int]:
+    error = sender.responses[-1].error
+    assert error is not None
+    return str(error), error.code
+
+
+@pytest.mark.case(88)
+def test_a_step_that_never_returns_ends_the_streams_and_readiness(make_server: MakeServer) -> None:
+    stuck = Stuck()
+    server = make_server(CountingEngine(before_step=stuck), stall_seconds=str(STALL))
+    assert server.model.is_ready()
+    running = server.send("a", input_ids=[1], request_output_len=200, streaming=True)
+    assert running.has_response.wait(10)
+    stuck.gate.clear()
+    began = time.monotonic()
+    feed = server.send(stats=True)
+    waiting = [server.send(f"w{i}", input_ids=[1], request_output_len=5) for i in range(6)]
+    for sender in (running, *waiting, feed):
+        assert sender.is_final.wait(10)
+    assert time.monotonic() - began < STALL + 2
+    for sender in (running, *waiting):
+        assert last_error(sender)[0].startswith("the server makes no progress")
+    assert not server.model.is_ready()
+    wait_until(lambda: phase_of(server) == "unhealthy")
+    text, code = error_of(server.ask("a", input_ids=[1]))  # its id is free, but nothing is served
+    assert (text.startswith("the server makes no progress"), code) == (
+        True,
+        FakePbUtils.TritonError.UNAVAILABLE,
+    )
+    stuck.gate.set()
+    wait_until(server.model.is_ready)
+    wait_until(lambda: phase_of(server) == "ready")
+    assert ids_of(server.ask("a", input_ids=[1], request_output_len=2)) == [1, 2, 3]
+    assert server.model._manager._batcher.block_manager.num_used_blocks == 0
+
+
+@pytest.mark.case(88)
+def test_a_model_that_is_stuck_for_good_can_be_unloaded(make_server: MakeServer) -> None:
+    stuck = Stuck()
+    server = make_server(CountingEngine(before_step=stuck), stall_seconds=str(STALL))
+    stuck.gate.clear()
+    sender = server.send(input_ids=[1], request_output_len=5)
+    assert sender.is_final.wait(10)
+    server.model.finalize()  # returns although the loop does not
+    stuck.gate.set()
+
+
+@pytest.mark.case(92)
+def test_a_send_that_never_returns_is_a_stall(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine(), stall_seconds=str(STALL))
+    release = threading.Event()
+
+    def never(response: Any = None, flags: int = 0) -> None:
+        release.wait()
+
+    sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
+    sender.send = never  # type: ignore[method-assign]
+    wait_until(lambda: not server.model.is_ready())
+    release.set()
+
+
+def test_slow_steps_and_idle_times_are_no_stall(make_server: MakeServer) -> None:
+    engine = CountingEngine(before_step=lambda batch: time.sleep(STALL / 3))
+    server = make_server(engine, stall_seconds=str(STALL))
+    sender = server.ask(input_ids=[1], request_output_len=6, streaming=True)
+    assert ids_of(sender) == [2, 3, 4, 5, 6, 7]
+    time.sleep(2 * STALL)
+    assert server.model.is_ready()
+    assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
+
+
+@pytest.mark.case(125)
+def test_a_device_that_fails_every_step_is_not_ready_until_one_succeeds(
+    make_server: MakeServer,
+) -> None:
+    is_lost = [True]
+
+    def fail(batch: ScheduledBatch) -> None:
+        if is_lost[0]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    server = make_server(CountingEngine(before_step=fail), stall_seconds=str(STALL))
+    for number in range(3):
+        assert server.model.is_ready(), f"{number} failures are bad luck"
+        text, _ = error_of(server.ask(input_ids=[1], request_output_len=5, streaming=True))
+        assert text == "the engine failed while it ran this request"
+    assert not server.model.is_ready()
+    wait_until(lambda: phase_of(server) == "unhealthy")
+    is_lost[0] = False
+    assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+    assert server.model.is_ready()
+    wait_until(lambda: phase_of(server) == "ready")
+
+
+def test_the_beat_goes_on_and_a_failing_action_does_not_end_it() -> None:
+    beats = threading.Semaphore(0)
+
+    def beat() -> None:
+        beats.release()
+        raise OSError("no disk")
+
+    watched = Watched(lambda: False, lambda: 0, lambda: None, lambda: None, beat)
+    watchdog = Watchdog(watched, stall_seconds=0.1)
+    for _ in range(3):
+        assert beats.acquire(timeout=10)
+    watchdog.close()
+    assert not watchdog.is_stalled
+
+
+def test_the_beat_renews_the_status_file(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine(), stall_seconds="0.4")
+    os.utime(server.status_file, (1, 1))
+    assert beat_of(server.status_file) == 10**9
+    wait_until(lambda: beat_of(server.status_file) > 10**18)
+    assert beat_of(server.status_file.with_name("none")) == 0
+
+
+def test_draining_is_not_ready(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine())
+    server.drain_file.write_text("")
+    wait_until(lambda: not server.model.is_ready())

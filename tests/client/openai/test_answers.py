@@ -1,0 +1,123 @@
+"""What is written for OpenAI's clients, read back with the types of the `openai` package."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from inflight_client.openai.answers import EventWriter, Head, new_choices, usage, whole_answer
+from inflight_client.openai.parsing import GenerationJob
+from inflight_client.openai.upstream import Piece
+
+PIECES = [
+    Piece(0, "Gr", 1, [5], [-0.5]),
+    Piece(1, 'a "q"\n', 2, [6, 7], [-1.0, -2.0]),
+    Piece(0, "", 1, [8], [-0.25]),
+    Piece(0, "üße", 1, [9], [0.0]),
+]
+TEXT_OF = {5: "Gr", 6: "a ", 7: '"q"\n', 8: "\ufffd", 9: "üße"}
+
+
+def job(*, is_chat: bool, has_log_probs: bool = False) -> GenerationJob:
+    return GenerationJob(
+        is_chat=is_chat,
+        prompts=((1, 2, 3),),
+        max_tokens=3,
+        values={},
+        num_answers=2,
+        is_streaming=True,
+        includes_usage=True,
+        has_log_probs=has_log_probs,
+    )
+
+
+def head(is_chat: bool) -> Head:
+    return Head("id", 1700000000, "m", is_chat)
+
+
+def events(is_chat: bool, has_log_probs: bool = False) -> list[dict[str, Any]]:
+    """All events of a stream of `PIECES`, as a client reads them."""
+    this = job(is_chat=is_chat, has_log_probs=has_log_probs)
+    writer = EventWriter(head(is_chat), this, TEXT_OF.__getitem__)
+    choices = new_choices(this)
+    written = b"".join(writer.opening(i) for i in range(2))
+    for piece in PIECES:
+        choices[piece.index].add(piece)
+        written += writer.piece(piece.index, piece, choices[piece.index])
+    written += b"".join(writer.end(i, choices[i]) for i in range(2)) + writer.usage(choices)
+    blocks = written.decode().split("\n\n")
+    assert blocks.pop() == ""
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def test_the_events_of_a_chat() -> None:
+    chunks = [ChatCompletionChunk.model_validate(event, strict=True) for event in events(True)]
+    texts = {0: "", 1: ""}
+    for chunk in chunks[:-1]:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        assert chunk.usage is None
+    assert texts == {0: "Grüße", 1: 'a "q"\n'}
+    assert [c.choices[0].delta.role for c in chunks[:3]] == ["assistant", "assistant", None]
+    reasons = {c.choices[0].index: c.choices[0].finish_reason for c in chunks[-3:-1]}
+    assert reasons == {0: "length", 1: "stop"}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 5
+
+
+def test_the_events_of_a_completion() -> None:
+    chunks = events(False)
+    texts = {0: "", 1: ""}
+    for chunk in chunks[:-1]:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == {0: "Grüße", 1: 'a "q"\n'}
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert [row["choices"][0]["finish_reason"] for row in chunks[-3:-1]] == ["length", "stop"]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
+    this = job(is_chat=is_chat, has_log_probs=True)
+    choices = new_choices(this)
+    for piece in PIECES:
+        choices[piece.index].add(piece)
+    body = whole_answer(head(is_chat), this, choices, TEXT_OF.__getitem__)
+    streamed = [e["choices"][0] for e in events(is_chat, True) if e["choices"]]
+    if is_chat:
+        first = ChatCompletion.model_validate(body).choices[0]
+        assert first.logprobs is not None
+        assert first.logprobs.content is not None
+        rows = [(row.token, row.logprob, row.bytes) for row in first.logprobs.content]
+        assert rows == [
+            ("Gr", -0.5, [71, 114]),
+            ("\ufffd", -0.25, None),  # half a character has no bytes that could be told
+            ("üße", 0.0, list("üße".encode())),
+        ]
+        parts = [row["logprobs"]["content"] for row in streamed if row["logprobs"]]
+        assert sum(map(len, parts)) == 5
+        return
+    whole = Completion.model_validate(body).choices[1].logprobs
+    assert whole is not None
+    assert (whole.tokens, whole.token_logprobs) == (["a ", '"q"\n'], [-1.0, -2.0])
+    assert whole.text_offset == [0, 2]
+    rows_of_first = [row["logprobs"] for row in streamed if row["index"] == 0 and row["logprobs"]]
+    offsets = [row["text_offset"] for row in rows_of_first]
+    assert offsets == [[0], [2], [2]]
+
+
+def test_usage_counts_every_prompt_and_every_answer() -> None:
+    this = job(is_chat=False)
+    choices = new_choices(this)
+    for piece in PIECES:
+        choices[piece.index].add(piece)
+    assert usage(this, choices) == {
+        "prompt_tokens": 3,
+        "completion_tokens": 5,
+        "total_tokens": 8,
+    }

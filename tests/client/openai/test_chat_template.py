@@ -1,0 +1,118 @@
+"""Chat templates against the environment they are written for: `transformers`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from inflight_client.errors import InvalidArgument
+from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CHAT = [
+    {"role": "system", "content": "Be <brief> & 'exact'.\n"},
+    {"role": "user", "content": "Ein Wort: ümläut 🙂 {{ not.a.template }}"},
+    {"role": "assistant", "content": "  yes  "},
+    {"role": "user", "content": "and?"},
+]
+# The constructs of the templates of Llama 2 and 3, Mistral, Qwen2 and Qwen3.
+TEMPLATES = {
+    "chatml": "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
+    "{{ '<|im_start|>system\nhelp<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama2": "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+    "{% set system = messages[0]['content'] %}{% else %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ bos_token + '[INST] ' + system + m['content'].strip() + ' [/INST]' }}{% endfor %}",
+    "llama3": "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|h|>' + message['role'] + '\n\n' + message['content'] | trim + '<e>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}"
+    "{{ content }}{% endfor %}",
+    "tools": "{%- if tools is not none %}{{ tools | tojson }}{%- endif %}\n"
+    "    {%- for m in messages %}\n        {{- m | tojson(indent=2) }}\n    {%- endfor %}\n",
+    "loop controls": "{% for m in messages %}{% if m.role == 'assistant' %}{% break %}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% endfor %}",
+    "namespace": "{% set ns = namespace(last='') %}{% for m in messages %}"
+    "{% set ns.last = m.content %}{% endfor %}{{ ns.last }}|{{ strftime_now('%Y') }}",
+    "blocks": "  {% if true %}\n  a\n  {% endif %}\nb\n",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_renders_as_transformers_does(name: str) -> None:
+    [wanted], _ = render_jinja_template(
+        [CHAT], chat_template=TEMPLATES[name], add_generation_prompt=True, **TOKENS
+    )
+    assert ChatTemplate(TEMPLATES[name], TOKENS).render(CHAT) == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{{ messages[0].content.missing.deep }}", "missing"),
+        ("{{ messages.append(1) }}", "append"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{{ messages[0].content + 1 }}", "str"),
+    ],
+)
+def test_what_a_template_refuses_is_a_value_error(source: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ChatTemplate(source, TOKENS).render(CHAT)
+
+
+def test_a_broken_template_says_where() -> None:
+    with pytest.raises(InvalidArgument, match="line 2"):
+        ChatTemplate("fine\n{% if %}", {})
+
+
+def files(config: dict[str, Any], **more: str) -> dict[str, str]:
+    return {"tokenizer_config.json": json.dumps(config), **more}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (files({"chat_template": "c"}), "c"),
+        (files({"chat_template": "c"}, **{"chat_template.jinja": "j"}), "j"),
+        (
+            files(
+                {
+                    "chat_template": [
+                        {"name": "tool_use", "template": "t"},
+                        {"name": "default", "template": "d"},
+                    ]
+                }
+            ),
+            "d",
+        ),
+        (files({"chat_template": [{"name": "tool_use", "template": "t"}]}), None),
+        (files({}), None),
+        ({}, None),
+    ],
+)
+def test_the_template_is_found_where_checkpoints_keep_it(
+    given: dict[str, str], wanted: str | None
+) -> None:
+    template = find_template(given)
+    assert (template.render(CHAT) if template else None) == wanted
+
+
+def test_special_tokens_are_texts_or_objects() -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "unk_token": None, "x": "y"}
+    assert special_tokens(files(config)) == TOKENS
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_config_that_is_no_object_is_named(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"tokenizer_config\.json"):
+        find_template({"tokenizer_config.json": text})

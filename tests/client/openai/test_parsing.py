@@ -1,0 +1,255 @@
+"""Bodies of requests to jobs: what is honoured, forwarded by tensor name, or refused by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight_client.errors import InvalidArgument
+from inflight_client.openai.errors import TENSOR_TO_FIELD, ApiError
+from inflight_client.openai.fields import Body
+from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
+from inflight_client.openai.prompts import PromptReader, make_prompt_reader
+from inflight_client.openai.upstream import make_calls
+from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "backend/inflight_backend/demo_model"
+NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+DESCRIPTION = {
+    "model": "demo",
+    "max_input_len": 99,
+    "max_seq_len": 100,
+    "vocab_size": 258,
+    "end_id": 1,
+    "files": {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES},
+}
+
+
+@pytest.fixture(scope="module")
+def reader() -> PromptReader:
+    return make_prompt_reader(DESCRIPTION, None, None)
+
+
+def completion(reader: PromptReader, **fields: Any) -> GenerationJob:
+    body = {"model": "demo", "prompt": "1 2", **fields}
+    return asyncio.run(parse_completion(Body(json.dumps(body).encode()), reader))
+
+
+def chat(reader: PromptReader, **fields: Any) -> GenerationJob:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "1 2"}], **fields}
+    return asyncio.run(parse_chat(Body(json.dumps(body).encode()), reader, None))
+
+
+def test_a_completion_with_nothing_but_a_prompt(reader: PromptReader) -> None:
+    job = completion(reader)
+    assert [len(prompt) for prompt in job.prompts] == [4]  # <|begin|> and a token per byte
+    assert (job.max_tokens, job.num_answers, job.is_streaming) == (16, 1, False)
+    assert job.values == {"end_id": 1}
+
+
+def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
+    job = chat(reader)
+    assert len(job.prompts[0]) == 5  # the template writes <|begin|> itself: it is there once
+    assert job.max_tokens == 95
+    assert chat(reader, max_tokens=7).max_tokens == 7
+    assert chat(reader, max_completion_tokens=8).max_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors"),
+    [
+        ({"temperature": 0}, {"temperature": 0.0}),
+        ({"top_p": 1}, {"runtime_top_p": 1.0}),
+        ({"top_k": 5}, {"runtime_top_k": 5}),
+        ({"min_tokens": 2}, {"min_length": 2}),
+        ({"seed": 7}, {"random_seed": 7}),
+        ({"seed": -1}, {"random_seed": 2**64 - 1}),
+        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
+        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"min_p": 0.1, "cache_salt": "me"}, {"min_p": 0.1, "cache_salt": "me"}),
+        ({"stop": "x"}, {"stop_words": ["x"]}),
+        ({"stop": ["x", "y"]}, {"stop_words": ["x", "y"]}),
+        ({"stop": []}, {}),
+        ({"n": 3}, {"num_return_sequences": 3}),
+        ({"ignore_eos": True}, {"end_id": None}),
+        ({"response_format": {"type": "text"}}, {}),
+        (
+            {"response_format": {"type": "json_object"}},
+            {
+                "guided_decoding_guide_type": "json_schema",
+                "guided_decoding_guide": '{"type": "object"}',
+            },
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
+        ),
+        # What asks for nothing is taken.
+        ({"user": "u", "logit_bias": {}, "seed": None, "store": False}, {}),
+    ],
+)
+def test_sampling_fields_become_tensors(
+    reader: PromptReader, fields: dict[str, Any], tensors: dict[str, Any]
+) -> None:
+    wanted = {name: value for name, value in {"end_id": 1, **tensors}.items() if value is not None}
+    for job in (completion(reader, **fields), chat(reader, **fields)):
+        assert job.values == wanted
+
+
+def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
+    assert completion(reader, logprobs=0).values["return_log_probs"] is True
+    assert chat(reader, logprobs=True, top_logprobs=0).has_log_probs
+    assert not chat(reader, logprobs=False).has_log_probs
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": "other"}, "model"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", {}]}, "prompt"),
+        ({"prompt": "x" * 20_000}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": {}}, "stop"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"seed": 2**63}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"other": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"echo": True}, "echo"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"logit_bias": {"258": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"cache_salt": 5}, "cache_salt"),
+        ({"user": 5}, "user"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_a_bad_field_of_a_completion_is_named(
+    reader: PromptReader, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(reader, **fields)
+    assert caught.value.param == param
+    assert caught.value.status == (404 if fields == {"model": "other"} else 400)
+    assert param in caught.value.message or param == "model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{}] * 4097}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages[0].content[0].text",
+        ),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_a_bad_field_of_a_chat_is_named(
+    reader: PromptReader, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(reader, **fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_parts_of_text_are_one_text(reader: PromptReader) -> None:
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    joined = chat(reader, messages=[{"role": "user", "content": parts}])
+    assert joined.prompts == chat(reader, messages=[{"role": "user", "content": "1\n2"}]).prompts
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000])
+def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ApiError, match="body"):
+        Body(raw)
+
+
+def test_a_model_without_a_template_refuses_chats_only() -> None:
+    files = {"tokenizer.json": DESCRIPTION["files"]["tokenizer.json"]}  # type: ignore[index]
+    bare = make_prompt_reader({**DESCRIPTION, "files": files}, "mine", None)
+    body = {"model": "mine", "prompt": "1"}
+    assert asyncio.run(parse_completion(Body(json.dumps(body).encode()), bare)).prompts
+    with pytest.raises(ApiError, match="--chat-template"):
+        chat(bare, model="mine")
+
+
+def test_what_a_model_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"no tokenizer\.json"):
+        make_prompt_reader({**DESCRIPTION, "files": {}}, None, None)
+    with pytest.raises(InvalidArgument, match=r"tokenizer\.json of the server"):
+        make_prompt_reader({**DESCRIPTION, "files": {"tokenizer.json": "{}"}}, None, None)
+    with pytest.raises(InvalidArgument, match="--chat-template"):
+        make_prompt_reader(DESCRIPTION, None, tmp_path / "none.jinja")
+
+
+def test_logit_bias_is_a_bias_for_every_token(reader: PromptReader) -> None:
+    bias: Any = completion(reader, logit_bias={"5": -100, "257": 0.5}).values["embedding_bias"]
+    assert (bias.shape, bias.dtype) == ((258,), "float32")
+    assert (bias[5], bias[257], abs(bias).sum()) == (-100, 0.5, 100.5)
+
+
+def test_every_prompt_is_a_request_of_its_own(reader: PromptReader) -> None:
+    job = completion(reader, prompt=["1", "2"], n=2, logprobs=0, stream=True)
+    calls = make_calls(job, "id")
+    assert [call.request_id for call in calls] == ["id-0", "id-1"]
+    for call in calls:
+        assert set(call.values) <= set(INPUT_BY_NAME)
+        assert set(call.outputs) <= set(OUTPUT_BY_NAME)
+        assert call.values["streaming"] is True
+        assert "sequence_index" in call.outputs
+
+
+def test_errors_translate_names_of_the_wire_only() -> None:
+    assert set(TENSOR_TO_FIELD) <= set(INPUT_BY_NAME)

@@ -1,0 +1,71 @@
+"""Bodies and tensors that no client of ours would send: refused fast, and the server lives."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from e2e.harness import ServeProcess, assert_counts, stream_text
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "1 2 3"
+DEEP = '{"text_input": "1 2 3", "max_tokens": 4, "x": ' + "[" * 1000 + "]" * 1000 + "}"
+HUGE = json.dumps({"text_input": "1 2 3 " * 1_750_000, "max_tokens": 4})
+DOUBLED = '{"text_input": "1 2 3", "max_tokens": 4, "max_tokens": 5}'
+
+
+def post(server: ServeProcess, body: str) -> httpx.Response:
+    url = f"{server.http_url}/v2/models/tensorrt_llm/generate"
+    return httpx.post(url, content=body, timeout=60, trust_env=False)
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize(
+    ("body", "statuses"),
+    [
+        (DEEP, {400}),
+        (HUGE, {400}),
+        (DOUBLED, {200, 400}),  # Triton reads JSON, and its parser lets one of the two win
+        # What Triton cannot parse it answers with 500.
+        ("{", {500}),
+        ("[]", {500}),
+        ('{"text_input": {"a": 1}, "max_tokens": 4}', {500}),
+        ('{"text_input": "1", "max_tokens": 1e99}', {500}),
+    ],
+    ids=["deep", "huge", "doubled", "cut off", "list", "object", "overflow"],
+)
+def test_odd_json_is_refused_fast(server: ServeProcess, body: str, statuses: set[int]) -> None:
+    began = time.monotonic()
+    answer = post(server, body)
+    assert time.monotonic() - began < 20.0
+    assert answer.status_code in statuses, answer.text[:300]
+    assert "Traceback" not in answer.text
+    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 20)))
+
+
+@pytest.mark.case(39)
+def test_an_unknown_input_is_refused_by_name(server: ServeProcess) -> None:
+    text = grpcclient.InferInput("text_input", [1, 1], "BYTES")
+    text.set_data_from_numpy(np.array([[b"1 2 3"]], dtype=np.object_))
+    unknown = grpcclient.InferInput("temprature", [1, 1], "FP32")
+    unknown.set_data_from_numpy(np.array([[0.5]], dtype=np.float32))
+    answers: list[InferenceServerException | None] = []
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(callback=lambda result, error: answers.append(error))
+        client.async_stream_infer("tensorrt_llm", [text, unknown])
+        client.stop_stream()
+    assert "temprature" in str(answers[0])
+
+
+@pytest.mark.case(65)
+def test_an_id_of_a_megabyte_is_refused(server: ServeProcess) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 4, "id": "x" * 1_000_000}
+    answer = post(server, json.dumps(body))
+    assert answer.status_code == 400
+    assert "1000000 characters, more than 1024" in answer.text

@@ -1,0 +1,361 @@
+"""`inflight openai` in front of the real server, used with the `openai` package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema  # type: ignore[import-untyped]
+import openai
+import pytest
+from e2e.harness import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
+
+from inflight_client import InflightClient
+
+pytestmark = pytest.mark.e2e
+
+MODEL = "demo_model"
+WAIT = 30.0
+
+
+class FrontProcess:
+    """One run of ``inflight openai`` on a free port."""
+
+    def __init__(self, folder: Path, url: str, options: Sequence[str] = ()) -> None:
+        [self.port] = free_ports(1)
+        self._log = folder / f"front-{self.port}"
+        command = [str(Path(sys.executable).parent / "inflight"), "openai", f"--url={url}"]
+        with self._log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, f"--port={self.port}", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text()
+
+    def wait_until_ready(self) -> FrontProcess:
+        deadline = time.monotonic() + START_SECONDS
+        while "is ready" not in self.output:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        return self
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=WAIT)
+
+
+@pytest.fixture(scope="module")
+def front(server: ServeProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    running = FrontProcess(tmp_path_factory.mktemp("front"), server.grpc_url).wait_until_ready()
+    yield running
+    assert running.stop() == 0, running.output
+
+
+@pytest.fixture(scope="module")
+def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def num_active(server: ServeProcess) -> int:
+    """Requests that the server works on."""
+    with InflightClient(server.grpc_url) as direct:
+        [stats] = direct.stats(follow=False)
+    return int(stats["Active Request Count"])
+
+
+def wait_until_idle(server: ServeProcess) -> None:
+    deadline = time.monotonic() + WAIT
+    while num_active(server) > 0:
+        assert time.monotonic() < deadline, "the request still runs"
+        time.sleep(0.05)
+
+
+def test_the_model_is_listed(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert (model.id, model.owned_by) == (MODEL, "inflight")
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=MODEL, prompt="1 2 3", max_tokens=20, temperature=0)
+    [choice] = done.choices
+    assert_counts("1 2 3", choice.text)
+    assert choice.finish_reason == "length"
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (6, 20)
+
+
+def test_completions_of_several_prompts_text_and_ids(client: openai.OpenAI) -> None:
+    prompts = ["1 2 3", "50 51", "7 8 9"]
+    done = client.completions.create(model=MODEL, prompt=prompts, max_tokens=12)
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    for prompt, choice in zip(prompts, done.choices, strict=True):
+        assert_counts(prompt, choice.text)
+    from_ids = client.completions.create(model=MODEL, prompt=[0, 18, 224, 19], max_tokens=9)
+    assert from_ids.choices[0].finish_reason == "length"
+
+
+def test_a_chat_goes_through_the_template(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model=MODEL,
+        messages=[
+            {"role": "user", "content": "1 2"},
+            {"role": "assistant", "content": "3 4"},
+            {"role": "user", "content": [{"type": "text", "text": "5"}]},
+        ],
+        max_completion_tokens=10,
+        seed=-3,
+        top_p=0.9,
+        user="somebody",
+    )
+    assert done.choices[0].message.role == "assistant"
+    assert_counts("1 2 3 4 5 ", done.choices[0].message.content or "")
+
+
+def test_streams_with_usage(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "1 2 3"}],
+            max_tokens=30,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert_counts("1 2 3 ", text)
+    assert len(chunks) > 5
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 37
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_stop_strings_end_an_answer_and_are_not_part_of_it(
+    client: openai.OpenAI, is_streaming: bool
+) -> None:
+    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "stop": ["nix", "9 1"]}
+    if is_streaming:
+        chunks = list(client.completions.create(**request, stream=True))
+        text = "".join(chunk.choices[0].text for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        [choice] = client.completions.create(**request).choices
+        text, reason = choice.text, choice.finish_reason
+    assert (text, reason) == (" 4 5 6 7 8 ", "stop")
+    exact = client.completions.create(**{**request, "stop": " 5", "max_tokens": 4})
+    assert (exact.choices[0].text, exact.choices[0].finish_reason) == (" 4", "stop")
+
+
+def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "1 2 3"}],
+        max_tokens=8,
+        n=3,
+        logprobs=True,
+        temperature=0,
+        frequency_penalty=0.0,
+    )
+    assert [choice.index for choice in done.choices] == [0, 1, 2]
+    for choice in done.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        text = choice.message.content
+        assert "".join(row.token for row in choice.logprobs.content) == text
+        assert all(-1.0 < row.logprob <= 0.0 for row in choice.logprobs.content)
+        assert_counts("1 2 3 ", text or "")
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 24
+
+
+def test_streams_of_several_answers(client: openai.OpenAI) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt=["1 2 3", "50 51"], n=2, max_tokens=12, logprobs=0, stream=True
+    )
+    texts, tokens = [""] * 4, [""] * 4
+    for chunk in stream:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        if choice.logprobs is not None:
+            tokens[choice.index] += "".join(choice.logprobs.tokens or ())
+    assert texts == tokens
+    for prompt, text in zip(["1 2 3", "1 2 3", "50 51", "50 51"], texts, strict=True):
+        assert_counts(prompt, text)
+
+
+def test_a_bias_wins_over_the_model(client: openai.OpenAI) -> None:
+    nine = 26  # its id in the demo model's tokenizer, as 18 is that of 1
+    done = client.completions.create(
+        model=MODEL, prompt=[0, 18], max_tokens=3, logit_bias={str(nine): 100}, temperature=0
+    )
+    assert done.choices[0].text == "999"
+
+
+def test_streams_side_by_side_do_not_mix(front: FrontProcess, server: ServeProcess) -> None:
+    async def one(client: openai.AsyncOpenAI, first: int) -> None:
+        prompts = [f"{first} {first + 1} ", f"{first + 500} {first + 501} "]
+        stream = await client.completions.create(
+            model=MODEL, prompt=prompts, max_tokens=60, stream=True
+        )
+        texts = ["", ""]
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert_counts(prompt, text)
+
+    async def all_of_them() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none") as client:
+            await asyncio.gather(*(one(client, 1000 + 10 * i) for i in range(16)))
+
+    asyncio.run(all_of_them())
+    wait_until_idle(server)
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_a_client_that_leaves_ends_its_request_on_the_server(
+    front: FrontProcess, server: ServeProcess, is_streaming: bool, num_prompts: int
+) -> None:
+    wait_until_idle(server)
+    body = {"model": MODEL, "prompt": ["1 2 3"] * num_prompts, "max_tokens": 8000}
+    raw = json.dumps({**body, "stream": is_streaming}).encode()
+    with socket.create_connection((HOST, front.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        if is_streaming:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        deadline = time.monotonic() + WAIT
+        while num_active(server) < num_prompts:
+            assert time.monotonic() < deadline, "the request never ran"
+    left = time.monotonic()
+    wait_until_idle(server)
+    assert time.monotonic() - left < 5.0  # 8,000 tokens take longer
+
+
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+
+
+def test_response_format_is_kept(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": [1, 22, 333]}, "is_good": {"type": "boolean"}},
+        "required": ["size", "is_good"],
+        "additionalProperties": False,
+    }
+    body: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300}
+    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    answer = client.completions.create(**body, extra_body={"response_format": wanted})
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].text), schema)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"max_tokens": 100_000}, 400, "max_tokens"),  # judged by the server
+        ({"prompt": [999_999]}, 400, "prompt"),
+        ({"min_tokens": 50}, 400, "min_tokens"),
+        ({"response_format": BAD_SCHEMA}, 400, "response_format"),
+        ({"model": "other"}, 404, "model"),  # judged by the front
+        ({"temperature": 9}, 400, "temperature"),
+        ({"surprise": 1}, 400, "surprise"),
+    ],
+)
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_bad_request_is_named_and_disturbs_nobody(
+    client: openai.OpenAI, fields: dict[str, Any], status: int, param: str, is_streaming: bool
+) -> None:
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 8, "stream": is_streaming, **fields}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.post("/completions", cast_to=object, body=body)
+    assert (caught.value.status_code, caught.value.param) == (status, param)
+    assert caught.value.type == "invalid_request_error"
+    assert client.completions.create(model=MODEL, prompt="1 2", max_tokens=2).choices
+
+
+def test_what_is_not_there_is_an_error_of_the_same_shape(front: FrontProcess) -> None:
+    for method, path, status in [("GET", "/v1/none", 404), ("GET", "/v1/completions", 405)]:
+        answer = httpx.request(method, front.url + path, trust_env=False)
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_limits(server: ServeProcess, tmp_path: Path) -> None:
+    options = ["--max-requests=1", "--max-body-bytes=2048", "--served-model-name=mine"]
+    front = FrontProcess(tmp_path, server.grpc_url, options).wait_until_ready()
+    body = {"model": "mine", "prompt": "1 2 3", "max_tokens": 3000, "stream": True}
+    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
+        assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
+        assert http.get("/health").status_code == 200
+        large = http.post("/v1/completions", json={**body, "prompt": "1" * 3000})
+        assert (large.status_code, large.json()["error"]["param"]) == (413, None)
+        with http.stream("POST", "/v1/completions", json=body) as running:
+            assert running.status_code == 200
+            refused = http.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+    wait_until_idle(server)
+    assert front.stop() == 0
+
+
+def test_stopping_lets_running_answers_finish(server: ServeProcess, tmp_path: Path) -> None:
+    front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300, "stream": True}
+    url = f"{front.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=WAIT) as running:
+        lines = running.iter_lines()
+        received = [next(lines)]
+        front.process.send_signal(signal.SIGTERM)
+        received += lines
+    assert received[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in received if "{" in line]
+    assert_counts("1 2 3", "".join(event["choices"][0]["text"] for event in events))
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert front.process.wait(timeout=WAIT) == 0
+
+
+def test_a_server_that_is_gone_or_never_was(tmp_path: Path, serve: Any) -> None:
+    [unused] = free_ports(1)
+    failed = FrontProcess(tmp_path, f"{HOST}:{unused}")
+    assert failed.process.wait(timeout=WAIT) == 1
+    assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
+    own = serve()
+    front = FrontProcess(tmp_path, own.grpc_url).wait_until_ready()
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 7000, "stream": True}
+    with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
+        with http.stream("POST", "/v1/completions", json=body) as running:
+            lines = running.iter_lines()
+            assert next(lines).startswith("data: {")
+            own.kill_tritonserver()
+            last = [line for line in lines if line]
+        assert json.loads(last[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert last[-1] == "data: [DONE]"
+        gone = http.post("/v1/completions", json=body)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "server_unreachable")
+        assert str(own.grpc_port) not in gone.text
+        assert http.get("/health").status_code == 503
+    assert front.stop() == 0

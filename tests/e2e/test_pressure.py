@@ -1,0 +1,220 @@
+"""Clients that leave, stare or crowd in: the server gives back everything and serves the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from e2e.harness import HOST, TRITONSERVER, ServeProcess, assert_counts, stream_text
+
+from inflight_client import AsyncInflightClient, InflightClient
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "1 2 3 4"
+ENDLESS = 8000
+WAIT_SECONDS = 60.0
+
+
+def stats_of(server: ServeProcess) -> dict[str, int]:
+    with InflightClient(server.grpc_url) as client:
+        (stats,) = client.stats(follow=False)
+    return stats
+
+
+def wait_for_active(server: ServeProcess, number: int, within: float = WAIT_SECONDS) -> None:
+    deadline = time.monotonic() + within
+    while (active := stats_of(server)["Active Request Count"]) != number:
+        assert time.monotonic() < deadline, f"{active} active, not {number}, after {within} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server: ServeProcess) -> Iterator[None]:
+    """After each test everything is free again and the server serves."""
+    yield
+    wait_for_active(server, 0)
+    assert stats_of(server)["Used KV cache blocks"] == 0
+    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 30)))
+
+
+def http_request(server: ServeProcess, action: str, max_tokens: int) -> socket.socket:
+    """A raw connection with a request on its way."""
+    body = json.dumps({"text_input": PROMPT, "max_tokens": max_tokens, "stream": True}).encode()
+    if action == "generate":
+        body = body.replace(b"true", b"false")
+    head = (
+        f"POST /v2/models/tensorrt_llm/{action} HTTP/1.1\r\nHost: {HOST}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    connection = socket.create_connection((HOST, server.http_port), timeout=30)
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def reset(connection: socket.socket) -> None:
+    """Close with RST instead of FIN, as a client does whose machine is gone."""
+    linger = struct.pack("ii", 1, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    connection.close()
+
+
+@pytest.mark.case(68, 69)
+@pytest.mark.parametrize("leave", [reset, socket.socket.close])
+def test_a_connection_that_ends_in_mid_stream(
+    server: ServeProcess, leave: Callable[[socket.socket], None]
+) -> None:
+    """To `tensorrt_llm`; Triton does not pass on through an ensemble that its client has gone."""
+    connection = http_request(server, "generate_stream", ENDLESS)
+    received = b""
+    while received.count(b"data:") < 5:
+        received += connection.recv(4096)
+    leave(connection)
+    wait_for_active(server, 0, within=10.0)
+
+
+@pytest.mark.case(70)
+def test_a_whole_answer_whose_client_left_runs_to_its_end(server: ServeProcess) -> None:
+    """Triton does not tell the model; the limits of the request do."""
+    connection = http_request(server, "generate", 600)
+    wait_for_active(server, 1)
+    reset(connection)
+    wait_for_active(server, 0)
+
+
+@pytest.mark.case(67, 75)
+def test_cancels_at_every_phase(server: ServeProcess) -> None:
+    """Sixty calls, cancelled after nothing up to a tenth of a second; some had begun to answer."""
+
+    async def call(client: AsyncInflightClient, seconds: float) -> None:
+        async def read() -> None:
+            async for _ in client.stream(PROMPT * 20, ENDLESS // 4):
+                pass
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read(), seconds)
+
+    async def crowd() -> None:
+        draw = random.Random(6)
+        async with AsyncInflightClient(server.grpc_url) as client:
+            await asyncio.gather(*(call(client, draw.random() * 0.1) for _ in range(60)))
+
+    asyncio.run(crowd())
+    wait_for_active(server, 0, within=10.0)
+
+
+@pytest.mark.case(72)
+def test_a_thousand_idle_streams(server: ServeProcess) -> None:
+    """Open gRPC streams on which nothing is asked, over ten connections."""
+    method = "/inference.GRPCInferenceService/ModelStreamInfer"
+    channels = [
+        grpc.insecure_channel(server.grpc_url, options=[("grpc.use_local_subchannel_pool", 1)])
+        for _ in range(10)
+    ]
+    held = [_Idle() for _ in range(1000)]
+    calls = [channels[number % 10].stream_stream(method)(idle) for number, idle in enumerate(held)]
+    began = time.monotonic()
+    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)))
+    assert time.monotonic() - began < 20.0
+    assert sum(not each.done() for each in calls) == 1000, "the server keeps them open"
+    for each in calls:
+        each.cancel()
+    for idle in held:
+        idle.end()
+    for channel in channels:
+        channel.close()
+
+
+class _Idle:
+    """The requests of a stream that never sends one."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+
+    def __iter__(self) -> _Idle:
+        return self
+
+    def __next__(self) -> bytes:
+        self._ended.wait()
+        raise StopIteration
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+@pytest.mark.case(121)
+def test_256_requests_at_once(server: ServeProcess) -> None:
+    async def crowd() -> tuple[list[str], int]:
+        most = 0
+
+        async def one(number: int) -> str:
+            prompt = f"{10 * number + 1} {10 * number + 2}"
+            return "".join([chunk.text async for chunk in client.stream(prompt, 64)])
+
+        async with AsyncInflightClient(server.grpc_url) as client:
+            answers = asyncio.gather(*(one(number) for number in range(256)))
+            while not answers.done():
+                async for stats in client.stats(follow=False):
+                    most = max(most, stats["Active Request Count"])
+                await asyncio.sleep(0.02)
+            return await answers, most
+
+    texts, most = asyncio.run(crowd())
+    for number, text in enumerate(texts):
+        assert_counts(f"{10 * number + 1} {10 * number + 2}", text)
+    assert most == 256
+
+
+@pytest.mark.case(71)
+def test_readers_that_never_read_hold_little_and_harm_nobody(server: ServeProcess) -> None:
+    """What the server keeps for them is bounded by the length of their answers."""
+    pid = server.pid_of(TRITONSERVER)
+    before = resident_mb(pid)
+    connections = [http_request(server, "generate_stream", 1000) for _ in range(8)]
+    wait_for_active(server, len(connections))
+    began = time.monotonic()
+    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)))
+    assert time.monotonic() - began < 20.0
+    wait_for_active(server, 0)
+    assert resident_mb(pid) - before < 8 * 1000 * 4096 / 1e6
+    for connection in connections:
+        connection.close()
+
+
+def resident_mb(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+@pytest.mark.case(71, 75)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_client_that_is_killed_or_frozen(server: ServeProcess, number: signal.Signals) -> None:
+    """A frozen one does not answer the keep-alive of the connection, 10 s at most."""
+    code = (
+        "import sys; from inflight_client import InflightClient;"
+        "client = InflightClient(sys.argv[1]);"
+        f"[print(chunk.text, flush=True) for chunk in client.stream({PROMPT!r}, {ENDLESS})]"
+    )
+    command = [sys.executable, "-c", code, server.grpc_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline()
+        client.send_signal(number)
+        try:
+            wait_for_active(server, 0, within=40.0)
+        finally:
+            client.kill()

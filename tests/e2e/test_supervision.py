@@ -1,0 +1,137 @@
+"""Processes that die, hang or fail: open streams end with an error, and soon others are served."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from e2e.conftest import ServeFactory
+from e2e.harness import ServeProcess, assert_counts, stream_text
+
+from inflight_client import InflightClient
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "1 2 3 4"
+ENDLESS = 8000
+NOTICE_SECONDS = 10.0  # 2 s are promised; five of us share two cores
+RECOVER_SECONDS = 30.0
+
+
+def grpc_text(running: ServeProcess, max_tokens: int) -> Iterator[str]:
+    with InflightClient(running.grpc_url) as client:
+        for chunk in client.stream(PROMPT, max_tokens):
+            yield chunk.text
+
+
+def drained(stream: Iterator[str]) -> tuple[BaseException | None, float]:
+    """How a stream ended, and when."""
+    try:
+        for _ in stream:
+            pass
+    except Exception as error:
+        return error, time.monotonic()
+    return None, time.monotonic()
+
+
+class OpenStreams:
+    """A stream over each protocol, with its first token here and a reader of its own."""
+
+    def __init__(self, running: ServeProcess, pool: ThreadPoolExecutor) -> None:
+        streams = [grpc_text(running, ENDLESS), stream_text(running, PROMPT, ENDLESS)]
+        for stream in streams:
+            assert next(stream)
+        self._readers: list[Future[tuple[BaseException | None, float]]] = [
+            pool.submit(drained, stream) for stream in streams
+        ]
+
+    def assert_ended_with_an_error(self, since: float, within: float) -> None:
+        for reader in self._readers:
+            error, at = reader.result(timeout=within + 30)
+            assert error is not None, "a stream ended as if its answer were complete"
+            assert at - since < within
+
+
+def assert_serves(running: ServeProcess) -> None:
+    assert_counts(PROMPT, "".join(stream_text(running, PROMPT, 40)))
+
+
+def wait_until_ready_again(running: ServeProcess, times: int) -> None:
+    deadline = time.monotonic() + RECOVER_SECONDS
+    while running.stderr.count("ready again") < times:
+        assert running.process.poll() is None, running.stderr
+        assert time.monotonic() < deadline, running.stderr
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.mark.case(90, 119, 120)
+def test_killed_processes_are_replaced_until_it_makes_no_sense(
+    serve: ServeFactory, pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    recording = tmp_path / "recording.jsonl"
+    running = serve(options=["--max-restarts=2"], settings={"record_file": str(recording)})
+    before = running.shared_memory()
+    assert before
+    kills: list[Callable[[], None]] = [running.kill_model, running.kill_tritonserver]
+    for number, kill in enumerate(kills, start=1):
+        streams = OpenStreams(running, pool)
+        killed = time.monotonic()
+        kill()
+        streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)
+        wait_until_ready_again(running, number)
+        assert_serves(running)
+        after = running.shared_memory()
+        assert len(after) == len(before)
+        assert recording.with_name(f"recording.jsonl.{number}").stat().st_size > 0
+    running.kill_model()
+    assert running.wait() == 1
+    *_, last = running.error_lines
+    assert last.startswith("error: giving up after 3 failures in a row, last: the model process")
+    assert "died (--verbose shows its log); starting again now (failure 1)" in running.stderr
+    assert "(killed by SIGKILL)" in running.stderr
+
+
+@pytest.mark.case(88, 119)
+def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -> None:
+    running = serve(settings={"stall_seconds": 1})
+    hangs = [
+        (running.kill_model, "the model process was silent for"),
+        (running.kill_tritonserver, "tritonserver has not answered for"),
+    ]
+    for number, (hang, what) in enumerate(hangs, start=1):
+        streams = OpenStreams(running, pool)
+        began = time.monotonic()
+        hang(signal.SIGSTOP)
+        wait_until_ready_again(running, number)
+        streams.assert_ended_with_an_error(began, RECOVER_SECONDS)
+        assert what in running.stderr
+        assert_serves(running)
+
+
+@pytest.mark.case(88)
+def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> None:
+    running = serve(
+        settings={"stall_seconds": 1, "scheduler_class": "user_schedulers:StuckAt13"},
+        environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
+    )
+    stream = stream_text(running, PROMPT, ENDLESS)
+    assert next(stream)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="the server makes no progress"):
+        list(stream_text(running, PROMPT, 13))
+    with pytest.raises(RuntimeError, match="the server makes no progress"):
+        list(stream)
+    assert time.monotonic() - began < 1 + NOTICE_SECONDS
+    wait_until_ready_again(running, 1)
+    assert "the model is not healthy: the server makes no progress" in running.stderr
+    assert_serves(running)

@@ -1,0 +1,95 @@
+"""`TritonPythonModel` with a fake `pb_utils` around an engine that counts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fakes import CountingEngine, FakeRequest, FakeSender
+
+from inflight_backend.triton_model import TritonPythonModel
+from inflight_client.tensors import make_inputs
+
+WAIT = 10.0
+
+
+class Server:
+    """A loaded `TritonPythonModel` over an engine that counts."""
+
+    def __init__(self, folder: Path, engine: CountingEngine, **parameters: str) -> None:
+        self.engine = engine
+        self.status_file = folder / "status.json"
+        self.drain_file = folder / "drain"
+        parameters = {
+            "gpt_model_path": str(folder),
+            "status_file": str(self.status_file),
+            "drain_file": str(self.drain_file),
+            "cancellation_check_period_ms": "5",
+            "stats_check_period_ms": "5",
+            "max_batch_size": "4",
+            **parameters,
+        }
+        config = {"parameters": {k: {"string_value": v} for k, v in parameters.items()}}
+        self.model = TritonPythonModel()
+        self.model.initialize(
+            {
+                "model_config": json.dumps(config),
+                "model_name": "tensorrt_llm",
+                "model_version": "1",
+            }
+        )
+
+    def send(
+        self,
+        request_id: str = "",
+        outputs: tuple[str, ...] = (),
+        sender: FakeSender | None = None,
+        **values: Any,
+    ) -> FakeSender:
+        request = FakeRequest(make_inputs(values), request_id, outputs)
+        request.sender = sender or request.sender
+        self.model.execute([request])
+        return request.sender
+
+    def ask(self, request_id: str = "", outputs: tuple[str, ...] = (), **values: Any) -> FakeSender:
+        sender = self.send(request_id, outputs, **values)
+        assert sender.is_final.wait(WAIT)
+        return sender
+
+
+def ids_of(sender: FakeSender) -> list[int]:
+    return [
+        token
+        for response in sender.responses
+        for tensor in response.output_tensors
+        if tensor.name() == "output_ids"
+        for token in tensor.as_numpy().reshape(-1).tolist()
+    ]
+
+
+def text_of(sender: FakeSender) -> str:
+    return "".join(
+        piece.decode()
+        for response in sender.responses
+        for tensor in response.output_tensors
+        if tensor.name() == "text_output"
+        for piece in tensor.as_numpy().reshape(-1)
+    )
+
+
+def error_of(sender: FakeSender) -> tuple[str, int]:
+    assert len(sender.responses) == 1
+    error = sender.responses[0].error
+    assert error is not None
+    return str(error), error.code
+
+
+def wait_until(is_true: Callable[[], bool], what: str = "it") -> None:
+    """Poll until ``is_true``; fail after `WAIT` seconds."""
+    deadline = time.monotonic() + WAIT
+    while not is_true():
+        assert time.monotonic() < deadline, f"not within {WAIT} s: {what}"
+        time.sleep(0.002)

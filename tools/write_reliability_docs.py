@@ -1,0 +1,94 @@
+"""Write the table of docs/reliability.md from the tests that claim a case; ``--check`` compares."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from reliability_cases import SECTIONS, Case
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+PAGE = ROOT / "docs" / "reliability.md"
+MARK = "<!-- the table: python tools/write_reliability_docs.py -->"
+
+
+def claims() -> dict[int, list[str]]:
+    """Case number -> ids of the tests that carry ``@pytest.mark.case(number)``."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for number in sorted(_numbers(node)):
+                    found[number].append(f"{path.relative_to(TESTS)}::{node.name}")
+    return found
+
+
+def render(tests: dict[int, list[str]]) -> str:
+    """The part of the page below the mark."""
+    all_cases = [case for section in SECTIONS for case in section.cases]
+    unknown = set(tests) - {case.number for case in all_cases}
+    if unknown:
+        raise ValueError(f"tests claim the unknown cases {sorted(unknown)}")
+    num_tested = sum(case.number in tests for case in all_cases)
+    absent = [case for case in all_cases if case.absent and case.number not in tests]
+    open_ = [case for case in all_cases if not case.absent and case.number not in tests]
+    parts = [
+        f"{MARK}\n\n{num_tested} of {len(all_cases)} cases have a test; {len(absent)} are about "
+        f"features that are not there; {len(open_)} are open.\n"
+    ]
+    for section in SECTIONS:
+        parts.append(f"### {section.title}\n\n| | case | test |\n| --- | --- | --- |")
+        parts += [_row(case, tests.get(case.number, [])) for case in section.cases]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def page(old: str) -> str:
+    """The page with its table written anew; what stands above the mark is kept."""
+    return old.partition(MARK)[0] + render(claims())
+
+
+def _row(case: Case, tests: list[str]) -> str:
+    shown = "<br>".join(f"`{test}`" for test in tests)
+    if not shown:
+        shown = f"*not there: {case.absent}*" if case.absent else "**open**"
+    return f"| {case.number} | {case.text} | {shown} |"
+
+
+def _numbers(function: ast.FunctionDef) -> set[int]:
+    return {
+        argument.value
+        for decorator in function.decorator_list
+        for call in _case_marks(decorator)
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, int)
+    }
+
+
+def _case_marks(decorator: ast.expr) -> Iterator[ast.Call]:
+    for node in ast.walk(decorator):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.case":
+            yield node
+
+
+def main() -> int:
+    """Write the table, or with ``--check`` fail if it is not what the tests say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if not parser.parse_args().check:
+        PAGE.write_text(new, encoding="utf-8")
+    elif old != new:
+        print("docs/reliability.md is out of date: run python tools/write_reliability_docs.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
