@@ -11,6 +11,12 @@ class InvalidRequest(ServingError):
     """The request asks for something impossible or unsupported; it names the field."""
 
 
+class RefusalText(str):
+    """The message of an `InvalidRequest` that was found after the request had been accepted."""
+
+    __slots__ = ()
+
+
 class RequestInFlight(ServingError):
     """A request with this id is still being processed."""
 

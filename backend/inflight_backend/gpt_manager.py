@@ -5,7 +5,8 @@ The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager
 
 Order of one iteration, and what each part may do:
 
-1. *get* new requests, at most as many as there is room for; end those whose time is up;
+1. *get* new requests, at most as many as there is room for (one whose grammar is being compiled
+   waits beside the others until it is); end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
 3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
    (in the overlapped loop these are the tokens of the step before, see `step_loop`);
@@ -20,7 +21,6 @@ else escapes ends all requests with an error. None of them stops the loop (see `
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -31,7 +31,9 @@ from typing import Any, TypeVar
 
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.errors import ConfigurationError, InvalidRequest, RefusalText
+from inflight_backend.guided.preparing import PreparingRequests
+from inflight_backend.guided.service import GuideService
 from inflight_backend.health import LoopHealth
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
@@ -43,6 +45,7 @@ from inflight_backend.inference_request import (
 from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.questions import Questions
 from inflight_backend.request_validation import validate
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
@@ -114,6 +117,15 @@ class GptManager:
             else model
         )
         self._batcher = InflightBatcher(engine, policy, params)
+        self._guide_service = GuideService(
+            params.guided_decoding_config,
+            Path(model) if isinstance(model, str | Path) else None,
+            engine.vocab_size,
+            can_mask=self._batcher.can_mask,
+        )
+        self._guides = self._batcher.guides
+        self._guides.tokenizer_end_id = self._guide_service.end_id
+        self._preparing = PreparingRequests()
         self.model_type = model_type
         is_v1 = model_type == TrtGptModelType.V1
         self._static_tally = StaticBatchTally() if is_v1 else None
@@ -122,6 +134,8 @@ class GptManager:
             self._batcher.limits,
             exclude_input_in_output=exclude_input_in_output,
             may_stream=not is_v1,
+            start_guide=self._guide_service.start,
+            guided_end_id=self._guide_service.end_id,
         )
         self.max_num_requests = params.max_batch_size
         self._get_cb = get_inference_requests_cb
@@ -143,7 +157,7 @@ class GptManager:
         guard = CallbackGuard()
         self._call, self._call_for_list = guard.call, guard.call_for_list
         self._stats = self._measure()
-        self._questions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._questions = Questions()
         self._is_closing = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
@@ -181,7 +195,7 @@ class GptManager:
 
     def get_num_active_requests(self) -> int:
         """Requests accepted and not finished."""
-        return len(self._active)
+        return len(self._active) + len(self._preparing)
 
     def wake(self) -> None:
         """Ask for requests and stop signals now instead of at the next poll; from any thread."""
@@ -207,17 +221,16 @@ class GptManager:
 
     def _ask(self, question: Callable[[], _Result]) -> Future[_Result]:
         """Have the worker thread answer a question between two iterations."""
-        future: Future[_Result] = Future()
-        self._questions.put(lambda: _answer(future, question))
+        future = self._questions.ask(question)
         self._wake.set()
         if not self._thread.is_alive():
-            self._answer_questions()  # nobody else changes anything now
+            self._questions.answer()  # nobody else changes anything now
         return future
 
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
-        while not (self._is_closing and not self._active):
+        while not (self._is_closing and not self._active and not self._preparing):
             try:
                 self._iterate()
             except BaseException:  # our bug, or a callback that wants to end the thread
@@ -228,18 +241,21 @@ class GptManager:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
         self._batcher.recorder.close()
-        self._answer_questions()
+        self._guide_service.close()
+        self._questions.answer()
 
     def _iterate(self) -> None:
         if not self._is_closing:
             self.fetch_new_requests()
+        for request in self._preparing.take_ready():
+            self._admit(request)
         was_active = bool(self._active)
         self.finish_timed_out_requests()
         self.step()
         self.return_completed_requests()
         self.poll_stop_signals()
         self._batcher.recorder.finish_iteration()
-        self._answer_questions()
+        self._questions.answer()
         if was_active:
             self.return_batch_manager_stats()
         else:
@@ -247,7 +263,8 @@ class GptManager:
 
     def fetch_new_requests(self) -> None:
         """Get and accept new requests; a bad one is answered with an error of its own."""
-        room = max(self.max_num_requests - len(self._active), 0)  # negative would mean unbounded
+        room = self.max_num_requests - self.get_num_active_requests()
+        room = max(room, 0)  # negative would mean unbounded
         for request in self._call_for_list("get_inference_requests", self._get_cb, room):
             if not isinstance(request, InferenceRequest):
                 _logger.error("the get callback returned a %s", type(request).__name__)
@@ -310,6 +327,9 @@ class GptManager:
             if not isinstance(request_id, int):
                 _logger.error("the stop callback returned a %s", type(request_id).__name__)
                 continue
+            prepared = self._preparing.take(request_id)
+            if prepared is not None:
+                self._enrol(prepared)
             request = self._active.get(request_id)
             if request is not None:
                 request.finish(FinishReason.CANCELLED)
@@ -323,14 +343,35 @@ class GptManager:
             self._call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 
     def _accept(self, request: InferenceRequest) -> None:
-        if self._active.get(request.request_id) is not None:
+        is_known = request.request_id in self._preparing
+        if is_known or self._active.get(request.request_id) is not None:
             _logger.error("request id %d is in flight; not accepted again", request.request_id)
             return
         try:
-            llm_request = validate(request, self.limits)
+            validate(request, self.limits)
         except InvalidRequest as error:
-            self._call("send_response", self._send_cb, request.request_id, [], True, str(error))
+            self._refuse(request, error)
             return
+        if request.is_ready:
+            self._admit(request)
+        else:
+            self._preparing.add(request)
+
+    def _admit(self, request: InferenceRequest) -> None:
+        """Make a request active, guided if it asked for that."""
+        if request.guide is not None:
+            try:
+                self._guides.add(request.request_id, request.guide.take())
+            except InvalidRequest as error:
+                self._refuse(request, error)
+                return
+        self._enrol(request)
+
+    def _refuse(self, request: InferenceRequest, error: InvalidRequest) -> None:
+        self._call("send_response", self._send_cb, request.request_id, [], True, RefusalText(error))
+
+    def _enrol(self, request: InferenceRequest) -> None:
+        llm_request = validate(request, self.limits)
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
         self._stop_words.add(llm_request, llm_request.stop_words)
@@ -342,7 +383,8 @@ class GptManager:
         if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
             self._end(
                 request,
-                "no token could be drawn: the model's logits are not finite numbers, or "
+                RefusalText(self._guides.error_of(request.request_id))
+                or "no token could be drawn: the model's logits are not finite numbers, or "
                 "'bad_words_list', 'embedding_bias' and the other rules forbid every token",
             )
         elif request.is_finished:
@@ -353,19 +395,12 @@ class GptManager:
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
+        self._guides.discard(request.request_id)
         if self._active.remove(request):
             self.health.ended()
             self._stop_words.forget(request)
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
-
-    def _answer_questions(self) -> None:
-        while True:
-            try:
-                answer = self._questions.get_nowait()
-            except queue.Empty:
-                return
-            answer()
 
     def _measure(self) -> IterationStats:
         blocks = self._batcher.block_manager
@@ -400,11 +435,14 @@ class GptManager:
             is_intact = self._batcher.is_idle_and_intact() and not was_running
             if self.health.has_failed_again or not is_intact:
                 self._batcher = self._batcher.renewed()
+                self._batcher.guides = self._guides  # of nobody now
                 self._steps, self._active = self._batcher.make_steps(), self._batcher.active
                 self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
 
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""
+        for prepared in self._preparing.take_all():
+            self._enrol(prepared)
         for request in list(self._active):
             try:
                 self._end(request, error)
@@ -414,10 +452,3 @@ class GptManager:
                 self._responses.append(_Response(request, is_final=True, error=error))
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()
-
-
-def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
-    try:
-        future.set_result(question())
-    except Exception as error:  # a question may fail, the loop goes on
-        future.set_exception(error)

@@ -19,6 +19,7 @@ from inflight_client import protocol
 from inflight_client.tensors import make_inputs
 
 if TYPE_CHECKING:
+    from inflight_backend.guided.compiler import PendingGuide
     from inflight_scheduler import LlmRequest
 
 Array = npt.NDArray[Any]
@@ -43,6 +44,7 @@ class InferenceRequest:
         "_sent_names",
         "_tensors",
         "created_ns",
+        "guide",
         "is_streaming",
         "llm_request",
         "request_id",
@@ -61,6 +63,7 @@ class InferenceRequest:
         self.is_streaming = is_streaming
         self.created_ns = time.monotonic_ns()
         self.llm_request: LlmRequest | None = None  # set by validation, so that it runs once
+        self.guide: PendingGuide | None = None  # set by validation, which starts compiling it
         self._tensors: dict[str, Array] = {}
         self._sent_names: dict[str, str] = {}
         for name, tensor in (tensors or {}).items():
@@ -79,6 +82,11 @@ class InferenceRequest:
         """Build a request from plain values, for example ``temperature=0.7``."""
         plain = {"input_ids": input_ids, "request_output_len": request_output_len, **values}
         return cls(request_id, make_inputs(plain), is_streaming=is_streaming)
+
+    @property
+    def is_ready(self) -> bool:
+        """True when nothing it needs is still being prepared."""
+        return self.guide is None or self.guide.is_settled
 
     @property
     def tensors(self) -> Mapping[str, Array]:

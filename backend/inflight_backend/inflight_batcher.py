@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
-from inflight_backend.step_outputs import StepOutputs
+from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -137,6 +138,9 @@ class InflightBatcher:
         self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
             engine, "take_outputs", None
         )
+        # Engines without it are asked for nothing but free draws.
+        self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
+        self.guides = AnswerGuides(engine.vocab_size)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
@@ -178,6 +182,33 @@ class InflightBatcher:
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         self.gatherer.planned(batch)
         return batch
+
+    @property
+    def can_mask(self) -> bool:
+        """True when the engine masks draws, so that answers can be guided."""
+        return self._mask_next is not None
+
+    def guide_next(
+        self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
+    ) -> None:
+        """Have the engine mask the guided rows of ``batch``, which it runs next.
+
+        It asks for the masks when the decoder of ``batch`` runs; the tokens of the step ``before``,
+        which has not been read, are waited for then.
+        """
+        if not self.guides or self._mask_next is None:
+            return
+        rows = self.guides.guided_rows(self.planner.token_owners(batch))
+        if not rows:
+            return
+        owners = [] if before is None else self.planner.token_owners(before[0])
+
+        def masks() -> TokenMasks:
+            tokens = [] if before is None else before[1].read()
+            drawn = zip(owners, tokens, strict=True)
+            return self.guides.masks(rows, {owner.request_id: token for owner, token in drawn})
+
+        self._mask_next(masks)
 
     def is_idle_and_intact(self) -> bool:
         """True when no request is active and every block and slot is accounted for and free."""

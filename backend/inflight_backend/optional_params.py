@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.parameters import ServerParameters
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
@@ -56,6 +57,7 @@ class TrtGptModelOptionalParams:
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
     record_file: str | None = None
+    guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
 
     def __post_init__(self) -> None:
         for name in ("context_chunk_unit", "max_queue_seconds", "max_run_seconds"):
@@ -102,4 +104,7 @@ class TrtGptModelOptionalParams:
             cuda_graph_mode=parameters.cuda_graph_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
+            guided_decoding_config=GuidedDecodingConfig(
+                parameters.guided_decoding_backend, parameters.tokenizer_dir
+            ),
         )

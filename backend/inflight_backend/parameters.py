@@ -68,6 +68,7 @@ class ServerParameters:
     max_queue_seconds: float | None
     max_run_seconds: float | None
     enable_kv_cache_reuse: bool
+    guided_decoding_backend: str
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.guided.guide import TYPE_FIELD, Guide, read_guide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_outputs import check_outputs, read_outputs
 from inflight_backend.request_scheduling import deadline_of, read_cache_salt
@@ -24,10 +25,17 @@ from inflight_client import protocol
 from inflight_client.protocol import TensorSpec
 from inflight_scheduler import LlmRequest
 
+if TYPE_CHECKING:
+    from inflight_backend.guided.compiler import PendingGuide
+
 DEFAULT_MAX_TOKENS = 16
 """New tokens when a request names no number (the usual default of completion APIs)."""
 
 _INT32_MAX = 2**31 - 1
+
+
+def _guides_nothing(guide: Guide) -> PendingGuide:
+    raise InvalidRequest(f"'{TYPE_FIELD}' is not supported by this server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,8 @@ class RequestLimits:
     ``may_stream`` False: streaming requests are treated as the others (V1 batching).
     ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
-    Seconds bound the waiting and the whole life of a request.
+    Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
+    ``guided_end_id`` ends the answers of guided requests that send no ``end_id``.
     """
 
     vocab_size: int
@@ -49,6 +58,8 @@ class RequestLimits:
     is_observable: bool = False
     max_queue_seconds: float | None = None
     max_run_seconds: float | None = None
+    start_guide: Callable[[Guide], PendingGuide] = _guides_nothing
+    guided_end_id: int = -1
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -64,6 +75,7 @@ def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
 def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
     for name, tensor in request.tensors.items():
         _check_tensor(protocol.INPUT_BY_NAME[name], tensor)
+    guide = read_guide(request)
     tokens = _prompt(request, limits)
     max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
     _check_lengths(len(tokens), max_new_tokens, request.sent_name("request_output_len"), limits)
@@ -80,7 +92,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         tokens,
         max_new_tokens,
         sampling=read_sampling(request, max_new_tokens, limits.vocab_size),
-        end_id=integer(request, "end_id", -1, -1, limits.vocab_size - 1),
+        end_id=_read_end_id(request, limits, is_guided=guide is not None),
         pad_id=integer(request, "pad_id", -1, -1, limits.vocab_size - 1),
         is_streaming=request.is_streaming and limits.may_stream,
         exclude_input_in_output=flag(
@@ -105,7 +117,20 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     )
     if (reason := limits.refusal_reason(llm_request)) is not None:
         raise InvalidRequest(reason)
+    if guide is not None:
+        request.guide = limits.start_guide(guide)
     return llm_request
+
+
+def _read_end_id(request: InferenceRequest, limits: RequestLimits, *, is_guided: bool) -> int:
+    default = limits.guided_end_id if is_guided else -1
+    end_id = integer(request, "end_id", default, -1, limits.vocab_size - 1)
+    if is_guided and end_id < 0:
+        raise InvalidRequest(
+            f"'{TYPE_FIELD}' needs an 'end_id' of at least 0: it ends the answer where the grammar "
+            "allows that"
+        )
+    return end_id
 
 
 def _check_tensor(spec: TensorSpec, tensor: npt.NDArray[Any]) -> None:

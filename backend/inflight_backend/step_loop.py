@@ -8,6 +8,10 @@ Both loops give the same answers. The overlapped one hides the host's work behin
 
 A request may turn out to be finished when its next step runs already (its end token, a stop
 signal); what that step draws for it is dropped.
+
+What a guided request may draw depends on its last token, which in the overlapped loop the step
+before may still compute. Its mask is therefore made between the decoder and the draw: while the
+decoder runs, the host waits for the step before, and nobody leaves the overlap.
 """
 
 from __future__ import annotations
@@ -83,6 +87,7 @@ class PlainSteps:
         if batch.is_empty:
             return StepOutcome(batch)
         try:
+            batcher.guide_next(batch)
             tokens = batcher.engine.execute(batch)
             advanced = batcher.planner.update(batch, tokens)
             outputs = batcher.take_outputs()
@@ -124,6 +129,7 @@ class OverlappedSteps:
         has_failed = False
         if not batch.is_empty:
             try:
+                batcher.guide_next(batch, before)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.advance(batch)
             except Exception:

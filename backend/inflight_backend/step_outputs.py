@@ -1,7 +1,8 @@
-"""What a step brings beside tokens, for the requests that asked for it."""
+"""What crosses between host and engine beside plans and tokens, for the requests that asked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 Logits = npt.NDArray[np.float32]
+
+TokenMasks = npt.NDArray[np.int32]
+"""What rows may draw, [num_masks, 2 + ceil(vocab / 32)]: see `inflight_kernels.reference`."""
+
+MaskSource = Callable[[], TokenMasks]
+"""Asked once, when the decoder of a step has been started and its draw has not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,11 @@ class TextCodec:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         return max(vocab.values(), default=-1) + 1
 
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json has it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def check_fits(self, num_rows: int) -> None:
         """`CheckpointError` if the tokenizer can produce ids the model has no embedding for."""
         if self.vocab_size > num_rows:

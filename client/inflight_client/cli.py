@@ -78,6 +78,10 @@ def generate(
     bad_word: Annotated[
         list[str] | None, typer.Option(help="Text not to be said; may be repeated.")
     ] = None,
+    guide: Annotated[
+        str | None,
+        typer.Option(help="json, or json_schema=FILE, regex=FILE or ebnf_grammar=FILE."),
+    ] = None,
     priority: Annotated[float | None, typer.Option(help="0 to 1, the higher the earlier.")] = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Share cached text only with requests of the same salt.")
@@ -107,6 +111,7 @@ def generate(
         "allotted_time_ms": allotted_time_ms,
     }
     options: Any = {name: value for name, value in settings.items() if value is not None}
+    options |= _read_guide(guide)
     with _reported_errors(), _connect(url, http) as client:
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):
             _write(text)
@@ -249,6 +254,22 @@ def _reported_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _read_guide(argument: str | None) -> dict[str, str]:
+    """The options of a guide: a kind, or a kind and the file that holds it."""
+    if argument is None:
+        return {}
+    guide_type, has_file, file = argument.partition("=")
+    if not has_file:
+        return {"guide_type": guide_type}
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        typer.echo(f"error: --guide: {file} cannot be read: {error}", err=True)
+        raise typer.Exit(1) from None
+    return {"guide_type": guide_type, "guide": text.removesuffix("\n")}
 
 
 def _connect(url: str | None, is_http: bool) -> InflightClient:

@@ -61,6 +61,8 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     max_queue_time_ms: int
     allotted_time_ms: int
+    guide_type: str
+    guide: str
 
 
 OPTION_TO_INPUT: dict[str, str] = {
@@ -83,6 +85,8 @@ OPTION_TO_INPUT: dict[str, str] = {
     "cache_salt": "cache_salt",
     "max_queue_time_ms": "max_queue_time_ms",
     "allotted_time_ms": "allotted_time_ms",
+    "guide_type": "guided_decoding_guide_type",
+    "guide": "guided_decoding_guide",
 }
 """Key of `GenerateOptions` -> input tensor."""
 

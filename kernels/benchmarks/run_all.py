@@ -9,6 +9,7 @@ from benchmarks import (
     bench_adjust_logits,
     bench_ban_tokens,
     bench_copy_blocks,
+    bench_mask_logits,
     bench_paged_attention_context,
     bench_paged_attention_generation,
     bench_quantize_fp8,
@@ -29,6 +30,7 @@ BENCHMARKS = {
     "copy_blocks": bench_copy_blocks.rows,
     "adjust_logits": bench_adjust_logits.rows,
     "ban_tokens": bench_ban_tokens.rows,
+    "mask_logits": bench_mask_logits.rows,
     "sample": bench_sample.rows,
 }
 

@@ -12,6 +12,7 @@ Triton language, with the function of the same name as its entry:
 ``copy_blocks``                 copy-on-write, and gather or scatter for a pause
 ``adjust_logits``               bias, and penalties for what was seen, in one pass
 ``ban_tokens``                  repeated n-grams, and words that must not be said
+``mask_logits``                 what a grammar does not allow, one bit per token
 ``sample``                      greedy, temperature, top-k, top-p and min-p without a sort
 
 ``reference`` is the same in plain torch: what a CPU runs, and what the kernels are tested against.

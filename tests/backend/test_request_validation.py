@@ -62,7 +62,11 @@ def error_of(**values: Any) -> str:
         ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
         ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
         ({"draft_input_ids": [3]}, "'draft_input_ids' is not supported"),
-        ({"guided_decoding_guide": "{}"}, "'guided_decoding_guide' is not supported"),
+        ({"guided_decoding_guide_type": "json"}, "'guided_decoding_guide_type' needs an 'end_id'"),
+        (
+            {"guided_decoding_guide_type": "json", "end_id": 3},
+            "'guided_decoding_guide_type' is not supported by this server",
+        ),
     ],
 )
 @pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 25, 26, 27, 29, 31, 41)

@@ -40,7 +40,18 @@ def test_generate_prints_the_text(local: Local) -> None:
     assert local.triton.arrivals[0].values["stream"] is True
 
 
-def test_generate_passes_its_options_on(local: Local) -> None:
+def test_a_guide_is_a_kind_or_a_kind_with_a_file(local: Local, tmp_path: Path) -> None:
+    run("generate", "count", "--max-tokens=2", "--guide=json", *server_options(local))
+    (arrival,) = local.triton.arrivals
+    assert arrival.values["guided_decoding_guide_type"] == "json"
+    assert "guided_decoding_guide" not in arrival.values
+    file = tmp_path / "none"
+    done = run("generate", "count", f"--guide=regex={file}", *server_options(local))
+    assert done.exit_code == 1
+    assert f"--guide: {file} cannot be read" in done.stderr
+
+
+def test_generate_passes_its_options_on(local: Local, tmp_path: Path) -> None:
     options = ["--temperature", "0.5", "--top-k", "3", "--top-p", "0.25", "--seed", "7"]
     options += [
         "--stop-word",
@@ -57,6 +68,9 @@ def test_generate_passes_its_options_on(local: Local) -> None:
     options += ["--repetition-penalty", "1.5", "--presence-penalty", "0.5"]
     options += ["--frequency-penalty", "-0.5", "--priority", "0.75", "--cache-salt", "me"]
     options += ["--max-queue-time-ms", "9", "--allotted-time-ms", "10"]
+    pattern = tmp_path / "pattern"
+    pattern.write_text("[é-ü]+ \n", encoding="utf-8")
+    options += ["--guide", f"regex={pattern}"]
     done = run(
         "generate", "count", "--max-tokens=2", "--no-stream", "--request-id=mine", *options,
         *server_options(local),
@@ -83,6 +97,8 @@ def test_generate_passes_its_options_on(local: Local) -> None:
         "seed": 7,
         "priority": 0.75,
         "cache_salt": "me",
+        "guided_decoding_guide_type": "regex",
+        "guided_decoding_guide": "[é-ü]+ ",
         "max_queue_time_ms": 9,
         "allotted_time_ms": 10,
     }

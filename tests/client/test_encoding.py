@@ -51,6 +51,8 @@ EVERY_OPTION: GenerateOptions = {
     "cache_salt": "tenant",
     "max_queue_time_ms": 1,
     "allotted_time_ms": 2**31 - 1,
+    "guide_type": "regex",
+    "guide": "[é]+",
 }
 
 

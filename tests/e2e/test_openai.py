@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
 from e2e.harness import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
@@ -255,13 +256,30 @@ def test_a_client_that_leaves_ends_its_request_on_the_server(
     assert time.monotonic() - left < 5.0  # 8,000 tokens take longer
 
 
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}
+
+
+def test_response_format_is_kept(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": [1, 22, 333]}, "is_good": {"type": "boolean"}},
+        "required": ["size", "is_good"],
+        "additionalProperties": False,
+    }
+    body: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300}
+    wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    answer = client.completions.create(**body, extra_body={"response_format": wanted})
+    assert answer.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(answer.choices[0].text), schema)
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
         ({"max_tokens": 100_000}, 400, "max_tokens"),  # judged by the server
         ({"prompt": [999_999]}, 400, "prompt"),
         ({"min_tokens": 50}, 400, "min_tokens"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ({"response_format": BAD_SCHEMA}, 400, "response_format"),
         ({"model": "other"}, 404, "model"),  # judged by the front
         ({"temperature": 9}, 400, "temperature"),
         ({"surprise": 1}, 400, "surprise"),

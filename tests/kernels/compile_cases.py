@@ -19,6 +19,7 @@ from kernels.compile_recorder import record
 from inflight_kernels.adjust_logits import adjust_logits
 from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
 from inflight_kernels.copy_blocks import copy_blocks
+from inflight_kernels.mask_logits import mask_logits
 from inflight_kernels.paged_attention_context import paged_attention_context
 from inflight_kernels.paged_attention_generation import paged_attention_generation
 from inflight_kernels.quantize_fp8 import quantize_fp8
@@ -155,6 +156,10 @@ def _ban(vocabulary: int) -> None:
     ban_words(logits, _int32(65), _int64(64), *words, history)
 
 
+def _mask(vocabulary: int) -> None:
+    mask_logits(torch.empty(64, vocabulary), _int32(64, 2 + -(-vocabulary // 32)))
+
+
 def token_cases() -> Iterator[Case]:
     """The ops that work token by token, at the two headline shapes in bfloat16."""
     for shape in (LLAMA_8B, LLAMA_13B):
@@ -177,6 +182,7 @@ def token_cases() -> Iterator[Case]:
         with_min_p = partial(_sample_min_p, shape.vocabulary)
         yield Case("sample", f"{shape.name} min-p", _BOTH, with_min_p)
         yield Case("adjust_logits", shape.name, _BOTH, partial(_adjust, shape.vocabulary))
+        yield Case("mask_logits", shape.name, _BOTH, partial(_mask, shape.vocabulary))
         yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))
 
 

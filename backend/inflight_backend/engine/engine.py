@@ -42,7 +42,7 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import StepOutputs
+from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -80,6 +80,7 @@ class Engine:
         )
         self._observer = Observer(config.max_batch_size, config.device)
         self._outputs: StepOutputs | None = None
+        self._mask_source: MaskSource | None = None
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
@@ -180,6 +181,12 @@ class Engine:
         outputs, self._outputs = self._outputs, None
         return outputs
 
+    def mask_next(self, source: MaskSource) -> None:
+        """The next plan draws under the masks of ``source``, whose rows count the tokens of the
+        plan in order. It is asked while the decoder runs, so it may wait for the step before.
+        """
+        self._mask_source = source
+
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
         return self._reader.send(self.enqueue(batch), self._observer.take())
@@ -190,6 +197,7 @@ class Engine:
 
         The next call may overwrite them.
         """
+        mask_source, self._mask_source = self._mask_source, None
         words = self._buffer.send(batch)
         if batch.block_copies:
             self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
@@ -201,7 +209,7 @@ class Engine:
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
         if self._runner is not None and not batch.context_chunks:
-            return self._replay(self._runner, batch, words)
+            return self._replay(self._runner, batch, words, mask_source)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
         observed = self._observer.observed_chunks(batch.context_chunks)
@@ -211,7 +219,7 @@ class Engine:
             hidden = hidden[step.sample_rows]
         else:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        return self._finish(hidden, step.sampling, drawing_slots(batch))
+        return self._finish(hidden, step.sampling, drawing_slots(batch), mask_source)
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -267,27 +275,41 @@ class Engine:
         _logger.info("the largest step takes %.2f GiB", step_bytes / 2**30)
         return step_bytes
 
-    def _replay(self, runner: GraphRunner, batch: ScheduledBatch, words: StepWords) -> Tensor:
+    def _replay(
+        self,
+        runner: GraphRunner,
+        batch: ScheduledBatch,
+        words: StepWords,
+        mask_source: MaskSource | None,
+    ) -> Tensor:
         """A step of generations alone."""
         self._slots.book_generation(batch)
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
-        if not (self._adjustments.features(slots) or self._observer.wants_draw(slots)):
+        is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
+        if is_plain and mask_source is None:
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
         sampling = self._slots.sampling(words.generation_slots.long())
-        return self._finish(hidden, sampling, slots)
+        return self._finish(hidden, sampling, slots, mask_source)
 
-    def _finish(self, hidden: Tensor, sampling: SamplingInputs, slots: Sequence[int]) -> Tensor:
+    def _finish(
+        self,
+        hidden: Tensor,
+        sampling: SamplingInputs,
+        slots: Sequence[int],
+        mask_source: MaskSource | None,
+    ) -> Tensor:
         """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
-        if not (features or is_observed):
+        if not (features or is_observed or mask_source):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
-        tokens = self._choose(logits, sampling, has_min_p=bool(features & MIN_P))
+        masks = None if mask_source is None else self._send_masks(mask_source())
+        tokens = self._choose(logits, sampling, masks, has_min_p=bool(features & MIN_P))
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
             self._observer.keep_draw(slots, original, tokens)
@@ -298,14 +320,18 @@ class Engine:
         """The next token of every row of hidden [num_samples, hidden_size], without features."""
         if len(hidden) == 0:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        tokens = self._choose(self._decoder.logits(hidden), sampling, has_min_p=False)
+        tokens = self._choose(self._decoder.logits(hidden), sampling, None, has_min_p=False)
         self._slots.store(sampling.slots, tokens)
         return tokens
 
-    def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
+    def _choose(
+        self, logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, *, has_min_p: bool
+    ) -> Tensor:
         """A token for every row of logits [num_samples, vocab], which may be changed."""
         if sampling.may_forbid_end:
             _forbid_end(logits, sampling)
+        if masks is not None:
+            self._ops.mask_logits(logits, masks)  # last: a token they force is drawn
         if sampling.is_all_greedy:
             return self._ops.greedy(logits)
         return self._ops.sample(
@@ -317,6 +343,13 @@ class Engine:
             sampling.positions,
             sampling.min_p if has_min_p else None,
         )
+
+    def _send_masks(self, masks: TokenMasks) -> Tensor:
+        """To the device, without waiting for it."""
+        tensor = torch.from_numpy(masks)
+        if self.config.device == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.config.device, non_blocking=True)
 
     def _record_forward(self, slots: Tensor) -> Tensor:
         """What is recorded: the decoder, for generations in ``slots`` [B] int32."""

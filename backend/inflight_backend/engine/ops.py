@@ -35,6 +35,7 @@ class Ops:
     adjust_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
     ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
     ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    mask_logits: Callable[[Tensor, Tensor], None]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -53,6 +54,7 @@ TORCH_OPS = Ops(
     adjust_logits=reference.adjust_logits,
     ban_repeated_ngrams=reference.ban_repeated_ngrams,
     ban_words=reference.ban_words,
+    mask_logits=reference.mask_logits,
 )
 
 

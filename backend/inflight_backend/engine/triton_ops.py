@@ -10,6 +10,7 @@ from inflight_backend.engine.layers import Fp8Linear, Quantized
 from inflight_backend.engine.ops import TORCH_OPS
 from inflight_kernels import adjust_logits as adjusting
 from inflight_kernels import ban_tokens as banning
+from inflight_kernels import mask_logits as masking
 from inflight_kernels import quantize_fp8 as quantize_module
 from inflight_kernels import rms_norm as norms
 from inflight_kernels import sample as sampling
@@ -47,6 +48,7 @@ TRITON_OPS = replace(
     adjust_logits=adjusting.adjust_logits,
     ban_repeated_ngrams=banning.ban_repeated_ngrams,
     ban_words=banning.ban_words,
+    mask_logits=masking.mask_logits,
 )
 
 

@@ -94,16 +94,20 @@ class ArrivalQueue:
             self._watch(min(known), arrival, request.request_id)
 
     def take(self, max_num_requests: int) -> list[InferenceRequest]:
-        """The get-inference-requests callback; a negative number takes all."""
+        """The get-inference-requests callback; a negative number takes all that are ready."""
         if not self._order or max_num_requests == 0:
             return []
         with self._lock:
-            limit = len(self._order) if max_num_requests < 0 else max_num_requests
-            requests = [request for _, _, request in self._order[:limit]]
-            del self._order[:limit]
-            for request in requests:
+            limit = None if max_num_requests < 0 else max_num_requests
+            ready = (entry for entry in self._order if entry[2].is_ready)
+            taken = list(itertools.islice(ready, limit))
+            for _, _, request in taken:
                 del self._entries[request.request_id]
-            return requests
+            if taken == self._order[: len(taken)]:
+                del self._order[: len(taken)]
+            else:  # somebody before them waits for a grammar
+                self._order = [each for each in self._order if each[2].request_id in self._entries]
+            return [request for _, _, request in taken]
 
     def take_overdue(self) -> list[OverdueRequest]:
         """Take out the requests whose deadline has passed before they could start."""

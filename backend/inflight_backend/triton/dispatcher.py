@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inflight_backend.errors import RefusalText
 from inflight_backend.inference_request import NamedTensor
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseStream
@@ -161,7 +162,9 @@ class ResponseDispatcher:
                 if token_stream.send(piece.ids, piece.extras, is_final=is_final):
                     self._stop_request(request_id)
             if piece.error:
-                token_stream.stream.send_error(piece.error)
+                is_refusal = isinstance(piece.error, RefusalText)
+                code = "INVALID_ARG" if is_refusal else "INTERNAL"
+                token_stream.stream.send_error(piece.error, code)
         except Exception:  # one client's stream may break, the others go on
             _logger.exception("sending a response of request %d failed", request_id)
             self._stop_request(request_id)

@@ -210,17 +210,22 @@ def _guide(value: Any) -> dict[str, object]:
     if kind == "text":
         return {}
     if kind == "json_object":
-        return {"guided_decoding_guide_type": "json"}
+        # The server's own json allows arrays as well; OpenAI promises an object.
+        return _schema_guide({"type": "object"})
     if kind == "json_schema":
         holder = value.get("json_schema")
         schema = holder.get("schema") if isinstance(holder, dict) else None
         if not isinstance(schema, dict):
             raise bad_field("response_format", "json_schema.schema must be an object")
-        return {
-            "guided_decoding_guide_type": "json_schema",
-            "guided_decoding_guide": json.dumps(schema),
-        }
+        return _schema_guide(schema)
     raise bad_field("response_format", "type must be text, json_object or json_schema")
+
+
+def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
+    return {
+        "guided_decoding_guide_type": "json_schema",
+        "guided_decoding_guide": json.dumps(schema),
+    }
 
 
 def _stream_options(value: Any, is_streaming: bool) -> bool:

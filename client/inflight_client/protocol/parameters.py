@@ -183,6 +183,13 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec(
         "enable_kv_cache_reuse", "bool", "true", "share KV blocks with requests that begin alike"
     ),
+    ParameterSpec(
+        "guided_decoding_backend",
+        "choice",
+        "auto",
+        "what guides answers; auto: llguidance if it is installed and the model has a tokenizer",
+        ("auto", "llguidance", "none"),
+    ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),
     ParameterSpec("normalize_log_probs", "bool", "true", "log probabilities", is_honoured=False),
@@ -217,7 +224,6 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec(
         "speculative_decoding_fast_logits", "bool", "false", "speculation", is_honoured=False
     ),
-    ParameterSpec("guided_decoding_backend", "str", "", "guided decoding", is_honoured=False),
     ParameterSpec("xgrammar_tokenizer_info_path", "str", "", "guided decoding", is_honoured=False),
     ParameterSpec(
         "max_num_sequences", "int", "", "v0.5-v0.8 name of max_batch_size", is_honoured=False

@@ -28,6 +28,7 @@ from inflight_kernels.reference.elementwise import (
     rms_norm,
     silu_mul,
 )
+from inflight_kernels.reference.masking import mask_logits
 from inflight_kernels.reference.sampling import greedy, sample, uniform
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "ban_repeated_ngrams",
     "ban_words",
     "greedy",
+    "mask_logits",
     "paged_attention_context",
     "paged_attention_generation",
     "plan_attention",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler.world import World
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.triton.arrivals import ArrivalQueue
@@ -183,3 +185,21 @@ def test_a_flood_of_high_priority_passes_a_low_one_by_no_more_than_the_span(
         assert len(line.arrived) < 1000, "it starves"
     num_passed_by = sum(number > 1 for number in line.started[: line.started.index(1)])
     assert span - 2 <= num_passed_by < span
+
+
+def test_who_waits_for_a_grammar_keeps_its_place_and_holds_up_nobody() -> None:
+    ready: Future[Any] = Future()
+    arrivals = queue_of()
+    for request_id in range(4):
+        made = request(request_id)
+        if request_id in (0, 2):
+            made.guide = PendingGuide(ready, 60.0)
+        arrivals.put(made)
+    assert taken(arrivals, 1) == [1]
+    assert taken(arrivals) == [3]
+    assert arrivals.find_place(2) == (2, 2)
+    assert taken(arrivals) == []
+    arrivals.put(request(4))
+    ready.set_result(None)
+    assert taken(arrivals, 2) == [0, 2]
+    assert taken(arrivals) == [4]

@@ -79,7 +79,13 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"n": 3}, {"num_return_sequences": 3}),
         ({"ignore_eos": True}, {"end_id": None}),
         ({"response_format": {"type": "text"}}, {}),
-        ({"response_format": {"type": "json_object"}}, {"guided_decoding_guide_type": "json"}),
+        (
+            {"response_format": {"type": "json_object"}},
+            {
+                "guided_decoding_guide_type": "json_schema",
+                "guided_decoding_guide": '{"type": "object"}',
+            },
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
             {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},

@@ -1,0 +1,150 @@
+"""Compiles grammars on threads of its own, each once, and hands out matchers.
+
+A compiled grammar is a matcher of llguidance that has seen nothing yet; every answer gets a copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
+from inflight_backend.guided.ebnf import to_lark
+from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
+
+COMPILE_SECONDS = 10.0
+"""How long a request waits for its grammar, the queue of grammars included."""
+
+MAX_CACHED = 64
+"""Grammars kept for requests to come."""
+
+_NUM_THREADS = 2
+_JSON = '{"type":["object","array"]}'  # what xgrammar, TensorRT-LLM's default, calls JSON
+# Without a bound some models write blanks until their tokens run out.
+_BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
+_MAX_ERROR_LENGTH = 300
+# A step of a guided row costs the loop at most some 5 ms, and a grammar at most some 40 MB
+# (speeds and sizes as llguidance's LLParserLimits gives them).
+_LIMITS = LLParserLimits(
+    step_lexer_fuel=50_000,
+    step_max_items=20_000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+
+
+class PendingGuide:
+    """A grammar that may still be compiled."""
+
+    __slots__ = ("_deadline", "_future")
+
+    def __init__(self, future: Future[LLMatcher], seconds: float) -> None:
+        self._future = future
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def is_settled(self) -> bool:
+        """True when `take` answers at once."""
+        return self._future.done() or time.monotonic() > self._deadline
+
+    def take(self) -> LLMatcher:
+        """A matcher of its own for one answer; `InvalidRequest` says why there is none."""
+        if not self._future.done():
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' was not compiled within {COMPILE_SECONDS:g} s; simplify it"
+            )
+        return self._future.result().deep_copy()
+
+
+class GuideCompiler:
+    """Owner of the threads and of the grammars compiled last. Thread-safe."""
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, end_id: int) -> None:
+        """``tokenizer_json``: a tokenizer's serialised form, read when a grammar needs it first.
+
+        ``vocab_size`` is the model's, ``end_id`` what ends answers by default (-1: nothing).
+        """
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._end_id = end_id
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="GuideCompiler")
+
+    def start(self, guide: Guide) -> PendingGuide:
+        """Compile ``guide``, unless that was done lately or is being done; returns at once."""
+        with self._lock:
+            future = self._compiled.get(guide)
+            if future is None:
+                future = self._compiled[guide] = self._pool.submit(self._compile, guide)
+                if len(self._compiled) > MAX_CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(guide)
+        return PendingGuide(future, COMPILE_SECONDS)
+
+    def load_tokenizer(self) -> LLTokenizer:
+        """The tokenizer, made once. ValueError if llguidance cannot use it."""
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=max(self._end_id, 0)
+                )
+            return self._tokenizer
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, guide: Guide) -> LLMatcher:
+        try:
+            tokenizer = self.load_tokenizer()
+        except Exception as error:  # the library raises whatever a bad tokenizer makes it raise
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' cannot be used with the tokenizer of this model: {_short(error)}"
+            ) from None
+        matcher = LLMatcher(tokenizer, to_grammar(guide), log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first one is dear, and shows what is too much
+        if matcher.is_error():
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' is no {guide.type.value} that can be used: "
+                f"{_short(matcher.get_error())}"
+            )
+        return matcher
+
+
+def to_grammar(guide: Guide) -> str:
+    """``guide`` as llguidance takes it; `InvalidRequest` for what is wrong or too much."""
+    grammar: str = _to_grammar(guide)
+    return grammar
+
+
+def _to_grammar(guide: Guide) -> Any:
+    if guide.type is GuideType.JSON:
+        return LLMatcher.grammar_from_json_schema(_JSON, defaults=_BLANKS)
+    if guide.type is GuideType.JSON_SCHEMA:
+        check_schema(guide.text)
+        try:
+            return LLMatcher.grammar_from_json_schema(guide.text, _BLANKS, {"lenient": False})
+        except ValueError as error:
+            raise InvalidRequest(f"'{GUIDE_FIELD}' is no JSON schema: {_short(error)}") from None
+    if guide.type is GuideType.REGEX:
+        check_unrolled(unrolled_size(guide.text))
+        return LLMatcher.grammar_from_regex(guide.text)
+    return LLMatcher.grammar_from_lark(to_lark(guide.text))
+
+
+def _short(error: object) -> str:
+    """One line of bounded length."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_ERROR_LENGTH else text[:_MAX_ERROR_LENGTH] + " ..."

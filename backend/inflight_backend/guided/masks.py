@@ -1,0 +1,140 @@
+"""What the answers of guided requests may go on with, step by step.
+
+The state of an answer follows from its tokens alone: whatever was drawn since the last mask is
+read first, so a pause or a shared prefix changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.guided.guide import GUIDE_FIELD
+from inflight_backend.step_outputs import TokenMasks
+from inflight_scheduler import LlmRequest
+
+_NOTHING_FORCED = -1
+
+
+class Matcher(Protocol):
+    """What is needed of llguidance's ``LLMatcher``."""
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+        """Go on; False if the grammar does not allow it."""
+
+    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
+        """Write one bit per token."""
+
+    def is_accepting(self) -> bool:
+        """True where the answer may end."""
+
+    def is_error(self) -> bool:
+        """True once something was too much."""
+
+    def get_error(self) -> str:
+        """What it was."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    matcher: Matcher
+    num_read: int = 0
+    error: str = ""
+
+
+class AnswerGuides:
+    """Owner of the matchers of the active guided requests."""
+
+    def __init__(self, vocab_size: int) -> None:
+        """``tokenizer_end_id`` is the end as the matchers know it; requests may have others."""
+        self.tokenizer_end_id = -1
+        self._vocab_size = vocab_size
+        self._answers: dict[int, _Answer] = {}
+
+    def add(self, request_id: int, matcher: Matcher) -> None:
+        """Guide a request from its first token on."""
+        self._answers[request_id] = _Answer(matcher)
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request, guided or not."""
+        self._answers.pop(request_id, None)
+
+    def error_of(self, request_id: int) -> str:
+        """Why a guided request could not go on; empty if it could."""
+        answer = self._answers.get(request_id)
+        return "" if answer is None else answer.error
+
+    def guided_rows(self, owners: Sequence[LlmRequest]) -> list[tuple[int, LlmRequest]]:
+        """Those of ``owners`` that are guided, with their places."""
+        return [(row, each) for row, each in enumerate(owners) if each.request_id in self._answers]
+
+    def __bool__(self) -> bool:
+        return bool(self._answers)
+
+    def masks(
+        self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
+    ) -> TokenMasks:
+        """What ``rows`` may draw now; ``latest`` has the tokens that are drawn and not settled, by
+        request id."""
+        masks = np.zeros((len(rows), 2 + -(-self._vocab_size // 32)), dtype=np.int32)
+        for mask, (row, request) in zip(masks, rows, strict=True):
+            mask[:2] = row, _NOTHING_FORCED
+            answer = self._answers.get(request.request_id)
+            if answer is None or not self._read(answer, request, latest):
+                mask[2:] = -1  # it has ended: whatever it draws is dropped
+            elif not answer.error:
+                self._fill(mask, answer, request.end_id)
+        return masks
+
+    def _read(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
+        """Read what is new; False if the answer ends with it."""
+        start = request.orig_prompt_len + answer.num_read
+        tokens = request.tokens[start : request.num_drawn_tokens]
+        if request.num_pending_tokens:
+            tokens.append(latest[request.request_id])
+        if tokens and (tokens[-1] == request.end_id or tokens[-1] < 0):
+            return False
+        if tokens:
+            answer.num_read += len(tokens)
+            if not answer.matcher.consume_tokens(tokens):
+                answer.error = _too_much(answer.matcher)
+        return True
+
+    def _fill(self, mask: npt.NDArray[np.int32], answer: _Answer, end_id: int) -> None:
+        matcher, bits = answer.matcher, mask[2:]
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if matcher.is_error():
+            answer.error = _too_much(matcher)
+            bits[:] = 0
+            return
+        _set_bit(bits, max(self.tokenizer_end_id, 0), False)
+        _set_bit(bits, end_id, matcher.is_accepting())
+        mask[1] = _only_token(bits)
+        if not bits.any():
+            answer.error = f"'{GUIDE_FIELD}' allows no token here, not even the end"
+
+
+def _too_much(matcher: Matcher) -> str:
+    return f"'{GUIDE_FIELD}' cannot be followed any further: {matcher.get_error()[:300]}"
+
+
+def _set_bit(bits: npt.NDArray[np.int32], token: int, value: bool) -> None:
+    word, bit = divmod(token, 32)
+    words = bits.view(np.uint32)
+    if value:
+        words[word] |= np.uint32(1 << bit)
+    else:
+        words[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
+
+
+def _only_token(bits: npt.NDArray[np.int32]) -> int:
+    """The one token with a bit; -1 if there are more, or none."""
+    (words,) = bits.nonzero()
+    if len(words) != 1:
+        return _NOTHING_FORCED
+    value = int(bits[words[0]]) & 0xFFFFFFFF
+    return int(words[0]) * 32 + value.bit_length() - 1 if value & (value - 1) == 0 else -1

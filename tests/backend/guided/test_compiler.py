@@ -1,0 +1,182 @@
+"""Grammars become matchers, each once, or errors that say what is wrong; never more than that."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.guided import compiler as module
+from inflight_backend.guided.compiler import GuideCompiler
+from inflight_backend.guided.ebnf import to_lark
+from inflight_backend.guided.guide import Guide, GuideType
+
+TOKENIZER = Path(__file__).parents[3] / "backend/inflight_backend/demo_model/tokenizer.json"
+VOCAB_SIZE = 270  # some ids more than the tokenizer has
+WAIT = 20.0
+EBNF = GuideType.EBNF_GRAMMAR
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GuideCompiler]:
+    made = GuideCompiler(TOKENIZER.read_text, VOCAB_SIZE, 0)
+    yield made
+    made.close()
+
+
+def compile_guide(compiler: GuideCompiler, guide: Guide) -> Any:
+    pending = compiler.start(guide)
+    deadline = time.monotonic() + WAIT
+    while not pending.is_settled:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return pending.take()
+
+
+def accepts(compiler: GuideCompiler, guide_type: GuideType, grammar: str, text: str) -> bool:
+    """True if ``text``, and an end behind it, is what the grammar allows."""
+    matcher = compile_guide(compiler, Guide(guide_type, grammar))
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode(text, add_special_tokens=False).ids
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= "a" | "b"', "a", "c"),
+        ("root ::= [0-9]+", "2025", "x"),
+        ('root ::= [a-z]* "b"', "aab", "aa"),
+        ('root ::= a "b"\na ::= [a-z]*  # greedy would swallow b', "aab", "aa"),
+        ('root ::= ("a"{2}){2}', "aaaa", "aaa"),
+        ('root ::= (("a" | "b"){2}){2,3}', "abab", "abaab"),
+        ('root ::= "a"\n  # or\n  | "c"', "c", "b"),
+        ('root ::= "a" root | ""', "aaa", "b"),
+        ('root ::= root "b" | "a"', "abb", "b"),
+        (r'root ::= "\u0041\x42\U00000043\"\\"', 'ABC"\\', "ABC"),
+        (r"root ::= [\u0041-C\-]+", "A-C", "D"),
+        (r"root ::= [\]\[]+", "][", "\\"),
+        ("root ::= [^a-y]+", "z#/", "b"),
+        ('root ::= "a/b" foo-Bar\nfoo-Bar ::= [/]', "a/b/", "a/b"),
+        ('root ::= "é#" x_1\nx_1 ::= "]"', "é#]", "é]"),
+        ('root ::= "a"{2,}', "aaa", "a"),
+    ],
+)
+def test_ebnf(compiler: GuideCompiler, grammar: str, good: str, bad: str) -> None:
+    assert accepts(compiler, EBNF, grammar, good)
+    assert not accepts(compiler, EBNF, grammar, bad)
+
+
+@pytest.mark.parametrize(
+    ("guide_type", "grammar", "message"),
+    [
+        (EBNF, 'answer ::= "a"', "No 'root' rule found"),
+        (EBNF, "root ::= a", "Rule 'a' not found"),
+        (EBNF, 'root ::= start\nstart ::= "a"', "Rule 'start' already exists"),
+        (EBNF, "root ::= [a&&b]", "has && in a [class]; escape it"),
+        (EBNF, r'root ::= "\xE9"', r"has \xE9; write \u00E9"),
+        (EBNF, r'root ::= "\uD800"', "which is no character"),
+        (EBNF, "start: /a/", "is no EBNF grammar"),
+        (EBNF, "\n".join(f'r{i} ::= "a"' for i in range(300)), "has 300 rules, more than 256"),
+        (EBNF, 'root ::= (a{100}){100}\na ::= "x"', "has 10001 symbols when written out"),
+        (EBNF, 'root ::= a{4999}\na ::= "x" "y"', "has 5001 symbols when written out"),
+        (GuideType.REGEX, "a(?=b)", "look-around"),
+        (GuideType.REGEX, "(a)\\1", "backreferences are not supported"),
+        (GuideType.REGEX, "((a{100}){100}){100}", "has 1000000 symbols when written out"),
+        (GuideType.REGEX, "[", "is no regex that can be used"),
+        (GuideType.JSON_SCHEMA, '{"type": "nothing"}', "Invalid type: nothing"),
+        (GuideType.JSON_SCHEMA, '{"not": {}}', 'Unimplemented keys: ["not"]'),
+        (GuideType.JSON_SCHEMA, '{"$ref": "http://x/y"}', "Default retriever does not fetch"),
+        (GuideType.JSON_SCHEMA, '{"enum": []}', "Unsatisfiable schema"),
+    ],
+)
+def test_refused_by_name(
+    compiler: GuideCompiler, guide_type: GuideType, grammar: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        compile_guide(compiler, Guide(guide_type, grammar))
+    assert message in str(caught.value)
+    assert "'guided_decoding_guide'" in str(caught.value)
+
+
+def test_json_is_an_object_or_an_array(compiler: GuideCompiler) -> None:
+    for text, is_good in (('{"a": [1, null]}', True), ("[]", True), ("3", False), ("{", False)):
+        assert accepts(compiler, GuideType.JSON, "", text) is is_good
+
+
+def test_equal_grammars_are_compiled_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    to_grammar = module.to_grammar
+    monkeypatch.setattr(module, "MAX_CACHED", 2)
+
+    def note(guide: Guide) -> str:
+        compiled.append(guide.text)
+        return to_grammar(guide)
+
+    monkeypatch.setattr(module, "to_grammar", note)
+    own = GuideCompiler(TOKENIZER.read_text, VOCAB_SIZE, 0)
+    for text in "aabbacab":
+        first = compile_guide(own, Guide(GuideType.REGEX, text))
+        assert first.consume_token(own.load_tokenizer().tokenize_str(text)[0])
+        assert not compile_guide(own, Guide(GuideType.REGEX, text)).is_stopped(), "its own copy"
+    own.close()
+    assert compiled == ["a", "b", "c", "b"]
+
+
+def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPILE_SECONDS", 0.0)
+    own = GuideCompiler(lambda: time.sleep(0.3) or TOKENIZER.read_text(), VOCAB_SIZE, 0)  # type: ignore[func-returns-value]
+    with pytest.raises(InvalidRequest, match="not compiled within 0 s"):
+        own.start(Guide(GuideType.JSON)).take()
+    own.close()
+
+
+def test_a_tokenizer_that_cannot_be_used_is_told() -> None:
+    own = GuideCompiler(lambda: "{}", VOCAB_SIZE, 0)
+    with pytest.raises(InvalidRequest, match="cannot be used with the tokenizer of this model"):
+        compile_guide(own, Guide(GuideType.JSON))
+    own.close()
+
+
+RUBBISH = st.text(alphabet='ab()[]{}\\,019|*+?^$:="# \nroot', max_size=60)
+SCHEMAS = st.recursive(
+    st.sampled_from([{"type": "string"}, {"type": "integer"}, {}, {"const": 1}, {"type": "zzz"}]),
+    lambda inner: st.one_of(
+        st.builds(lambda each: {"type": "array", "items": each}, inner),
+        st.builds(lambda each: {"anyOf": [each, {"type": "null"}]}, inner),
+        st.builds(
+            lambda a, b: {"properties": {"a": a}, "required": ["a"], "allOf": [b]}, inner, inner
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@given(
+    st.one_of(
+        st.builds(Guide, st.sampled_from(list(GuideType)[1:]), RUBBISH),
+        st.builds(lambda schema: Guide(GuideType.JSON_SCHEMA, json.dumps(schema)), SCHEMAS),
+        st.builds(lambda text: Guide(EBNF, "root ::= " + text), RUBBISH),
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_sent_compiles_or_is_refused(compiler: GuideCompiler, guide: Guide) -> None:
+    start = time.monotonic()
+    with suppress(InvalidRequest):
+        compile_guide(compiler, guide)
+    assert time.monotonic() - start < 5
+
+
+@given(RUBBISH)
+@settings(max_examples=150, deadline=None)
+def test_the_converter_refuses_in_one_way_only(text: str) -> None:
+    with suppress(InvalidRequest):
+        assert "%llguidance" in to_lark("root ::= " + text)
