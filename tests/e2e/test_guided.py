@@ -66,7 +66,7 @@ def test_python_client_command_line_and_tokens(server: ServeProcess, tmp_path: P
         regex = GUIDES["regex"]
         answer = client.generate(PROMPT, 40, guide_type="regex", guide=regex)
         check("regex", answer.text)
-        assert answer.finish_reason == "stop"
+        assert answer.finish == "stop"
         by_tokens = client.generate([5, 6], 40, guide_type="regex", guide="a{3}")
         assert len(by_tokens.token_ids) == 3  # the end id is the checkpoint's
         with pytest.raises(ServerError, match="needs an 'end_id'"):
