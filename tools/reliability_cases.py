@@ -62,7 +62,7 @@ SECTIONS = (
             "`max_tokens` missing: documented default or a named refusal",
             "wrong dtype",
             "wrong rank, two elements for one",
-            "batch of 2 in one request",
+            "several rows in one request: each gets its answer, or the limit is named",
             "temperature NaN, infinite, negative",
             "temperature 0 with top_p: greedy",
             "top_p 0, 1, above 1, NaN",

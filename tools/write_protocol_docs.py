@@ -17,9 +17,11 @@ HEAD = """\
 
 Written by `python tools/write_protocol_docs.py` from `inflight_client/protocol`; do not edit.
 
-Shapes are without the batch dimension, as in `config.pbtxt`: a client sends `[1, ...]`. *Refused*
-means that a request which carries the tensor ends with an error that names it, unless its value
-asks for nothing (given in brackets), because existing clients send such values by default.
+Shapes are without the batch dimension, as in `config.pbtxt`: a client sends `[1, ...]`, or up to
+64 rows (`triton_max_batch_size`) of prompts padded to one length, with `input_lengths`; each
+response then says its `batch_index`, and the request ends with the last one. *Refused* means that a
+request which carries the tensor ends with an error that names it, unless its value asks for nothing
+(given in brackets), because existing clients send such values by default.
 """
 
 

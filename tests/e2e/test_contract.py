@@ -270,7 +270,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "1", "runtime_top_p": 7.0}, "'runtime_top_p' is 7"),
     ({"text_input": "1", "beam_width": 4}, "'beam_width' is not supported"),
     ({"text_input": "1", "repetition_penalty": 0.0}, "'repetition_penalty' is 0"),
-    ({"input_ids": np.ones((2, 3), np.int32)}, "batch-size must be <= 1"),
+    ({"input_ids": np.ones((65, 3), np.int32)}, "batch-size must be <= 64"),
     ({"input_ids": np.ones(3, np.int32)}, r"unexpected shape|batch-size must be <= 1"),
 ]
 
@@ -292,6 +292,24 @@ def test_bad_input_is_refused_by_name_and_disturbs_nobody(
         if is_final:
             break
     assert_counts(text, 4, 60)
+
+
+@pytest.mark.case(20)
+def test_rows_of_one_request_are_told_apart(client: PeerClient) -> None:
+    client.send(
+        "rows",
+        text_input=np.array([["1 2 3"], ["20 21"]], np.object_),
+        max_tokens=np.array([[5], [9]], np.int32),
+        stream=np.array([[True], [True]]),
+    )
+    texts = {0: "", 1: ""}
+    for _, outputs, is_final in client.responses():
+        if outputs:
+            texts[outputs["batch_index"].item()] += outputs["text_output"].item().decode()
+        if is_final:
+            break
+    assert_counts(texts[0], 4, 5)
+    assert_counts(texts[1], 22, 9)
 
 
 @pytest.mark.case(18)

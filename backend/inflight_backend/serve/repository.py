@@ -20,7 +20,7 @@ DEFAULT_MODELS = (LLM_MODEL_NAME, ENSEMBLE_MODEL_NAME)
 OPTIONAL_MODELS = ("preprocessing", "postprocessing", "tensorrt_llm_bls", "vllm_model")
 """Models for clients that call them by these names; written only when asked for."""
 
-DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "1", "decoupled_mode": "true"}
+DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "64", "decoupled_mode": "true"}
 """Values of the templates that are no parameters of the model."""
 
 _PACKAGE = Path(__file__).parents[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
+from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
@@ -27,6 +28,7 @@ from inflight_backend.triton.decoding import (
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
+from inflight_backend.triton.rows import split_rows
 from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
@@ -162,7 +164,7 @@ class Frontend:
             elif feed.is_cancelled():
                 self._end_feed(feed)
 
-    def _check_one_response(self, inputs: Mapping[str, Array]) -> None:
+    def _check_one_response(self, inputs: Mapping[str, Array], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
         if self._is_decoupled:
             return
@@ -170,10 +172,10 @@ class Frontend:
             raise InvalidRequest(
                 "'streaming' needs a decoupled deployment: this one sends whole answers only"
             )
-        if read_num_sequences(inputs, self._max_num_sequences) > 1:
+        if num_answers > 1:
             raise InvalidRequest(
-                "'num_return_sequences' above 1 needs a decoupled deployment: "
-                "this one sends one response per request"
+                f"{num_answers} answers (rows of the prompt times 'num_return_sequences') need a "
+                "decoupled deployment: this one sends one response per request"
             )
 
     def _stop_each(self, numbers: Sequence[int]) -> None:
@@ -192,21 +194,25 @@ class Frontend:
         number = self._ids.reserve(name)
         numbers = [number]
         try:
-            self._check_one_response(inputs)
-            num_sequences = read_num_sequences(inputs, self._max_num_sequences)
-            numbers += [self._ids.reserve("") for _ in range(1, num_sequences)]
-            request = make_request(number, inputs, self._codec, limits)
-            requests = copy_request(request, numbers[1:])
-            streams: Sequence[Stream] = [stream]
-            if num_sequences > 1:
+            rows = split_rows(inputs)
+            num_sequences = [read_num_sequences(row, self._max_num_sequences) for row in rows]
+            self._check_one_response(inputs, sum(num_sequences))
+            numbers += [self._ids.reserve("") for _ in range(1, sum(num_sequences))]
+            streams: Iterator[Stream] = iter([stream])
+            if len(numbers) > 1:
                 self._groups[number] = numbers
-                streams = share(stream, num_sequences, lambda: self._stop_each(numbers))
-            for index, (one, way) in enumerate(zip(requests, streams, strict=True)):
-                validate(one, limits)
-                token_stream = make_token_stream(way, one, inputs, requested, self._codec)
-                if num_sequences > 1:
-                    token_stream.set_index(index, is_asked=names_none(requested))
-                self._dispatcher.open(one.request_id, token_stream)
+                streams = iter(share(stream, len(numbers), lambda: self._stop_each(numbers)))
+            requests: list[InferenceRequest] = []
+            for row_index, row in enumerate(rows):
+                own = numbers[len(requests) : len(requests) + num_sequences[row_index]]
+                request = make_request(own[0], row, self._codec, limits)
+                for index, one in enumerate(copy_request(request, own[1:])):
+                    validate(one, limits)
+                    way = make_token_stream(next(streams), one, row, requested, self._codec)
+                    places = (row_index if len(rows) > 1 else None, index if len(own) > 1 else None)
+                    way.set_index(*places, is_asked=names_none(requested))
+                    self._dispatcher.open(one.request_id, way)
+                    requests.append(one)
             self._live[number] = stream
             stream.on_final(lambda: self._forget(number, name))
             self._arrivals.put(*requests, describe_load=self._describe_load)

@@ -60,8 +60,11 @@ def expand(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
 def _read_object(tensor: Array) -> dict[str, Any]:
     if tensor.size != 1:
         raise InvalidRequest(f"'{_NAME}' must hold one string, got {tensor.size}")
+    text = tensor.reshape(-1)[0]
+    if not isinstance(text, (bytes, str)):
+        raise InvalidRequest(f"'{_NAME}' has type {tensor.dtype}, expected STRING")
     try:
-        content = json.loads(tensor.reshape(-1)[0])
+        content = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidRequest(f"'{_NAME}' is not valid JSON") from None
     if not isinstance(content, dict):

@@ -89,11 +89,17 @@ class TokenStream:
     constants: Mapping[str, Array] = field(default_factory=dict)
     is_stopped: bool = False
 
-    def set_index(self, index: int, *, is_asked: bool) -> None:
-        """This is sequence ``index`` of its request; ``is_asked``: say so in every response."""
-        self.constants = {**self.constants, "sequence_index": np.array([[index]], dtype=np.int32)}
-        if is_asked:
-            self.outputs |= {"sequence_index"}
+    def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
+        """Which row of its request this is, and which sequence of that; None where there is one.
+
+        ``is_asked``: say so in every response.
+        """
+        for name, index in (("batch_index", row), ("sequence_index", sequence)):
+            if index is not None:
+                tensor = np.array([[index]], dtype=np.int32)
+                self.constants = {**self.constants, name: tensor}
+                if is_asked:
+                    self.outputs |= {name}
 
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
         """Send what is new since the last call as one response.

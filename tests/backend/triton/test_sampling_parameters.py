@@ -82,3 +82,8 @@ def test_a_setting_that_is_also_a_tensor_is_refused() -> None:
     two = np.array([[b"{}", b"{}"]], dtype=np.object_)
     with pytest.raises(InvalidRequest, match="must hold one string"):
         expand({"sampling_parameters": two})
+
+
+def test_a_tensor_of_another_type_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match="has type bool, expected STRING"):
+        expand({"sampling_parameters": np.array([[True]])})

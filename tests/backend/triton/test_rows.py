@@ -1,0 +1,99 @@
+"""Several prompts in one Triton request: `batch_index` tells the answers apart."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from triton_harness import WAIT, Server, error_of
+
+from inflight_backend import gpt_manager, triton_model
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton.rows import split_rows
+
+LENGTHS = np.array([[1], [3]], np.int32)
+PROMPTS = np.array([[4, 0, 0], [10, 11, 12]], np.int32)  # the first one is padded
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A loaded model over an engine that counts."""
+    engine = CountingEngine()
+    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
+    made = Server(tmp_path, engine)
+    yield made
+    made.model.finalize()
+
+
+def ask(server: Server, **tensors: Any) -> FakeSender:
+    request = FakeRequest({name: np.asarray(tensor) for name, tensor in tensors.items()})
+    server.model.execute([request])
+    assert request.sender.is_final.wait(WAIT)
+    return request.sender
+
+
+def answers_of(sender: FakeSender) -> dict[tuple[int, int], list[int]]:
+    """Tokens by row and sequence."""
+    answers: dict[tuple[int, int], list[int]] = {}
+    for response in sender.responses:
+        tensors = {t.name(): t.as_numpy().reshape(-1).tolist() for t in response.output_tensors}
+        place = (tensors["batch_index"][0], tensors.get("sequence_index", [0])[0])
+        answers.setdefault(place, []).extend(tensors["output_ids"])
+    return answers
+
+
+@pytest.mark.case(20)
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_each_row_gets_its_own_answer(server: Server, is_streaming: bool) -> None:
+    sender = ask(
+        server,
+        input_ids=PROMPTS,
+        input_lengths=LENGTHS,
+        request_output_len=np.array([[2], [4]], np.int32),
+        exclude_input_in_output=np.array([[True], [True]]),
+        streaming=np.array([[is_streaming]] * 2),
+    )
+    assert answers_of(sender) == {(0, 0): [5, 6], (1, 0): [13, 14, 15, 16]}
+
+
+def test_rows_and_sequences_together(server: Server) -> None:
+    sender = ask(
+        server,
+        input_ids=PROMPTS,
+        input_lengths=LENGTHS,
+        request_output_len=np.array([[1], [1]], np.int32),
+        num_return_sequences=np.array([[1], [2]], np.int32),
+        exclude_input_in_output=np.array([[True], [True]]),
+    )
+    assert answers_of(sender) == {(0, 0): [5], (1, 0): [13], (1, 1): [13]}
+    assert not server.model._frontend._groups
+
+
+def test_a_bad_row_refuses_all_before_any_starts(server: Server) -> None:
+    num_before = len(server.engine.batches)
+    sender = ask(
+        server,
+        input_ids=PROMPTS,
+        input_lengths=LENGTHS,
+        request_output_len=np.array([[1], [0]], np.int32),
+    )
+    assert error_of(sender)[0].startswith("'request_output_len' is 0")
+    assert len(server.engine.batches) == num_before
+    assert server.model._frontend.num_live == 0
+
+
+def test_another_number_of_rows_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"'temperature' has shape \[1, 1\], but the prompt"):
+        split_rows({"input_ids": PROMPTS, "temperature": np.ones((1, 1), np.float32)})
+
+
+def test_one_row_is_left_alone() -> None:
+    inputs = {"input_ids": PROMPTS[:1], "stop_words": np.array([[b"a", b"b"]])}
+    assert split_rows(inputs) == [inputs]
