@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
+    from inflight_backend.guided.service import GuidedDecodingConfig
     from inflight_backend.inference_request import InferenceRequest, NamedTensor
     from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
     from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _NAME_TO_MODULE = {
     "CapacitySchedulerPolicy": "inflight_scheduler",
     "GptManager": "inflight_backend.gpt_manager",
+    "GuidedDecodingConfig": "inflight_backend.guided.service",
     "InferenceRequest": "inflight_backend.inference_request",
     "KvCacheConfig": "inflight_backend.optional_params",
     "NamedTensor": "inflight_backend.inference_request",
@@ -28,6 +30,7 @@ _NAME_TO_MODULE = {
 __all__ = [
     "CapacitySchedulerPolicy",
     "GptManager",
+    "GuidedDecodingConfig",
     "InferenceRequest",
     "KvCacheConfig",
     "NamedTensor",

@@ -53,11 +53,17 @@ def why_queued(num_places: int) -> str:
     return f"all {num_places} places of max_batch_size are taken"
 
 
-def describe_queued(place: int, num_waiting: int, num_places: int) -> dict[str, Any]:
+PREPARING = "its grammar is being compiled"
+"""Why a guided request is still there."""
+
+
+def describe_queued(
+    place: int, num_waiting: int, num_places: int, *, is_preparing: bool = False
+) -> dict[str, Any]:
     """The answer for a request that the batch manager has not taken yet."""
     return {
         "state": "queued",
-        "reason": why_queued(num_places),
+        "reason": PREPARING if is_preparing else why_queued(num_places),
         "place": place,
         "num_waiting": num_waiting,
     }

@@ -50,6 +50,9 @@ def read_guide(request: InferenceRequest) -> Guide | None:
             )
         return None
     name = _string(request, TYPE_FIELD)
+    text = _string(request, GUIDE_FIELD) if request.has_tensor(GUIDE_FIELD) else ""
+    if not name and not text:
+        return None  # of several rows in one request, one without a guide
     try:
         guide_type = GuideType(name.lower())
     except ValueError:
@@ -57,7 +60,6 @@ def read_guide(request: InferenceRequest) -> Guide | None:
             f"'{TYPE_FIELD}' is {name[:40]!r}, which this server does not know; send one of "
             f"{_known()}"
         ) from None
-    text = _string(request, GUIDE_FIELD) if request.has_tensor(GUIDE_FIELD) else ""
     if guide_type is GuideType.JSON:
         if text:
             raise InvalidRequest(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from inflight_backend.step_outputs import TokenMasks
 from inflight_scheduler import LlmRequest
 
 _NOTHING_FORCED = -1
+_MIN_PARALLEL = 4  # masks below that are made sooner than threads are woken
 
 
 class Matcher(Protocol):
@@ -54,6 +55,7 @@ class AnswerGuides:
         self.tokenizer_end_id = -1
         self._vocab_size = vocab_size
         self._answers: dict[int, _Answer] = {}
+        self._executor: Any = None
 
     def add(self, request_id: int, matcher: Matcher) -> None:
         """Guide a request from its first token on."""
@@ -80,14 +82,20 @@ class AnswerGuides:
     ) -> TokenMasks:
         """What ``rows`` may draw now; ``latest`` has the tokens that are drawn and not settled, by
         request id."""
-        masks = np.zeros((len(rows), 2 + -(-self._vocab_size // 32)), dtype=np.int32)
-        for mask, (row, request) in zip(masks, rows, strict=True):
-            mask[:2] = row, _NOTHING_FORCED
+        bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
+        open_rows: list[tuple[int, _Answer, int]] = []
+        for index, (_, request) in enumerate(rows):
             answer = self._answers.get(request.request_id)
             if answer is None or not self._read(answer, request, latest):
-                mask[2:] = -1  # it has ended: whatever it draws is dropped
+                bits[index] = -1  # it has ended: whatever it draws is dropped
             elif not answer.error:
-                self._fill(mask, answer, request.end_id)
+                open_rows.append((index, answer, request.end_id))
+        self._fill([(answer.matcher, index) for index, answer, _ in open_rows], bits)
+        for index, answer, end_id in open_rows:
+            self._set_end(bits[index], answer, end_id)
+        masks = np.empty((len(rows), 2 + bits.shape[1]), dtype=np.int32)
+        masks[:, 0], masks[:, 2:] = [row for row, _ in rows], bits
+        masks[:, 1] = _forced_tokens(bits)
         return masks
 
     def _read(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
@@ -104,16 +112,27 @@ class AnswerGuides:
                 answer.error = _too_much(answer.matcher)
         return True
 
-    def _fill(self, mask: npt.NDArray[np.int32], answer: _Answer, end_id: int) -> None:
-        matcher, bits = answer.matcher, mask[2:]
-        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if matcher.is_error():
-            answer.error = _too_much(matcher)
+    def _fill(self, matchers: list[tuple[Matcher, int]], bits: npt.NDArray[np.int32]) -> None:
+        """Let each matcher write its row of ``bits``; many do so side by side."""
+        num_bytes = bits.shape[1] * bits.itemsize
+        if len(matchers) < _MIN_PARALLEL:
+            for matcher, index in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, num_bytes)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor  # who has matchers has llguidance
+
+            self._executor = LLExecutor()
+        self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, num_bytes, len(bits))
+
+    def _set_end(self, bits: npt.NDArray[np.int32], answer: _Answer, end_id: int) -> None:
+        """Allow the end of this request where the grammar allows one."""
+        if answer.matcher.is_error():
+            answer.error = _too_much(answer.matcher)
             bits[:] = 0
             return
         _set_bit(bits, max(self.tokenizer_end_id, 0), False)
-        _set_bit(bits, end_id, matcher.is_accepting())
-        mask[1] = _only_token(bits)
+        _set_bit(bits, end_id, answer.matcher.is_accepting())
         if not bits.any():
             answer.error = f"'{GUIDE_FIELD}' allows no token here, not even the end"
 
@@ -131,10 +150,12 @@ def _set_bit(bits: npt.NDArray[np.int32], token: int, value: bool) -> None:
         words[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
 
 
-def _only_token(bits: npt.NDArray[np.int32]) -> int:
-    """The one token with a bit; -1 if there are more, or none."""
-    (words,) = bits.nonzero()
-    if len(words) != 1:
-        return _NOTHING_FORCED
-    value = int(bits[words[0]]) & 0xFFFFFFFF
-    return int(words[0]) * 32 + value.bit_length() - 1 if value & (value - 1) == 0 else -1
+def _forced_tokens(bits: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """For each row of ``bits`` the one token with a bit; -1 if there are more, or none."""
+    forced = np.full(len(bits), _NOTHING_FORCED, dtype=np.int32)
+    for row in (np.count_nonzero(bits, axis=1) == 1).nonzero()[0]:
+        word = int(bits[row].nonzero()[0][0])
+        value = int(bits[row, word]) & 0xFFFFFFFF
+        if value & (value - 1) == 0:
+            forced[row] = word * 32 + value.bit_length() - 1
+    return forced

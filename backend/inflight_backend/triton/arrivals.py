@@ -142,6 +142,11 @@ class ArrivalQueue:
                 return None
             return bisect_left(self._order, entry) + 1, len(self._order)
 
+    def is_preparing(self, request_id: int) -> bool:
+        """True for a request that waits for its grammar."""
+        entry = self._entries.get(request_id)
+        return entry is not None and not entry[2].is_ready
+
     def poll_stop_signals(self) -> set[int]:
         """The poll-stop-signals callback: ids to stop, each named once."""
         if not self._stops:

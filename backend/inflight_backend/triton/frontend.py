@@ -32,7 +32,7 @@ from inflight_backend.triton.rows import split_rows
 from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
-from inflight_backend.why import why_queued
+from inflight_backend.why import PREPARING, why_queued
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
@@ -149,7 +149,8 @@ class Frontend:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
         for overdue in self._arrivals.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
-            reason = f"not started before its deadline: {place}, and {self._why_queued}"
+            why = self._why_queued if overdue.request.is_ready else PREPARING
+            reason = f"not started before its deadline: {place}, and {why}"
             self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
 
     def check_cancelled(self) -> None:

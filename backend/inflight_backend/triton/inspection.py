@@ -55,7 +55,11 @@ class Inspector:
             return
         queued = self._arrivals.find_place(number)
         if queued is not None:
-            answer = describe_queued(*queued, self._manager.max_num_requests)
+            answer = describe_queued(
+                *queued,
+                self._manager.max_num_requests,
+                is_preparing=self._arrivals.is_preparing(number),
+            )
             self._dispatcher.answer(stream, "why", json.dumps(answer))
             return
         self._manager.why(number).add_done_callback(lambda done: self._send_why(stream, done))

@@ -217,17 +217,28 @@ def test_a_grammar_against_all_other_rules_fails_alone(random_model: Path) -> No
     match("[ab]", text_of(recorder, 2))
 
 
+@pytest.mark.parametrize("num_dear", [1, 4])  # few are followed one by one, many side by side
 @pytest.mark.parametrize("choice", BOTH)
 def test_what_becomes_too_dear_on_the_way_fails_alone(
-    choice: OverlapScheduler, random_model: Path, monkeypatch: pytest.MonkeyPatch
+    choice: OverlapScheduler,
+    num_dear: int,
+    random_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = LLParserLimits(step_max_items=20, verbose_errors=False)
     monkeypatch.setattr(compiler_module, "_LIMITS", limits)
     dear = 'root ::= "a" (' + " | ".join(f'"b{i}" root' for i in range(60)) + ")"
-    requests = [ask(1, "ebnf_grammar", dear), ask(2, num_new=20)]
-    recorder = serve(random_model, requests, params(overlap_scheduler=choice))
-    assert "'guided_decoding_guide' cannot be followed any further" in recorder.responses[1][-1][2]
-    assert len(recorder.tokens(2)) == 20
+    requests = [ask(number, "ebnf_grammar", dear) for number in range(num_dear)]
+    recorder = serve(
+        random_model,
+        [*requests, ask(90, num_new=20), ask(91, "regex", "a{9}")],
+        params(overlap_scheduler=choice),
+    )
+    for each in requests:
+        error = recorder.responses[each.request_id][-1][2]
+        assert "'guided_decoding_guide' cannot be followed any further" in error
+    assert len(recorder.tokens(90)) == 20
+    assert text_of(recorder, 91) == "a" * 9
 
 
 def test_others_are_served_while_a_grammar_is_compiled(

@@ -30,6 +30,7 @@ def ask(guide_type: Any, guide: Any = None) -> InferenceRequest:
 
 def test_every_kind_is_read() -> None:
     assert read_guide(ask(None)) is None
+    assert read_guide(ask("", "")) is None
     for guide_type in GuideType:
         text = "" if guide_type is GuideType.JSON else "x"
         guide = read_guide(ask(guide_type.value, text or None))
