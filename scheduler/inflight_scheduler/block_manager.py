@@ -53,7 +53,8 @@ class BlockManager:
     must be able to do. ``hash_key`` is for tests: without one it is random.
 
     ``window_size``: tokens that a layer looks back on; None for all. A request that may outgrow the
-    window writes over its own blocks, so it neither shares nor leaves any.
+    window writes over its own blocks, so it neither shares nor leaves any. Nor does one with an
+    encoder: its KV depends on the encoder's input, not on its text alone.
     """
 
     __slots__ = (
@@ -191,7 +192,7 @@ class BlockManager:
             return
         if request.tokens[request.num_drawn_tokens - 1] < 0:
             return
-        if self._may_outgrow_window(request):
+        if self._keeps_to_itself(request):
             return
         num_full = min(request.num_cached_tokens // self.tokens_per_block, len(table))
         for index in range(num_full):
@@ -222,7 +223,7 @@ class BlockManager:
             return NO_MATCH
         if request.context_current_position > 0 or request.request_id in self._tables:
             return NO_MATCH
-        return NO_MATCH if self._may_outgrow_window(request) else self._index.match(request)
+        return NO_MATCH if self._keeps_to_itself(request) else self._index.match(request)
 
     def count_reusable_tokens(self, request: LlmRequest) -> int:
         """Prompt tokens of a fresh context that need not be computed."""
@@ -230,7 +231,7 @@ class BlockManager:
 
     def first_missing_key(self, request: LlmRequest) -> bytes | None:
         """What the context of ``request`` will add to the cache first, None for nothing."""
-        if self._index is None or self._may_outgrow_window(request):
+        if self._index is None or self._keeps_to_itself(request):
             return None
         return self._index.first_missing(request)
 
@@ -403,8 +404,9 @@ class BlockManager:
             num_tokens = self.window_size
         return -(-num_tokens // self.tokens_per_block)
 
-    def _may_outgrow_window(self, request: LlmRequest) -> bool:
-        return self.window_size is not None and request.max_num_tokens > self.window_size
+    def _keeps_to_itself(self, request: LlmRequest) -> bool:
+        may_outgrow = self.window_size is not None and request.max_num_tokens > self.window_size
+        return may_outgrow or request.encoder_length > 0
 
     def _num_shared(self, request: LlmRequest) -> int:
         """Cached blocks of a fresh context that somebody holds, so that they cost nothing."""

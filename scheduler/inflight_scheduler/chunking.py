@@ -5,6 +5,10 @@ generations differ, these are the newer one: tokens found in the reuse cache cos
 lengths here count what must be computed, and a chunk costs its size. A last chunk takes draft
 tokens along; of these, too, the newer rule: only those kept are charged (the older one charged the
 whole rest of the unit), and requests without drafts are not looked at.
+
+One departure: when generation leaves too little for a step of the first context, no context runs.
+By the published rule shorter ones behind it would take what is left, one after another, and with
+enough of them the first would wait for ever.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ class ContextChunking:
         may follow its last chunk. What runs is at most ``capacity`` in all; None means unbounded.
         Contexts that all fit with their drafts run whole, except under FORCE_CHUNK, which always
         cuts. Otherwise a last chunk keeps the drafts that complete its unit, as far as there is
-        room.
+        room. Where the first gets nothing, nobody does.
         """
         if self.policy == ContextChunkingPolicy.FORCE_CHUNK:
             sizes = self._force(lengths, capacity)
@@ -65,6 +69,8 @@ class ContextChunking:
             sizes = self._equal_progress(lengths, capacity)
         else:
             sizes = self._first_come(lengths, capacity)
+        if sizes[:1] == [0]:
+            sizes = [0] * len(sizes)
         return sizes, self._fit_drafts(lengths, sizes, num_drafts, capacity)
 
     def _fit_drafts(

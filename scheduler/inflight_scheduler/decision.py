@@ -91,11 +91,12 @@ def _check_runnable(
 
 
 def _check_chunk(request: LlmRequest) -> None:
-    num_left = request.context_remaining_length
-    if not 1 <= request.context_chunk_size <= num_left:
+    num_left, size = request.context_remaining_length, request.context_chunk_size
+    # A foreign scheduler may have divided: 3.0 passes as a number and cannot cut a list.
+    if not isinstance(size, int) or not 1 <= size <= num_left:
         raise InvalidDecision(
-            f"request {request.request_id}: a chunk of {request.context_chunk_size} tokens "
-            f"with {num_left} left"
+            f"request {request.request_id}: a chunk of {size!r} tokens with {num_left} left; it "
+            f"must be an int in 1..{num_left}"
         )
 
 

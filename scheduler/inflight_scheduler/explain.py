@@ -335,6 +335,9 @@ class _BatchWalk:
         num_tokens = sum(map(self._cost, context)) + sum(map(self._cost, generation))
         budget = micro_batch.max_num_tokens
         self._num_tokens_left = 0 if budget is None else budget - num_tokens
+        self._has_contexts = any(request.is_context_init_state for request in context)
+        self._first_cut_id: int | None = None  # the first context, when it and so no other runs
+        self._num_cut = 0
 
     def count(self, request: LlmRequest) -> None:
         """``request`` runs."""
@@ -356,9 +359,7 @@ class _BatchWalk:
         chunking = micro_batch.chunking
         if request.is_context_init_state and chunking is not None:
             self._num_requests += 1
-            length = micro_batch.num_tokens_to_compute(request)
-            smallest = min(length, chunking.unit_size)
-            return WaitReason(WaitCode.TOKENS, smallest, self._num_tokens_left), False
+            return self._cut(request, chunking.unit_size), False
         cost, budget = self._cost(request), micro_batch.max_num_tokens
         if budget is not None and self._num_tokens + cost > budget:
             return WaitReason(WaitCode.TOKENS, cost, budget - self._num_tokens), True
@@ -366,6 +367,16 @@ class _BatchWalk:
         if other is None or other.beam_width == request.beam_width:
             return WaitReason(WaitCode.UNKNOWN), False  # somebody else decided
         return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
+
+    def _cut(self, request: LlmRequest, unit_size: int) -> WaitReason:
+        """A context that may be cut and gets nothing: if even the first does not, nobody does."""
+        num_ahead, self._num_cut = self._num_cut, self._num_cut + 1
+        if self._first_cut_id is not None:
+            return WaitReason(WaitCode.BEHIND, behind_id=self._first_cut_id, num_ahead=num_ahead)
+        if not self._has_contexts:
+            self._first_cut_id = request.request_id
+        smallest = min(self._micro_batch.num_tokens_to_compute(request), unit_size)
+        return WaitReason(WaitCode.TOKENS, smallest, self._num_tokens_left)
 
     def _cost(self, request: LlmRequest) -> int:
         if request.is_encoder_init_state:

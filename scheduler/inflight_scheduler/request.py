@@ -76,7 +76,7 @@ class LlmRequest:
 
     ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
     `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed or was
-    found cached. Requests share cached blocks only if their ``cache_salt`` is the same;
+    found cached. Requests share cached blocks only if ``cache_salt`` and adapter are the same;
     ``block_keys`` is the memory of `ReuseIndex` for this text, and ``text_number`` what the flight
     recorder calls it (-1: nothing).
 
@@ -362,6 +362,7 @@ class LlmRequest:
         assert self.num_pending_tokens == 0, f"request {self.request_id} pauses in a running step"
         if self.beam_width > 1:
             del self.tokens[self.prompt_len :]
+            self.block_keys.clear()  # what comes now may be another text
         moved = len(self.tokens) - self.prompt_len
         self.prompt_len += moved
         self.max_new_tokens -= moved

@@ -6,7 +6,8 @@ own tokens, so equal keys mean equal text from the very beginning::
     root(salt) -> H(root, t0..t3) -> H(., t4..t7) -> ...
 
 The hash key is random for each process, so nobody can make blocks of two texts collide; requests
-with different salts start from different roots, so tenants do not share (nor measure) a cache.
+with different salts start from different roots, so tenants do not share (nor measure) a cache. Nor
+do requests with different adapters, whose KV of the same text differs.
 Only full blocks whose KV is computed enter, so an entry is never written again.
 """
 
@@ -185,7 +186,9 @@ class ReuseIndex:
     def _parent(self, request: LlmRequest, index: int) -> bytes:
         if index > 0:
             return self._key(request, index - 1)
-        return self._hash(request.cache_salt, b"salt")
+        if request.lora_task_id is None:
+            return self._hash(request.cache_salt, b"salt")
+        return self._hash(b"%d:%b" % (request.lora_task_id, request.cache_salt), b"adapter")
 
     def _key(self, request: LlmRequest, index: int) -> bytes:
         """Key of block ``index``; kept with the request, whose text only ever grows."""

@@ -14,6 +14,8 @@ from inflight_scheduler import (
     ActiveRequests,
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
     FinishReason,
     LlmRequest,
     make_scheduler,
@@ -123,3 +125,27 @@ def test_the_usual_step_looks_only_at_who_opens_a_block() -> None:
         assert due == {r.request_id for r in requests if r.num_cached_tokens % 8 == 0}
         assert len(due) == 2
         world.step()
+
+
+@pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
+@pytest.mark.parametrize("chunking", ContextChunkingPolicy)
+def test_a_long_prompt_is_not_starved_by_short_ones(
+    policy: CapacitySchedulerPolicy, chunking: ContextChunkingPolicy
+) -> None:
+    """What generation leaves is less than a unit, and enough for each of an endless stream."""
+    manager = BlockManager(100, 4)
+    scheduler = make_scheduler(
+        policy, manager, max_batch_size=8, max_num_tokens=8, chunking=ContextChunking(chunking, 8)
+    )
+    world = World(scheduler, manager, num_slots=8)
+    world.arrive(make_request(0, 2, 30))
+    world.step()
+    long = make_request(1, 40, 4)
+    world.arrive(long)
+    num_arrivals = 2
+    while not long.is_finished:
+        while len(world.active) < 8:
+            world.arrive(make_request(num_arrivals, 2, 12))
+            num_arrivals += 1
+        world.step()
+        assert num_arrivals < 100, "it starves"

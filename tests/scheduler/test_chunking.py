@@ -37,6 +37,7 @@ def test_contexts_that_all_fit_run_whole(policy: ContextChunkingPolicy) -> None:
         ([30, 30], 100, 10, [8, 8]),  # max_context_length cuts as well
         ([30], None, 10, [8]),
         ([5, 5], 3, None, [0, 0]),
+        ([5, 2], 3, None, [0, 0]),  # the first gets nothing: nobody does
     ],
 )
 def test_first_come_first_served(
@@ -54,6 +55,7 @@ def test_first_come_first_served(
         ([20, 3, 2], 6, None, [4, 0, 2]),  # a step over the room is passed over, not a stop
         ([20, 20], 100, 10, [8, 8]),
         ([20, 20], None, 10, [8, 8]),
+        ([20, 2], 3, None, [0, 0]),
     ],
 )
 def test_equal_progress(
@@ -68,6 +70,7 @@ def test_equal_progress(
         ([20, 3], None, [4, 3]),  # even if all would fit
         ([20, 20, 20], 9, [4, 4, 0]),
         ([20, 20, 1], 9, [4, 4, 1]),
+        ([20, 1], 3, [0, 0]),
     ],
 )
 def test_force_chunk(lengths: list[int], capacity: int | None, expected: list[int]) -> None:
@@ -98,6 +101,7 @@ def test_every_policy_keeps_the_bounds(
         assert size == length or size % unit_size == 0
     if lengths and capacity >= unit_size:
         assert sizes[0] > 0, "with room for a unit, the first one makes progress"
+    assert not any(sizes) or sizes[0] > 0, "who is first for ever must not be passed for ever"
 
 
 class TestMicroBatch:

@@ -46,7 +46,7 @@ def beam_of_two(s: Situation) -> object:
     return [], [s.one, s.two], []
 
 
-def chunk_of(num_tokens: int) -> Callable[[Situation], object]:
+def chunk_of(num_tokens: Any) -> Callable[[Situation], object]:
     def decision(s: Situation) -> object:
         s.three.context_chunk_size = num_tokens
         return [s.three], [], []
@@ -72,6 +72,7 @@ BAD: list[tuple[str, Callable[[Situation], Any], str]] = [
     ("generation in context", lambda s: ([s.two], [], []), "not in its context phase"),
     ("no chunk", chunk_of(0), "a chunk of 0 tokens with 4 left"),
     ("chunk past the end", chunk_of(5), "a chunk of 5 tokens with 4 left"),
+    ("half a chunk", chunk_of(4 / 2), "a chunk of 2.0 tokens with 4 left; it must be an int"),
     ("paused while waiting", lambda s: ([], [], [s.three]), "it holds no slot"),
     ("paused when finished", finished, "request 2 cannot be paused"),
     ("beam widths", beam_of_two, r"beam widths \[1, 2\]"),

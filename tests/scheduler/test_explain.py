@@ -11,6 +11,7 @@ from scheduler.world import World, make_request
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunking,
     LlmRequest,
     WaitCode,
     WaitReason,
@@ -55,6 +56,26 @@ def test_blocks_and_who_stands_behind() -> None:
 def test_places() -> None:
     world = world_of(GUARANTEED, make_request(1), make_request(2), max_batch_size=1)
     assert reasons(world)[2] == WaitReason(WaitCode.MAX_REQUESTS, 1, 1)
+
+
+def test_contexts_behind_one_that_gets_no_chunk() -> None:
+    manager = BlockManager(40, 4)
+    scheduler = make_scheduler(
+        GUARANTEED,
+        manager,
+        max_batch_size=8,
+        max_num_tokens=4,
+        chunking=ContextChunking(unit_size=4),
+    )
+    world = World(scheduler, manager, num_slots=8)
+    world.arrive(make_request(1, 2, 9))
+    world.step()
+    for request in (make_request(2, 9), make_request(3, 2)):
+        world.arrive(request)
+    assert reasons(world) == {
+        2: WaitReason(WaitCode.TOKENS, num_needed=4, num_available=3),
+        3: WaitReason(WaitCode.BEHIND, behind_id=2, num_ahead=1),
+    }
 
 
 def test_tokens_of_the_iteration() -> None:

@@ -253,3 +253,40 @@ def test_the_pool_evicts_in_the_order_of_last_use() -> None:
     pool.check_integrity([[0, 1], [3]])
     with pytest.raises(AssertionError, match="block 2"):
         pool.keep(2)
+
+
+def test_another_adapter_shares_nothing() -> None:
+    server = Server(may_copy=True)
+    server.run(LlmRequest(1, PROMPT, 2, lora_task_id=1))
+    found = server.manager.count_reusable_tokens
+    assert found(LlmRequest(2, PROMPT, 2, lora_task_id=2)) == found(LlmRequest(3, PROMPT, 2)) == 0
+    assert found(LlmRequest(4, PROMPT, 2, lora_task_id=1)) == 8
+    assert found(LlmRequest(5, PROMPT, 2, lora_task_id=1, cache_salt=b"other")) == 0
+
+
+def test_what_depends_on_an_encoder_is_neither_left_nor_found() -> None:
+    server = Server(may_copy=True)
+    with_encoder = [LlmRequest(i, PROMPT, 2, encoder_length=3) for i in (1, 2)]
+    for request in with_encoder:
+        request.finish_encoder()
+    server.run(with_encoder[0])
+    assert server.manager.num_idle_blocks == 0
+    server.run(request_with(3, PROMPT))
+    assert server.manager.count_reusable_tokens(with_encoder[1]) == 0
+    assert server.manager.count_reusable_tokens(request_with(4, PROMPT)) == 8
+
+
+def test_text_that_a_pause_of_beams_throws_away_is_not_remembered() -> None:
+    manager = BlockManager(8, 4, enable_reuse=True)
+    request = LlmRequest(1, PROMPT, 8, beam_width=2)
+    planner = BatchPlanner(manager, num_slots=1)
+    planner.update(planner.plan([request], []), [1])
+    for token in (1, 1, 1):
+        planner.update(planner.plan([], [request]), [token])
+    planner.release(request)  # what was generated is part of the third block
+    request.pause()
+    planner.update(planner.plan([request], []), [2])
+    for token in (2, 2, 2):
+        planner.update(planner.plan([], [request]), [token])
+    planner.release(request)
+    assert manager.count_reusable_tokens(LlmRequest(2, [*PROMPT, 2, 2, 0], 1)) == 12
