@@ -403,24 +403,11 @@ class GptManager:
             self._responses.append(_Response(request, is_final=True, error=error))
 
     def _measure(self) -> IterationStats:
-        blocks = self._batcher.block_manager
-        num_context = len(self._batch.context_chunks)
-        num_generation = len(self._batch.generation_slots)
-        return IterationStats(
+        return self._batcher.measure(
+            self._batch,
             iteration=self._iteration,
-            num_active_requests=len(self._active),
-            max_num_requests=self.max_num_requests,
-            num_scheduled_requests=num_context + num_generation,
-            num_context_requests=num_context,
-            num_generation_requests=num_generation,
-            num_paused_requests=self._num_paused,
-            num_waiting_requests=self._num_waiting,
-            num_context_tokens=self._batch.num_context_tokens,
-            max_num_blocks=blocks.num_blocks,
-            num_free_blocks=blocks.num_free_blocks,
-            tokens_per_block=blocks.tokens_per_block,
-            memory=self._batcher.engine.memory_usage(),
-            reuse=blocks.reuse_stats if blocks.enable_reuse else None,
+            num_paused=self._num_paused,
+            num_waiting=self._num_waiting,
             static_batch=self._static_stats,
         )
 

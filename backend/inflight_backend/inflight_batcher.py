@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.masks import AnswerGuides
-from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.iteration_stats import IterationStats, MemoryUsage, StaticBatchStats
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_outputs import OutputGatherer
@@ -225,6 +225,36 @@ class InflightBatcher:
         """A batcher without a past on the same engine; a recording ends here."""
         self.recorder.close()
         return InflightBatcher(self.engine, self.policy, replace(self._params, record_file=None))
+
+    def measure(
+        self,
+        batch: ScheduledBatch,
+        *,
+        iteration: int,
+        num_paused: int,
+        num_waiting: int,
+        static_batch: StaticBatchStats | None,
+    ) -> IterationStats:
+        """The statistics of the iteration that ran ``batch``, as things stand now."""
+        blocks = self.block_manager
+        num_context, num_generation = len(batch.context_chunks), len(batch.generation_slots)
+        return IterationStats(
+            iteration=iteration,
+            num_active_requests=len(self.active),
+            max_num_requests=self._max_batch_size,
+            num_scheduled_requests=num_context + num_generation,
+            num_context_requests=num_context,
+            num_generation_requests=num_generation,
+            num_paused_requests=num_paused,
+            num_waiting_requests=num_waiting,
+            num_context_tokens=batch.num_context_tokens,
+            max_num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            tokens_per_block=blocks.tokens_per_block,
+            memory=self.engine.memory_usage(),
+            reuse=blocks.reuse_stats if blocks.enable_reuse else None,
+            static_batch=static_batch,
+        )
 
     def take_outputs(self) -> StepOutputs | None:
         """What the plan executed last brought beside tokens; None if no request asked."""
