@@ -242,7 +242,7 @@ def test_load_tools_get_what_they_ask_for(
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         # The tools ask these before they send anything.
         config = client.get_model_config(model, as_json=True)["config"]
-        assert config["max_batch_size"] == 1
+        assert config["max_batch_size"] == 64
         metadata = client.get_model_metadata(model)
         assert set(tensors) <= {each.name for each in metadata.inputs}
         assert client.get_inference_statistics(model).model_stats[0].name == model

@@ -19,9 +19,9 @@ def assembled(target: Path, **values: str) -> Any:
 
 
 def test_values_fill_their_keys_and_the_rest_stays_unset(tmp_path: Path) -> None:
-    config = assembled(tmp_path / "models", max_batch_size="64")
-    assert config.max_batch_size == 1
-    assert config.parameters["max_batch_size"].string_value == "64"
+    config = assembled(tmp_path / "models", max_batch_size="7")
+    assert config.max_batch_size == 64, "rows of one request"
+    assert config.parameters["max_batch_size"].string_value == "7"
     assert config.parameters["max_num_tokens"].string_value == "${max_num_tokens}"
 
 
