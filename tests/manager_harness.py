@@ -19,7 +19,7 @@ from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
-WAIT = 10.0
+WAIT = 30.0
 
 
 class Recorder:

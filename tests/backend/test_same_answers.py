@@ -12,6 +12,7 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, runn
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy, ContextChunkingPolicy, TrtGptModelType
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
@@ -35,16 +36,21 @@ def run(
     reuse: bool = True,
     lengths: Sequence[int] = (NUM_NEW,) * len(PROMPTS),
     model_type: TrtGptModelType = TrtGptModelType.InflightFusedBatching,
+    attention_backend: str = "torch",
     **options: Any,
 ) -> Run:
-    """All prompts at once, in a pool that holds two or three of them."""
+    """All prompts (the first ``len(lengths)``) at once, in a pool that holds two or three."""
     config = EngineConfig(
-        device="cpu", max_batch_size=8, tokens_per_block=4, max_tokens_in_paged_kv_cache=80
+        device="cpu",
+        max_batch_size=8,
+        tokens_per_block=4,
+        max_tokens_in_paged_kv_cache=80,
+        attention_backend=attention_backend,
     )
     params = TrtGptModelOptionalParams(
         max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=reuse), **options
     )
-    numbered = enumerate(zip(PROMPTS, lengths, strict=True))
+    numbered = enumerate(zip(PROMPTS, lengths, strict=False))
     recorder = Recorder([request(i, prompt, length) for i, (prompt, length) in numbered])
     engine: Any = Engine.load(folder, config)
     with running(
@@ -55,8 +61,8 @@ def run(
         model_type=model_type,
         exclude_input_in_output=True,
     ):
-        recorder.wait_for_finals(*range(len(PROMPTS)))
-    return Run([recorder.tokens(i) for i in range(len(PROMPTS))], recorder.stats)
+        recorder.wait_for_finals(*range(len(lengths)))
+    return Run([recorder.tokens(i) for i in range(len(lengths))], recorder.stats)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +106,26 @@ def test_reuse_and_chunks_change_no_token(
         assert sum(each["Paused Requests"] for each in reused.stats) > 0
     else:
         assert computed(reused.stats) < sum(map(len, PROMPTS))
+
+
+def test_reuse_changes_no_token_with_the_kernels_and_the_loop_of_a_gpu(tmp_path: Path) -> None:
+    """The kernels run in Triton's interpreter where there is no GPU."""
+    folder = write_checkpoint(
+        tmp_path / "model", head_dim=16, intermediate_size=64, num_hidden_layers=1
+    )
+    off, on = (
+        run(
+            folder,
+            MAX_UTILIZATION,
+            reuse=reuse,
+            lengths=(3,) * 6,
+            attention_backend="triton",
+            overlap_scheduler=OverlapScheduler.ON,
+        )
+        for reuse in (False, True)
+    )
+    assert on.answers == off.answers
+    assert on.stats[-1]["Reused KV cache blocks"] > 0
 
 
 def test_without_reuse_everything_is_computed_and_nothing_said(folder: Path) -> None:
