@@ -42,6 +42,7 @@ class RecordingFile:
     def begin(self, header: Header) -> None:
         """Write the first line at once."""
         self._write(self._writer.header(header))
+        self._flush()  # a process that is killed young leaves a recording, not an empty file
         self._thread.start()
 
     def add(self, iteration: Iteration) -> None:
