@@ -93,3 +93,10 @@ def wait_until(is_true: Callable[[], bool], what: str = "it") -> None:
     while not is_true():
         assert time.monotonic() < deadline, f"not within {WAIT} s: {what}"
         time.sleep(0.002)
+
+
+def wait_until_queued(server: Server, num_queued: int) -> None:
+    deadline = time.monotonic() + WAIT
+    while len(server.model._arrivals) != num_queued:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from fakes import FakeRequest, FakeSender
 from triton_harness import WAIT, Server, error_of
 
-from inflight_backend import gpt_manager, triton_model
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton.rows import split_rows
 
 LENGTHS = np.array([[1], [3]], np.int32)
 PROMPTS = np.array([[4, 0, 0], [10, 11, 12]], np.int32)  # the first one is padded
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A loaded model over an engine that counts."""
-    engine = CountingEngine()
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
-    made = Server(tmp_path, engine)
-    yield made
-    made.model.finalize()
 
 
 def ask(server: Server, **tensors: Any) -> FakeSender:

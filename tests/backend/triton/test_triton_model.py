@@ -2,62 +2,27 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
-from tokenizers import Tokenizer, models, pre_tokenizers
+from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
-from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.replay import replay
 
 
 @pytest.fixture(autouse=True)
 def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end this test run when its terminal closes; it has a test of its own."""
     monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Set: the engine runs. Cleared: its next step waits."""
-    event = threading.Event()
-    event.set()
-    yield event
-    event.set()
-
-
-@pytest.fixture
-def server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
-) -> Iterator[Server]:
-    def wait_at_gate(batch: ScheduledBatch) -> None:
-        assert gate.wait(WAIT)
-
-    vocab = {str(i): i for i in range(1000)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    engine = CountingEngine(before_step=wait_at_gate)
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
-    server = Server(tmp_path, engine)
-    yield server
-    gate.set()
-    server.model.finalize()
 
 
 def test_tokens_stream_in_contract_shapes(server: Server) -> None:
@@ -364,13 +329,6 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
         assert sender.responses[-1].error is None
 
 
-def wait_until_queued(server: Server, num_queued: int) -> None:
-    deadline = time.monotonic() + WAIT
-    while len(server.model._arrivals) != num_queued:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_load_failure_is_one_line_in_the_status_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,209 +339,3 @@ def test_load_failure_is_one_line_in_the_status_file(
     assert status is not None
     assert status.phase == "failed"
     assert "max_beam_width" in status.fields["error"]
-
-
-def answer_of(sender: FakeSender, name: str) -> str:
-    [response] = sender.responses
-    assert response.error is None, response.error
-    [tensor] = response.output_tensors
-    assert tensor.name() == name
-    return str(tensor.as_numpy()[0, 0].decode())
-
-
-def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threading.Event) -> None:
-    """Four places: one that runs, three behind its blocks, and one in the queue."""
-    gates = threading.Semaphore(0)
-
-    def wait_for_gate(batch: ScheduledBatch) -> None:
-        assert gates.acquire(timeout=WAIT)
-
-    server.engine.before_step = wait_for_gate
-    senders = [server.send("large", input_ids=[1], request_output_len=180, streaming=True)]
-    gates.release()
-    assert senders[0].has_response.wait(WAIT)
-    senders += [
-        server.send(f"next{k}", input_ids=[1], request_output_len=100, streaming=True)
-        for k in range(4)
-    ]
-    gates.release()
-    wait_until_queued(server, 1)  # three of them are active now
-    waiting_for = {name: server.send(name, why=True) for name in ("large", "next1", "next3", "no")}
-    for _ in range(1000):
-        gates.release()
-    answers = {}
-    for name, sender in waiting_for.items():
-        assert sender.is_final.wait(WAIT)
-        answers[name] = json.loads(answer_of(sender, "why"))
-    assert answers["large"]["state"] == "generation"
-    assert answers["large"]["generated_tokens"] >= 1
-    assert answers["next1"]["state"] == "waiting"
-    assert answers["next1"]["reason"].startswith("behind 1 other, first of them request ")
-    assert (answers["next1"]["place"], answers["next1"]["num_waiting"]) == (2, 3)
-    assert answers["next3"] == {
-        "state": "queued",
-        "reason": "all 4 places of max_batch_size are taken",
-        "place": 1,
-        "num_waiting": 1,
-    }
-    assert answers["no"]["state"] == "not in flight"
-    for sender in senders:
-        assert sender.is_final.wait(WAIT)
-
-
-def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
-    server: Server, tmp_path: Path
-) -> None:
-    answer = answer_of(server.ask(describe=True), "description")
-    description = json.loads(answer)
-    assert description.pop("files") == {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()}
-    assert description == {
-        "model": tmp_path.name,
-        "max_input_len": server.engine.max_seq_len - 1,
-        "max_seq_len": server.engine.max_seq_len,
-        "vocab_size": server.engine.vocab_size,
-        "end_id": -1,
-    }
-    assert str(tmp_path) not in answer
-
-
-def test_errors_carry_their_code_when_asked(server: Server) -> None:
-    bad = make_inputs({"input_ids": [1], "request_output_len": 0})
-    plain, coded = FakeRequest(bad), FakeRequest(bad, "", (), '{"inflight_error_codes": true}')
-    server.model.execute([plain, coded])
-    message, code = error_of(plain.sender)
-    assert message.startswith("'request_output_len' is 0")
-    assert error_of(coded.sender) == (f"[INVALID_ARG] {message}", code)
-
-
-def test_why_needs_an_id(server: Server) -> None:
-    [response] = server.ask(why=True).responses
-    assert response.error is not None
-    assert "needs the request id" in str(response.error)
-
-
-def test_the_recording_can_be_fetched_and_replays(server: Server) -> None:
-    for _ in range(3):
-        server.ask(input_ids=[5], request_output_len=4)
-    text = answer_of(server.ask(recording=True), "recording")
-    reader = RecordingReader(io.BytesIO(text.encode()), "fetched")
-    assert str(replay(reader)) == "identical, 12 iterations (3 requests, 0 pauses)"
-    again = answer_of(server.ask(recording=True), "recording")
-    assert again == text
-
-
-def sequences_of(sender: FakeSender) -> dict[int, list[int]]:
-    """Tokens by ``sequence_index``."""
-    found: dict[int, list[int]] = {}
-    for response in sender.responses:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
-        ids = tensors["output_ids"].reshape(-1).tolist()
-        found.setdefault(int(tensors["sequence_index"].item()), []).extend(ids)
-    return found
-
-
-@pytest.mark.parametrize("is_streaming", [True, False])
-def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -> None:
-    sender = server.ask(
-        "many", input_ids=[4], request_output_len=6, num_return_sequences=3,
-        streaming=is_streaming, exclude_input_in_output=True, seed=2**64 - 1,
-    )  # fmt: skip
-    assert sequences_of(sender) == {i: [5, 6, 7, 8, 9, 10] for i in range(3)}
-    seeds = {s.sampling.seed for batch in server.engine.batches for s in batch.setups}
-    assert seeds == {-1, 0, 1}  # as signed numbers
-    assert len(sequences_of(server.ask("many", input_ids=[4], num_return_sequences=2))) == 2
-    named = ("output_ids", "sequence_length", "sequence_index", "batch_index")
-    (response,) = server.ask(outputs=named, input_ids=[4], request_output_len=1).responses
-    shapes = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
-    assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
-
-
-def test_all_sequences_stop_together(server: Server, gate: threading.Event) -> None:
-    gate.clear()
-    other = server.send(input_ids=[1], request_output_len=3)  # so that one sequence has to wait
-    sender = server.send(
-        "many", input_ids=[4], request_output_len=200, num_return_sequences=4, streaming=True
-    )
-    text, _ = error_of(server.ask("many", input_ids=[4]))
-    assert "still being processed" in text
-    stopped = server.send("many", stop=True)
-    gate.set()
-    assert stopped.is_final.wait(WAIT)
-    assert sender.is_final.wait(WAIT)
-    assert sum(map(len, sequences_of(sender).values())) < 4 * 200
-    assert other.is_final.wait(WAIT)
-    assert ids_of(server.ask("many", input_ids=[50], request_output_len=1)) == [50, 51]
-
-
-def test_one_broken_sequence_ends_its_request(server: Server, gate: threading.Event) -> None:
-    gate.clear()
-    real, num_steps = server.engine.execute, 0
-
-    def fail_once(batch: ScheduledBatch) -> list[int]:
-        nonlocal num_steps
-        num_steps += 1
-        tokens = real(batch)
-        return [-1, *tokens[1:]] if num_steps == 3 else tokens
-
-    server.engine.execute = fail_once  # type: ignore[method-assign]
-    sender = server.send(input_ids=[4], request_output_len=100, num_return_sequences=3)
-    gate.set()
-    assert sender.is_final.wait(WAIT)
-    text, _ = error_of(sender)
-    assert "logits are not finite" in text
-    assert ids_of(server.ask(input_ids=[50], request_output_len=1)) == [50, 51]
-    assert not server.model._frontend._groups
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_return_sequences": 0}, "'num_return_sequences' is 0, outside 1..4"),
-        ({"num_return_sequences": 10**6}, "'num_return_sequences' is 1000000, outside 1..4"),  # 29
-        ({"stop_words": ["x"] * 10_000}, "'stop_words' holds 10000 texts, more than 256"),  # 33
-        ({"stop_words": ["x" * 2**20]}, "'stop_words' holds 1048576 characters, more than"),  # 34
-        ({"stop_words": [b"\xff"]}, "'stop_words' holds a text that is not valid UTF-8"),
-        ({"embedding_bias_words": ["1"]}, "must come together and have the same length"),
-        (
-            {"embedding_bias_words": [" "], "embedding_bias_weights": [1.0]},
-            "'embedding_bias_words' holds a text without tokens",  # 37
-        ),
-        (
-            {"embedding_bias_words": ["1"], "embedding_bias_weights": [float("nan")]},
-            "'embedding_bias' holds NaN",
-        ),
-    ],
-)
-def test_bad_lists_end_with_invalid_arg(
-    server: Server, values: dict[str, Any], message: str
-) -> None:
-    text, code = error_of(server.ask(text_input="1", **values))
-    assert message in text
-    assert code == FakePbUtils.TritonError.INVALID_ARG
-
-
-@pytest.mark.parametrize("is_streaming", [True, False])
-def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bool) -> None:
-    """Far below the token limit; an empty word is passed over."""
-    sender = server.ask(
-        outputs=("text_output", "finish_reason"), text_input="5", max_tokens=200,
-        stream=is_streaming, stop_words=["", "9 10"], exclude_input_in_output=True,
-    )  # fmt: skip
-    assert text_of(sender) == " 6 7 8 "
-    last = sender.responses[-1].output_tensors[-1]
-    assert (last.name(), last.as_numpy().item()) == ("finish_reason", b"stop_words")
-    # The engine may run on until the stop is heard, not to the end.
-    assert server.engine._last_token[0] < 200
-
-
-def test_words_become_tokens(server: Server) -> None:
-    bias = np.zeros(1000, np.float32)
-    bias[3] = 0.5
-    server.ask(
-        text_input="5", max_tokens=1, bad_words=["7", "8 9", ""], embedding_bias=[bias],
-        embedding_bias_words=["3", "4 6"], embedding_bias_weights=[1.0, -2.0],
-        bad_words_list=[[1, 2], [2, -1]],
-    )  # fmt: skip
-    (setup,) = (s for batch in server.engine.batches for s in batch.setups)
-    assert setup.sampling.bad_words == ((1, 2), (7,), (8, 9))
-    assert setup.sampling.bias == ((3, 1.5), (4, -2.0), (6, -2.0))

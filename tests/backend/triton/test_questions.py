@@ -1,0 +1,105 @@
+"""Questions to a loaded model: why, what is served, what was decided, and coded errors."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+
+from fakes import FakeRequest, FakeSender
+from triton_harness import WAIT, Server, error_of, wait_until_queued
+
+from inflight_client.tensors import make_inputs
+from inflight_scheduler import ScheduledBatch
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.replay import replay
+
+
+def answer_of(sender: FakeSender, name: str) -> str:
+    [response] = sender.responses
+    assert response.error is None, response.error
+    [tensor] = response.output_tensors
+    assert tensor.name() == name
+    return str(tensor.as_numpy()[0, 0].decode())
+
+
+def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threading.Event) -> None:
+    """Four places: one that runs, three behind its blocks, and one in the queue."""
+    gates = threading.Semaphore(0)
+
+    def wait_for_gate(batch: ScheduledBatch) -> None:
+        assert gates.acquire(timeout=WAIT)
+
+    server.engine.before_step = wait_for_gate
+    senders = [server.send("large", input_ids=[1], request_output_len=180, streaming=True)]
+    gates.release()
+    assert senders[0].has_response.wait(WAIT)
+    senders += [
+        server.send(f"next{k}", input_ids=[1], request_output_len=100, streaming=True)
+        for k in range(4)
+    ]
+    gates.release()
+    wait_until_queued(server, 1)  # three of them are active now
+    waiting_for = {name: server.send(name, why=True) for name in ("large", "next1", "next3", "no")}
+    for _ in range(1000):
+        gates.release()
+    answers = {}
+    for name, sender in waiting_for.items():
+        assert sender.is_final.wait(WAIT)
+        answers[name] = json.loads(answer_of(sender, "why"))
+    assert answers["large"]["state"] == "generation"
+    assert answers["large"]["generated_tokens"] >= 1
+    assert answers["next1"]["state"] == "waiting"
+    assert answers["next1"]["reason"].startswith("behind 1 other, first of them request ")
+    assert (answers["next1"]["place"], answers["next1"]["num_waiting"]) == (2, 3)
+    assert answers["next3"] == {
+        "state": "queued",
+        "reason": "all 4 places of max_batch_size are taken",
+        "place": 1,
+        "num_waiting": 1,
+    }
+    assert answers["no"]["state"] == "not in flight"
+    for sender in senders:
+        assert sender.is_final.wait(WAIT)
+
+
+def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
+    server: Server, tmp_path: Path
+) -> None:
+    answer = answer_of(server.ask(describe=True), "description")
+    description = json.loads(answer)
+    assert description.pop("files") == {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()}
+    assert description == {
+        "model": tmp_path.name,
+        "max_input_len": server.engine.max_seq_len - 1,
+        "max_seq_len": server.engine.max_seq_len,
+        "vocab_size": server.engine.vocab_size,
+        "end_id": -1,
+    }
+    assert str(tmp_path) not in answer
+
+
+def test_errors_carry_their_code_when_asked(server: Server) -> None:
+    bad = make_inputs({"input_ids": [1], "request_output_len": 0})
+    plain, coded = FakeRequest(bad), FakeRequest(bad, "", (), '{"inflight_error_codes": true}')
+    server.model.execute([plain, coded])
+    message, code = error_of(plain.sender)
+    assert message.startswith("'request_output_len' is 0")
+    assert error_of(coded.sender) == (f"[INVALID_ARG] {message}", code)
+
+
+def test_why_needs_an_id(server: Server) -> None:
+    [response] = server.ask(why=True).responses
+    assert response.error is not None
+    assert "needs the request id" in str(response.error)
+
+
+def test_the_recording_can_be_fetched_and_replays(server: Server) -> None:
+    for _ in range(3):
+        server.ask(input_ids=[5], request_output_len=4)
+    text = answer_of(server.ask(recording=True), "recording")
+    reader = RecordingReader(io.BytesIO(text.encode()), "fetched")
+    assert str(replay(reader)) == "identical, 12 iterations (3 requests, 0 pauses)"
+    again = answer_of(server.ask(recording=True), "recording")
+    assert again == text

@@ -1,0 +1,130 @@
+"""Several sequences for one prompt, and lists of words and texts that come with a request."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakePbUtils, FakeSender
+from triton_harness import WAIT, Server, error_of, ids_of, text_of
+
+from inflight_scheduler import ScheduledBatch
+
+
+def sequences_of(sender: FakeSender) -> dict[int, list[int]]:
+    """Tokens by ``sequence_index``."""
+    found: dict[int, list[int]] = {}
+    for response in sender.responses:
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+        ids = tensors["output_ids"].reshape(-1).tolist()
+        found.setdefault(int(tensors["sequence_index"].item()), []).extend(ids)
+    return found
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -> None:
+    sender = server.ask(
+        "many", input_ids=[4], request_output_len=6, num_return_sequences=3,
+        streaming=is_streaming, exclude_input_in_output=True, seed=2**64 - 1,
+    )  # fmt: skip
+    assert sequences_of(sender) == {i: [5, 6, 7, 8, 9, 10] for i in range(3)}
+    seeds = {s.sampling.seed for batch in server.engine.batches for s in batch.setups}
+    assert seeds == {-1, 0, 1}  # as signed numbers
+    assert len(sequences_of(server.ask("many", input_ids=[4], num_return_sequences=2))) == 2
+    named = ("output_ids", "sequence_length", "sequence_index", "batch_index")
+    (response,) = server.ask(outputs=named, input_ids=[4], request_output_len=1).responses
+    shapes = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
+    assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
+
+
+def test_all_sequences_stop_together(server: Server, gate: threading.Event) -> None:
+    gate.clear()
+    other = server.send(input_ids=[1], request_output_len=3)  # so that one sequence has to wait
+    sender = server.send(
+        "many", input_ids=[4], request_output_len=200, num_return_sequences=4, streaming=True
+    )
+    text, _ = error_of(server.ask("many", input_ids=[4]))
+    assert "still being processed" in text
+    stopped = server.send("many", stop=True)
+    gate.set()
+    assert stopped.is_final.wait(WAIT)
+    assert sender.is_final.wait(WAIT)
+    assert sum(map(len, sequences_of(sender).values())) < 4 * 200
+    assert other.is_final.wait(WAIT)
+    assert ids_of(server.ask("many", input_ids=[50], request_output_len=1)) == [50, 51]
+
+
+def test_one_broken_sequence_ends_its_request(server: Server, gate: threading.Event) -> None:
+    gate.clear()
+    real, num_steps = server.engine.execute, 0
+
+    def fail_once(batch: ScheduledBatch) -> list[int]:
+        nonlocal num_steps
+        num_steps += 1
+        tokens = real(batch)
+        return [-1, *tokens[1:]] if num_steps == 3 else tokens
+
+    server.engine.execute = fail_once  # type: ignore[method-assign]
+    sender = server.send(input_ids=[4], request_output_len=100, num_return_sequences=3)
+    gate.set()
+    assert sender.is_final.wait(WAIT)
+    text, _ = error_of(sender)
+    assert "logits are not finite" in text
+    assert ids_of(server.ask(input_ids=[50], request_output_len=1)) == [50, 51]
+    assert not server.model._frontend._groups
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_return_sequences": 0}, "'num_return_sequences' is 0, outside 1..4"),
+        ({"num_return_sequences": 10**6}, "'num_return_sequences' is 1000000, outside 1..4"),  # 29
+        ({"stop_words": ["x"] * 10_000}, "'stop_words' holds 10000 texts, more than 256"),  # 33
+        ({"stop_words": ["x" * 2**20]}, "'stop_words' holds 1048576 characters, more than"),  # 34
+        ({"stop_words": [b"\xff"]}, "'stop_words' holds a text that is not valid UTF-8"),
+        ({"embedding_bias_words": ["1"]}, "must come together and have the same length"),
+        (
+            {"embedding_bias_words": [" "], "embedding_bias_weights": [1.0]},
+            "'embedding_bias_words' holds a text without tokens",  # 37
+        ),
+        (
+            {"embedding_bias_words": ["1"], "embedding_bias_weights": [float("nan")]},
+            "'embedding_bias' holds NaN",
+        ),
+    ],
+)
+def test_bad_lists_end_with_invalid_arg(
+    server: Server, values: dict[str, Any], message: str
+) -> None:
+    text, code = error_of(server.ask(text_input="1", **values))
+    assert message in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bool) -> None:
+    """Far below the token limit; an empty word is passed over."""
+    sender = server.ask(
+        outputs=("text_output", "finish_reason"), text_input="5", max_tokens=200,
+        stream=is_streaming, stop_words=["", "9 10"], exclude_input_in_output=True,
+    )  # fmt: skip
+    assert text_of(sender) == " 6 7 8 "
+    last = sender.responses[-1].output_tensors[-1]
+    assert (last.name(), last.as_numpy().item()) == ("finish_reason", b"stop_words")
+    # The engine may run on until the stop is heard, not to the end.
+    assert server.engine._last_token[0] < 200
+
+
+def test_words_become_tokens(server: Server) -> None:
+    bias = np.zeros(1000, np.float32)
+    bias[3] = 0.5
+    server.ask(
+        text_input="5", max_tokens=1, bad_words=["7", "8 9", ""], embedding_bias=[bias],
+        embedding_bias_words=["3", "4 6"], embedding_bias_weights=[1.0, -2.0],
+        bad_words_list=[[1, 2], [2, -1]],
+    )  # fmt: skip
+    (setup,) = (s for batch in server.engine.batches for s in batch.setups)
+    assert setup.sampling.bad_words == ((1, 2), (7,), (8, 9))
+    assert setup.sampling.bias == ((3, 1.5), (4, -2.0), (6, -2.0))
