@@ -179,7 +179,7 @@ SECTIONS = (
         _cases(
             99,
             "unload with streams in flight",
-            "SIGTERM with streams in flight: they finish or end with what they have",
+            "SIGTERM with streams in flight: they finish, or end with an error after the limit",
             "reload 100 times: no growth",
             "weights: truncated, long header, unknown dtype, wrong shape, missing or extra tensor",
             "`config.json` missing or contradictory",
@@ -217,7 +217,7 @@ SECTIONS = (
             "errors hold no path, address, key or traceback; the log holds no prompt",
             "launcher killed: server and model end, the next run sweeps what was left",
             "device lost for good: readiness false, and a restart",
-            "drain limit: what still runs ends with what it has",
+            "drain limit: what still runs ends with an error",
         ),
     ),
 )

@@ -237,6 +237,7 @@ class GptManager:
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 with self.health.recovering():
                     self._start_afresh()
+            self._questions.answer()  # also of a loop that fails again and again
             if self._batch.is_empty and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
@@ -255,7 +256,6 @@ class GptManager:
         self.return_completed_requests()
         self.poll_stop_signals()
         self._batcher.recorder.finish_iteration()
-        self._questions.answer()
         if was_active:
             self.return_batch_manager_stats()
         else:

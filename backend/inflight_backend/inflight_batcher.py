@@ -35,7 +35,7 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
-from inflight_scheduler.recording.files import RecordingFile
+from inflight_scheduler.recording.files import RecordingFile, set_aside
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 
@@ -310,8 +310,11 @@ class InflightBatcher:
             scheduler_class=params.scheduler_class,
             is_overlapped=self._is_overlapped,
         )
+        sink = None
         try:
-            sink = RecordingFile(Path(params.record_file)) if params.record_file else None
+            if params.record_file:
+                set_aside(Path(params.record_file))
+                sink = RecordingFile(Path(params.record_file))
         except OSError as error:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"

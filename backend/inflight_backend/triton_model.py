@@ -42,6 +42,7 @@ _PARENT_CHECK_SECONDS = 0.5
 _STOP_ALL_WORD = "stop"
 _STALLED = "the server makes no progress; send the request elsewhere"
 _FAILING = "one step after the other fails"
+_LEAVING = "the server is shutting down: this answer is not complete"
 
 _MODEL_TYPES = {
     "v1": TrtGptModelType.V1,
@@ -88,7 +89,7 @@ class TritonPythonModel:
         self._watchdog.close()
         self._housekeeper.close()
         self._arrivals.drain()
-        self._frontend.stop_all()
+        self._frontend.fail_all(_LEAVING)
         if self._watchdog.is_stalled:
             return  # the streams have ended; waiting for a thread that is stuck would never end
         self._manager.shutdown()
@@ -210,9 +211,9 @@ class TritonPythonModel:
             self._arrivals.drain()
             self._status.write("draining")
         if self._drain_file.read_text(encoding="utf-8").strip() == _STOP_ALL_WORD:
-            self._frontend.stop_all()
+            self._frontend.fail_all(_LEAVING)
         if self._frontend.num_live == 0:
-            self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
+            self._frontend.end_feeds()  # which never end by themselves
         if self._frontend.num_live == 0 and not self._is_drained:
             self._is_drained = True
             self._status.write("drained")

@@ -129,10 +129,8 @@ class Frontend:
         else:
             self._wake()
 
-    def stop_all(self) -> None:
-        """Stop every request in flight and end every feed of statistics."""
-        for number in list(self._live):
-            self.stop_group(number)
+    def end_feeds(self) -> None:
+        """End every feed of statistics."""
         for feed in list(self._feeds):
             self._end_feed(feed)
 
@@ -142,8 +140,9 @@ class Frontend:
             numbers = self._groups.get(number, [number])  # the end of the stream forgets them
             stream.abort(message)
             self._stop_each(numbers)
-        for feed in list(self._feeds):
-            self._end_feed(feed)
+        self.end_feeds()
+        if self._inspector is not None:
+            self._inspector.fail_all(message)
 
     def end_overdue(self) -> None:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
@@ -273,9 +272,13 @@ class Frontend:
         self._dispatcher.unsubscribe(feed)
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:
-        for error_class, code in _ERROR_CODES:
-            if isinstance(error, error_class):
-                stream.send_error(str(error), code)
-                return
+        if stream.is_closed:
+            _logger.exception("an answer could not be sent", exc_info=error)
+            stream.abandon("the answer could not be sent")
+            return
+        codes = (code for error_class, code in _ERROR_CODES if isinstance(error, error_class))
+        if (code := next(codes, None)) is not None:
+            stream.fail(str(error), code)
+            return
         _logger.exception("a request could not be read", exc_info=error)
-        stream.send_error("the request could not be read")
+        stream.fail("the request could not be read")
