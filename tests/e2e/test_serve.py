@@ -6,18 +6,23 @@ import json
 import shutil
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import tritonclient.grpc as grpc
 from e2e.conftest import ServeFactory
 from e2e.harness import HOST, ServeProcess, assert_counts, stream_text
+from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_client import InflightClient
+from inflight_client.tensors import make_inputs
 
 pytestmark = pytest.mark.e2e
 
@@ -36,6 +41,25 @@ def ask_until_refused(running: ServeProcess) -> None:
     """Ask again and again: the model looks for the wish to stop only ten times a second."""
     while True:
         list(stream_text(running, PROMPT, 1))
+
+
+def grpc_inputs(values: Mapping[str, Any]) -> list[grpc.InferInput]:
+    inputs = []
+    for name, array in values.items():
+        inputs.append(grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+def wait_until_active(running: ServeProcess, number: int) -> None:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while True:
+        with InflightClient(running.grpc_url) as client:
+            (stats,) = client.stats(follow=False)
+        if stats["Active Request Count"] == number:
+            return
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.05)
 
 
 def remaining(first: str, stream: Iterator[str]) -> str:
@@ -216,9 +240,26 @@ def test_sigterm_while_loading(serve: ServeFactory) -> None:
     assert running.error_lines == []
 
 
-@pytest.mark.case(119)
-def test_death_of_the_server_without_restarts(serve: ServeFactory) -> None:
-    running = serve(options=["--max-restarts=0"])
+def active_requests(running: ServeProcess) -> int:
+    with InflightClient(running.grpc_url) as client:
+        (stats,) = client.stats(follow=False)
+    return int(stats["Active Request Count"])
+
+
+@pytest.mark.case(71, 119)
+def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: ServeFactory) -> None:
+    """The kernel and Triton take all that is sent; only the age of the connection ends a stream."""
+    running = serve(options=["--max-restarts=0", "--max-connection-seconds=1.5"])
+    is_over = threading.Event()
+    client = grpc.InferenceServerClient(running.grpc_url)
+    client.start_stream(callback=lambda result, error: is_over.wait())
+    values = make_inputs({"text_input": PROMPT, "max_tokens": LONG})
+    client.async_stream_infer("tensorrt_llm", grpc_inputs(values))
+    wait_until_active(running, 1)
+    wait_until_active(running, 0)
+    is_over.set()
+    client.stop_stream(cancel_requests=True)
+    client.close()
     running.kill_tritonserver()
     assert running.wait() == 1
     (line,) = running.error_lines

@@ -89,9 +89,17 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         f"--exit-timeout-secs={_EXIT_TIMEOUT_SECONDS}",
         f"--grpc-keepalive-time={_KEEPALIVE_MS}",
         f"--grpc-keepalive-timeout={_KEEPALIVE_TIMEOUT_MS}",
+        *_connection_age(settings.max_connection_seconds),
         *(f"--{name}-address={settings.host}" for name in ("http", "grpc", "metrics")),
         *(f"{option}={port}" for option, port in settings.ports.items()),
     ]
+
+
+def _connection_age(seconds: float) -> tuple[str, ...]:
+    """What ends a gRPC stream whose client never reads: nothing else in Triton notices."""
+    milliseconds = round(1000 * seconds)
+    names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
+    return tuple(f"{name}={milliseconds}" for name in names if milliseconds)
 
 
 class Run:
