@@ -44,8 +44,8 @@ def serve(
         float,
         typer.Option(
             min=0.0,
-            help="Age at which a gRPC connection takes no new streams; those that are open may last "
-            "as long again. It ends streams that nobody reads; 0: never.",
+            help="Age at which a gRPC connection takes no new streams; open ones may last as long "
+            "again. It ends streams that nobody reads; 0: never.",
         ),
     ] = _DEFAULT.max_connection_seconds,
     add: AddOption = None,
