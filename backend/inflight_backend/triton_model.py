@@ -42,6 +42,7 @@ _PARENT_CHECK_SECONDS = 0.5
 _STOP_ALL_WORD = "stop"
 _STALLED = "the server makes no progress; send the request elsewhere"
 _FAILING = "one step after the other fails"
+_DRAINING = "the server is shutting down; send the request elsewhere"
 _LEAVING = "the server is shutting down: this answer is not complete"
 
 _MODEL_TYPES = {
@@ -81,8 +82,14 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """For Triton's readiness checks (python_backend#430): requests sent now will be served."""
-        is_moving = self._manager.health.is_healthy and not self._watchdog.is_stalled
-        return is_moving and not self._arrivals.is_draining
+        return not self._why_not_ready()
+
+    def _why_not_ready(self) -> str:
+        if self._arrivals.is_draining:
+            return _DRAINING
+        if self._watchdog.is_stalled:
+            return _STALLED
+        return "" if self._manager.health.is_healthy else _FAILING
 
     def finalize(self) -> None:
         """Stop what still runs, and every thread, in the order in which they feed one another."""
@@ -138,6 +145,7 @@ class TritonPythonModel:
         self._frontend.start(
             self._manager,
             ModelDescription(checkpoint.name, folder, self._manager.limits, codec),
+            self._why_not_ready,
         )
         metrics = TritonMetrics(
             pb_utils,

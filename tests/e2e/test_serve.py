@@ -88,6 +88,16 @@ def test_server_and_both_models_are_ready(server: ServeProcess, path: str) -> No
     assert get(f"{server.http_url}/v2/{path}/ready").status_code == 200
 
 
+def ask_ready(running: ServeProcess) -> httpx.Response:
+    """The probe that tells the truth on every Triton: 24.10 says ready whatever the model does."""
+    url = f"{running.http_url}/v2/models/tensorrt_llm/generate"
+    return httpx.post(url, json={"ready": True}, timeout=10, trust_env=False)
+
+
+def test_the_question_whether_it_is_ready_is_answered(server: ServeProcess) -> None:
+    assert ask_ready(server).status_code == 200
+
+
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_text_streams_over_http(server: ServeProcess, model: str) -> None:
     pieces = list(stream_text(server, PROMPT, 60, model=model))
@@ -221,6 +231,8 @@ def test_second_ctrl_c_ends_streams_with_an_error(serve: ServeFactory) -> None:
         running.process.send_signal(signal.SIGINT)
         with pytest.raises(RuntimeError, match="shutting down"):
             ask_until_refused(running)
+        probe = ask_ready(running)
+        assert (probe.status_code, "shutting down" in probe.text) == (400, True)
         running.process.send_signal(signal.SIGINT)
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="this answer is not complete"):

@@ -50,7 +50,7 @@ _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-_QUESTIONS = ("why", "recording", "describe")
+_QUESTIONS = ("why", "recording", "describe", "ready")
 
 
 class Frontend:
@@ -84,9 +84,19 @@ class Frontend:
         self._inspector: Inspector | None = None
         self._why_queued = ""
         self._describe_load: Callable[[], str] = str
+        self._why_not_ready: Callable[[], str] = str
 
-    def start(self, manager: GptManager, description: ModelDescription) -> None:
-        """Connect to the batch manager; comes before the first request."""
+    def start(
+        self,
+        manager: GptManager,
+        description: ModelDescription,
+        why_not_ready: Callable[[], str] = str,
+    ) -> None:
+        """Connect to the batch manager; comes before the first request.
+
+        ``why_not_ready`` says why requests sent now will not be served; "" if they will.
+        """
+        self._why_not_ready = why_not_ready
         self._limits, self._wake = manager.limits, manager.wake
         self._max_num_sequences = manager.max_num_requests
         self._stats_json = lambda: manager.stats_json
@@ -241,7 +251,11 @@ class Frontend:
 
     def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         assert self._inspector is not None, "start() comes before the first request"
-        if read_flag(inputs, "describe"):
+        if read_flag(inputs, "ready"):
+            if reason := self._why_not_ready():
+                raise CapacityExceeded(reason)
+            stream.send({}, is_final=True)
+        elif read_flag(inputs, "describe"):
             self._inspector.answer_description(stream)
         elif read_flag(inputs, "recording"):
             self._inspector.answer_recording(stream)
