@@ -186,7 +186,7 @@ SECTIONS = (
             "tokenizer larger than the embedding",
             "pickled weights",
             "symlink out of the model folder",
-            ("chat template with attribute access, endless loop, 100 MB", "chat templates"),
+            "chat template with attribute access, endless loop, 100 MB: sandboxed, bounded",
             "numpy, Triton or Python that cannot work: one clear line at start",
             "two servers on one host",
             "cache folder that others can write",

@@ -1,8 +1,8 @@
 """What processes hold over time, and whether that is flat: a claim that can fail.
 
 A process grows for a while before it can be judged: the ring of the recorder fills (8,192
-iterations), torch and malloc keep what was needed once. So the warm-up is told apart from what
-follows, and only that is judged.
+iterations) and is replaced, torch and malloc keep what was needed once. So the warm-up is told
+apart from what follows, and only that is judged.
 """
 
 from __future__ import annotations

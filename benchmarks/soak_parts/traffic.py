@@ -31,6 +31,8 @@ SILENCE_SECONDS = 300.0
 _QUESTION_SECONDS = 120.0
 _PROBE_SECONDS = 20.0
 _MODEL = "tensorrt_llm"
+# What a server says that is full, stops, hangs, or has lost its model process.
+_REFUSALS = ("Maximum queue size", "shutting down", "makes no progress", "not healthy")
 # Share of requests by kind; three in ten are cancelled.
 _KINDS = {
     "complete": 44,
@@ -225,8 +227,8 @@ class Traffic:
         told = [error for error in errors if expected in error]
         if len(told) == 1:
             self.tally.outcomes["refused by name"] += 1
-        elif any("Maximum queue size" in error or "shutting down" in error for error in errors):
-            await self._count_error("".join(errors))
+        elif len(said := [error for error in errors if error]) == 1:
+            await self._count_error(said[0])  # wrong, unless it is a known refusal
         else:
             self.tally.wrong.append(f"bad input was answered with {errors}")
 
@@ -271,7 +273,7 @@ class Traffic:
         return name
 
     async def _count_error(self, error: str) -> None:
-        for known in ("Maximum queue size", "shutting down", "makes no progress", "not healthy"):
+        for known in _REFUSALS:
             if known in error:
                 self.tally.outcomes[f"refused: {known}"] += 1
                 await asyncio.sleep(0.2)  # as a client does that is told to try again later
