@@ -30,7 +30,7 @@ server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)
 server.serve_forever()
 """
-STALL = 0.5
+STALL = 1.0
 
 
 class Running:
