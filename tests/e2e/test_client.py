@@ -98,10 +98,10 @@ def test_whole_answer_with_the_prompt(caller: Caller) -> None:
 
 
 def test_stream_gives_the_same_text_in_pieces(caller: Caller) -> None:
-    pieces = [chunk.text for chunk in caller.stream(PROMPT, 200)]
+    pieces = [chunk.text for chunk in caller.stream(PROMPT, 100)]
 
     assert len(pieces) > 20
-    assert "".join(pieces) == caller.generate(PROMPT, 200).text
+    assert "".join(pieces) == caller.generate(PROMPT, 100).text
     assert_counts(PROMPT, "".join(pieces))
 
 
@@ -210,13 +210,13 @@ def test_errors_of_the_server(
 def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
     with InflightClient(url, protocol=protocol) as client:
         text = ""
-        for index, chunk in enumerate(client.stream(PROMPT, 300, request_id="twice")):
+        for index, chunk in enumerate(client.stream(PROMPT, 200, request_id="twice")):
             text += chunk.text
             if index == 3:
                 with pytest.raises(ServerError, match="still being processed"):
                     caller.generate(PROMPT, 3, request_id="twice")
 
-    assert len(text) == 300  # the first goes on to its end; the demo model has one token per digit
+    assert len(text) == 200  # the first goes on to its end; the demo model has one token per digit
     assert_counts(PROMPT, text)
 
 
