@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3.11 python3.12 python3.10 python3
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # tests/distribution.py says who runs what; more processes would wait for tests/e2e.
-PYTEST_PROCESSES := -n logical --maxprocesses 4
+PYTEST_PROCESSES := -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
 STEP = @printf '\n==> %s\n'

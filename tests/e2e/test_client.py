@@ -20,7 +20,7 @@ from client.callers import CALLERS, LONG, Caller
 from e2e.harness import ServeProcess, assert_counts
 from tokenizers import Tokenizer
 
-import inflight_backend
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient, RequestTimeout, ServerError
 from inflight_client.address import Protocol
 
@@ -73,8 +73,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def demo_tokenizer() -> Any:
-    folder = Path(inflight_backend.__file__).parent / "demo_model"
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
 
 def test_stop_words(caller: Caller) -> None:

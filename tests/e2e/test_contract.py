@@ -21,12 +21,12 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tokenizers import Tokenizer
 
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client.protocol import INPUT_BY_NAME
 
 pytestmark = pytest.mark.e2e
 
 WAIT = 60.0
-DEMO_MODEL = Path(__file__).resolve().parents[2] / "backend/inflight_backend/demo_model"
 
 
 class PeerClient:

@@ -24,6 +24,9 @@ REGISTERS_TOTAL = 65536
 
 Report = dict[str, Any]
 
+# Compiling is a minute of one core; a busy machine may share it among many.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
