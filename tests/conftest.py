@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config) -> Any:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: who runs which tests."""
     from distribution import Distribution
 
-    return Distribution(config)
+    return Distribution(config, log)
