@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from inflight_backend.callback_guard import CallbackGuard
@@ -166,12 +165,7 @@ class GptManager:
     def __enter__(self) -> GptManager:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     @property
