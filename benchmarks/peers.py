@@ -86,7 +86,9 @@ def _all_rows(options: argparse.Namespace, env: Mapping[str, str], stop_at: floa
         seconds = _ATTENTION_SECONDS[options.quick]
         arguments = ["--part", _ATTENTION, *_flags(options)]
         script = Path(__file__).resolve()
-        for row in isolated.run_isolated(script, arguments, 600 if options.dry_run else seconds, env):
+        for row in isolated.run_isolated(
+            script, arguments, 600 if options.dry_run else seconds, env
+        ):
             yield {"peer": _ATTENTION, **row}
     chosen = [name for name in names if name in PEERS and (options.peers or _time(name, options))]
     if chosen:
@@ -103,7 +105,9 @@ def _engine_rows(
             group = [name for name in names if (PEERS[name].variant == "fp8") == bool(variant)]
             if not group:
                 continue
-            ours = Worker("inflight", _budget(options, Path(folder), variant), env, logs / "ours.log")
+            ours = Worker(
+                "inflight", _budget(options, Path(folder), variant), env, logs / "ours.log"
+            )
             try:
                 facts = ours.facts(stop_at - time.monotonic())
                 yield {"peer": "inflight", "variant": variant, **facts}
