@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from peer_parts.fatbin import blank_other_architectures  # noqa: E402
-from peer_parts.promises import broken_promises  # noqa: E402
+from peer_parts.fatbin import blank_other_architectures
+from peer_parts.promises import broken_promises
 
 HOPPER = 90
 _MAX_ARCHIVE = 56 * 2**20  # of the 64 MiB; the working tree travels as well

@@ -228,8 +228,7 @@ def _weight_bytes(model: ModelConfig, dtype: str, is_fp8: bool) -> int:
     """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
     num_bytes = 0
     for spec in decoder_parameters(model):
-        is_linear = spec.name.startswith("layers.") and len(spec.shape) == 2
-        if is_fp8 and is_linear:
+        if is_fp8 and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
             num_bytes += prod(spec.shape) * _DTYPE_TO_BYTES[dtype]

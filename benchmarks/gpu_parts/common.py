@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig, ModelConfig
 from inflight_backend.engine.config import resolve
+from inflight_backend.engine.layers import Parameter
+from inflight_backend.engine.loading import make_target
 from inflight_backend.engine.model_config import RopeConfig
 from inflight_backend.engine.parameters import decoder_parameters
 
@@ -133,19 +134,26 @@ def make_engine(setting: Setting, model: ModelConfig, config: EngineConfig) -> E
     gc.collect()
     config = resolve(replace(config, device=setting.device.type), model)
     with torch.inference_mode():
-        return Engine(config, model, random_parameters(model, config.torch_dtype, setting.device))
+        is_fp8 = config.quantization == "fp8"
+        parameters = random_parameters(model, config.torch_dtype, setting.device, is_fp8=is_fp8)
+        return Engine(config, model, parameters)
 
 
 def random_parameters(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+) -> dict[str, Parameter]:
     """Normal weights of deviation 0.02, norms around 1. (Zeros would run faster than real data.)"""
     generator = torch.Generator(device).manual_seed(0)
-    parameters = {}
+    parameters: dict[str, Parameter] = {}
     for spec in decoder_parameters(model):
-        parameter = torch.empty(spec.shape, dtype=dtype, device=device)
-        mean = 1.0 if "norm" in spec.name else 0.0
-        parameters[spec.name] = parameter.normal_(mean, 0.02, generator=generator)
+        drawn = torch.empty(spec.shape, dtype=dtype, device=device)
+        drawn.normal_(1.0 if "norm" in spec.name else 0.0, 0.02, generator=generator)
+        if is_fp8 and spec.is_linear:  # as a checkpoint is loaded
+            target = make_target(spec, dtype, str(device), is_fp8=True)
+            target.put(0, drawn)
+            parameters[spec.name] = target.parameter
+        else:
+            parameters[spec.name] = drawn
     return parameters
 
 

@@ -28,6 +28,7 @@ from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
@@ -57,7 +58,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        parameters: dict[str, Tensor],
+        parameters: dict[str, Parameter],
         capture: Capture | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -112,7 +113,13 @@ class Engine:
         specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
             checkpoint.check(specs, ignorable_names(model_config), duplicate_names(model_config))
-            parameters = checkpoint.load(specs, config.torch_dtype, config.device, on_progress)
+            parameters = checkpoint.load(
+                specs,
+                config.torch_dtype,
+                config.device,
+                on_progress,
+                is_fp8=config.quantization == "fp8",
+            )
         with torch.inference_mode():
             return cls(config, model_config, parameters, capture)
 

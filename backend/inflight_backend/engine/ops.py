@@ -29,7 +29,7 @@ class Ops:
     final_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Activation]
     to_activation: Callable[[Tensor], Activation]
-    make_linear: Callable[[Tensor, Tensor | None], Callable[[Any], Tensor]]
+    make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
     greedy: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     adjust_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
