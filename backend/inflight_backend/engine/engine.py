@@ -38,8 +38,9 @@ from inflight_backend.engine.parameters import (
     ignorable_names,
 )
 from inflight_backend.engine.rope import make_cos_sin
+from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
-from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
+from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage

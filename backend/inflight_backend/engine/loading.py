@@ -77,9 +77,7 @@ def make_target(
     return _Fp8(Quantized(values, scales), dtype)
 
 
-def _allocate(
-    spec: ParameterSpec, shape: Sequence[int], dtype: torch.dtype, device: str
-) -> Tensor:
+def _allocate(spec: ParameterSpec, shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     with suppress(RuntimeError, MemoryError):  # torch says out of memory with a RuntimeError
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     raise CheckpointError(f"{spec.name}: no memory on {device} for shape {list(shape)}")

@@ -82,9 +82,10 @@ def test_the_peak_is_the_end_state_and_a_part_of_one_tensor(folder: Path) -> Non
     """All weights in bfloat16 first would take nearly twice as much."""
     load(folder, is_fp8=True)  # what torch takes once is no part of it
     end_state = num_bytes(load(folder, is_fp8=True))
-    assert end_state == make_plan(
-        folder, PlanSettings(dtype="bfloat16", quantization="fp8")
-    ).weight_bytes
+    assert (
+        end_state
+        == make_plan(folder, PlanSettings(dtype="bfloat16", quantization="fp8")).weight_bytes
+    )
     [file] = folder.glob("*.safetensors")
     largest = max(tensor.nbytes for tensor in load_file(file).values())
     peak = peak_bytes(lambda: load(folder, is_fp8=True), file.stat().st_size)
