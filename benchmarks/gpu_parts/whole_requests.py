@@ -81,5 +81,5 @@ def run_requests(
     seconds = time.perf_counter() - start
     for request in active:
         planner.release(request)
-    tokens = [list(request.tokens[request.orig_prompt_len :]) for request in requests]
-    return Finished(tokens, num_steps, seconds, host)
+    answers = [list(request.tokens[request.orig_prompt_len :]) for request in requests]
+    return Finished(answers, num_steps, seconds, host)

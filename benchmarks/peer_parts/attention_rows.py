@@ -154,8 +154,7 @@ def _flash_attention_3(batch: Batch) -> Call:
 
 def _flashinfer(batch: Batch) -> Call:
     """Planned once: its own engines plan once per step, not once per layer."""
-    import flashinfer
-
+    flashinfer = import_module("flashinfer")
     tensors, heads = batch.tensors, batch.heads
     size = tensors.key_cache.shape[1]
     counts = [-(-length // size) for length in batch.context_lens]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.attention import AttentionStep, HeadNorms
-from inflight_backend.engine.layers import Activation, Linear, Parameter
+from inflight_backend.engine.layers import Activation, Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.ops import Ops
 
@@ -38,7 +38,7 @@ class Decoder:
         self._embedding = _tensor(parameters.pop("embedding"))
         self._layers = [_take_layer(parameters, layer, ops) for layer in range(config.num_layers)]
         self._norm = _tensor(parameters.pop("norm"))
-        self._lm_head = Linear(parameters.pop("lm_head", self._embedding))
+        self._lm_head = ops.make_head(_tensor(parameters.pop("lm_head", self._embedding)))
         assert not parameters, f"parameters without a use: {sorted(parameters)}"
 
     def forward(self, tokens: Tensor, attention: AttentionStep, rows: Tensor | None) -> Tensor:

@@ -71,7 +71,11 @@ class Engine:
         """
         self.config = config
         self.model_config = model_config
-        self._ops = make_ops(config.attention_backend, config.quantization)
+        self._ops = make_ops(
+            config.attention_backend,
+            config.quantization,
+            is_deterministic=config.deterministic_mode,
+        )
         self._decoder = Decoder(model_config, parameters, self._ops)
         self._adjustments = Adjustments(
             config.max_batch_size,
@@ -248,7 +252,8 @@ class Engine:
             config.device,
         )
         backend = ATTENTION_BACKENDS[config.attention_backend]
-        return pool, backend(pool, model, self._cos_sin)
+        attention = backend(pool, model, self._cos_sin, is_deterministic=config.deterministic_mode)
+        return pool, attention
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
         """Blocks of the pool, by the rule of `kv_pool`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ class Engine:
     """See `PeerEngine`."""
 
     def __init__(self, budget: Budget) -> None:
-        from minisgl.llm import LLM
-
-        self._engine = LLM(budget.model_folder, **arguments(budget))
+        self._engine = import_module("minisgl.llm").LLM(budget.model_folder, **arguments(budget))
 
     def facts(self) -> dict[str, Any]:
         """Tokens of the cache."""
@@ -39,9 +38,8 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> Done:
         """See `PeerEngine`."""
-        from minisgl.core import SamplingParams
-
-        parameters = [SamplingParams(ignore_eos=True, max_tokens=length) for length in output_lens]
+        make = import_module("minisgl.core").SamplingParams
+        parameters = [make(ignore_eos=True, max_tokens=length) for length in output_lens]
         start = time.perf_counter()
         outputs = self._engine.generate(prompts, parameters)
         seconds = time.perf_counter() - start

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 from peer_parts.work import Budget, Done
@@ -45,9 +45,8 @@ class Engine:
     """See `PeerEngine`."""
 
     def __init__(self, budget: Budget) -> None:
-        from vllm import LLM
-
-        self._engine = LLM(**arguments(budget))
+        self._library = import_module("vllm")
+        self._engine = self._library.LLM(**arguments(budget))
 
     def facts(self) -> dict[str, Any]:
         """Version and blocks of the cache."""
@@ -60,10 +59,10 @@ class Engine:
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> Done:
         """See `PeerEngine`."""
-        from vllm import SamplingParams
-
         parameters = [
-            SamplingParams(max_tokens=length, ignore_eos=True, temperature=0, detokenize=False)
+            self._library.SamplingParams(
+                max_tokens=length, ignore_eos=True, temperature=0, detokenize=False
+            )
             for length in output_lens
         ]
         start = time.perf_counter()
