@@ -190,6 +190,8 @@ class TestPlan:
         planner.update(planner.plan([first, second], []), [4, 6])
         second.set_draft_tokens([7, 8])
         batch = planner.plan([], [first, second])
+        assert first.seq_slot is not None
+        assert second.seq_slot is not None
         slots = (first.seq_slot, second.seq_slot)
         assert (batch.generation_slots, batch.verified) == (slots[:1], ())
         assert batch.draft_runs == (ContextChunk(slots[1], 3, (6,), True, (7, 8)),)
