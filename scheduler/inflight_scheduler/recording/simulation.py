@@ -284,7 +284,7 @@ class Simulation:
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:
         """The other ends of ``iteration``; returns the requests."""
-        if iteration.decision is None:
+        if iteration.decision is None and not iteration.is_settled:
             self._grow(iteration)
         ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
         self.forget(ended)
