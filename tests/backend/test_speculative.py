@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checkpoints import VOCAB_SIZE, write_checkpoint
+import torch
+from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.drafting.config import SpeculativeDecodingConfig
@@ -182,6 +183,30 @@ def test_looked_up_drafts_change_no_answer(
         assert "repetition_penalty" not in draw or verified == 0
         rate = answers.recorder.last(number, "acceptance_rate")
         assert rate == pytest.approx(accepted / max(verified, 1))
+
+
+def test_the_look_up_of_transformers_gives_the_same(folder: Path, engine: Any) -> None:
+    """Its own prompt look-up, an implementation of the same method."""
+    model = load_oracle(folder)
+    num_new = 60  # by then both repeat themselves
+    expected = []
+    for prompt in (prompts()[0], prompts()[2]):
+        with torch.inference_mode():
+            text = model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                prompt_lookup_num_tokens=5,
+                do_sample=False,
+            )
+        expected.append(text[0, len(prompt) :].tolist())
+    requests = [
+        request(number, prompt, num_new, exclude_input_in_output=True, return_log_probs=True)
+        for number, prompt in enumerate((prompts()[0], prompts()[2]))
+    ]
+    answers = run(engine, requests, NGRAM)
+    assert [answers.tokens[0], answers.tokens[1]] == expected
+    assert answers.total("Accepted Draft Tokens") > 0
 
 
 @pytest.mark.parametrize("overlap", [OFF, ON], ids=lambda each: each.value)
