@@ -14,6 +14,7 @@ from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -25,8 +26,6 @@ from inflight_scheduler import (
 from inflight_scheduler.recording.files import RecordingReader, open_recording
 from inflight_scheduler.recording.replay import ReplayResult, replay
 from inflight_scheduler.recording.simulation import Lists
-
-DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 
 
 def replay_file(path: Path) -> ReplayResult:

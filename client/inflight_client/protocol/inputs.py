@@ -11,7 +11,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("input_lengths", "INT32", "number of ids of the prompt that count")),
     honoured(scalar("request_output_len", "INT32", "maximum number of new tokens")),
     honoured(scalar("num_return_sequences", "INT32", "sequences to return for the prompt")),
-    ragged("draft_input_ids", "INT32", (-1,), "draft tokens for speculative decoding"),
+    honoured(ragged("draft_input_ids", "INT32", (-1,), "guesses at how the answer begins")),
     ragged("decoder_input_ids", "INT32", (-1,), "decoder prompt of an encoder-decoder model"),
     scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids"),
     ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"),

@@ -36,6 +36,24 @@ def test_tokens_stream_in_contract_shapes(server: Server) -> None:
         assert output_ids.shape == (1, 1, int(sequence_length[0, 0]))
 
 
+def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -> None:
+    values: dict[str, Any] = {
+        "input_ids": [1, 2, 3],
+        "request_output_len": 8,
+        "return_perf_metrics": True,
+    }
+    sender = server.ask(draft_input_ids=[4, 5, 6, 9], streaming=True, **values)
+    first = sender.responses[0].output_tensors[0].as_numpy()
+    assert first.reshape(-1).tolist()[:4] == [4, 5, 6, 7]  # later tokens may have joined them
+    assert ids_of(sender) == list(range(4, 12))
+    last = {t.name(): t.as_numpy().item() for t in sender.responses[-1].output_tensors[2:]}
+    assert (last["total_draft_tokens"], last["total_accepted_draft_tokens"]) == (4, 3)
+    assert last["acceptance_rate"] == 0.75
+    text, code = error_of(server.ask(draft_input_ids=[4] * 9, **values))
+    assert "'draft_input_ids' holds 9 tokens, more than max_draft_len = 8" in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+
+
 def test_whole_answer_is_one_response_with_the_prompt(server: Server) -> None:
     sender = server.ask(input_ids=[1, 2], request_output_len=3)
     assert len(sender.responses) == 1
