@@ -116,6 +116,21 @@ def test_the_real_engine_oversubscribed_four_times_replays_identically(tmp_path:
     assert result.num_pauses > 4
 
 
+def test_whoever_starts_again_keeps_what_was_recorded_before(tmp_path: Path) -> None:
+    """Also a model process that was started again behind the launcher's back."""
+    path = tmp_path / "recording.jsonl"
+    params = TrtGptModelOptionalParams(max_batch_size=8, record_file=str(path))
+    for number in (3, 5):
+        recorder = Recorder([request(i, [i], 4) for i in range(number)])
+        with running(recorder, params=params):
+            recorder.wait_for_finals(*range(number))
+    with running(Recorder(), params=params):
+        pass
+    kept = [replay_file(tmp_path / f"recording.jsonl.{number}") for number in (1, 2)]
+    assert [result.num_requests for result in kept] == [5, 3]
+    assert [result.divergence for result in kept] == [None, None]
+
+
 def test_a_file_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     params = TrtGptModelOptionalParams(record_file=str(tmp_path / "no" / "file"))
     with (

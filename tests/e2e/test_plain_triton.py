@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 PROMPT = "1 2 3 4"
-NUM_RELOADS = 4  # benchmarks/soak.py does it a hundred times
+NUM_RELOADS = 4  # benchmarks/reload.py does it a hundred times
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,13 @@ def test_token_kernels_read_and_write_16_bytes_at_a_time(reports: list[Report], 
     assert refused(plain, lambda report: report["num_stores_16"] > 0) == []
 
 
+def test_the_invariant_linear_is_pipelined_on_tensor_cores(reports: list[Report]) -> None:
+    kernels = of_kernel(reports, "_invariant_linear_kernel")
+    assert refused(kernels, lambda report: report["num_async_copies_16"] >= 8) == []
+    hopper = [report for report in kernels if report["capability"] == 90]
+    assert refused(hopper, lambda report: report["num_wgmma"] > 0) == []
+
+
 def test_sampling_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
     kernels = of_kernel(reports, "_chunk_kernel") + of_kernel(reports, "_sample_kernel")
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []

@@ -221,5 +221,6 @@ def tiny_ring() -> Iterator[None]:
         patch.setattr(recorder_module, "SEGMENT_ITERATIONS", 5)
         patch.setattr(recorder_module, "NUM_SEGMENTS", 3)
         patch.setattr(texts, "MIN_PARTS", 3)
-        patch.setattr(likeness, "_MIN_REMEMBERED", 0)
+        patch.setattr(likeness, "_MIN_TOKENS", 0)
+        patch.setattr(likeness, "_MIN_TEXTS", 0)
         yield
