@@ -37,10 +37,11 @@ def test_tokens_stream_in_contract_shapes(server: Server) -> None:
 
 
 def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -> None:
-    values = {"input_ids": [1, 2, 3], "request_output_len": 8, "return_perf_metrics": True}
+    values: dict[str, Any] = {"input_ids": [1, 2, 3], "request_output_len": 8}
+    values["return_perf_metrics"] = True
     sender = server.ask(draft_input_ids=[4, 5, 6, 9], streaming=True, **values)
     first = sender.responses[0].output_tensors[0].as_numpy()
-    assert first.reshape(-1).tolist() == [4, 5, 6, 7]
+    assert first.reshape(-1).tolist()[:4] == [4, 5, 6, 7], "what comes later may be with them"
     assert ids_of(sender) == list(range(4, 12))
     last = {t.name(): t.as_numpy().item() for t in sender.responses[-1].output_tensors[2:]}
     assert (last["total_draft_tokens"], last["total_accepted_draft_tokens"]) == (4, 3)
