@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from inflight_backend.callback_guard import CallbackGuard
@@ -167,12 +166,7 @@ class GptManager:
     def __enter__(self) -> GptManager:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     @property
@@ -238,6 +232,7 @@ class GptManager:
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 with self.health.recovering():
                     self._start_afresh()
+            self._questions.answer()  # also of a loop that fails again and again
             if self._is_idle and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
@@ -256,7 +251,6 @@ class GptManager:
         self.return_completed_requests()
         self.poll_stop_signals()
         self._batcher.recorder.finish_iteration()
-        self._questions.answer()
         if was_active:
             self.return_batch_manager_stats()
         else:

@@ -37,7 +37,7 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
-from inflight_scheduler.recording.files import RecordingFile
+from inflight_scheduler.recording.files import RecordingFile, set_aside
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 
@@ -115,6 +115,7 @@ def load_engine(
         quantization=params.quantization,
         attention_backend=params.attention_backend,
         cuda_graph_mode=params.cuda_graph_mode,
+        deterministic_mode=params.deterministic_mode,
     )
     engine = Engine.load(checkpoint, config, on_progress)
     check_pool(checkpoint, engine)
@@ -344,8 +345,11 @@ class InflightBatcher:
             scheduler_class=params.scheduler_class,
             is_overlapped=self._is_overlapped,
         )
+        sink = None
         try:
-            sink = RecordingFile(Path(params.record_file)) if params.record_file else None
+            if params.record_file:
+                set_aside(Path(params.record_file))
+                sink = RecordingFile(Path(params.record_file))
         except OSError as error:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"

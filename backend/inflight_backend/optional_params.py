@@ -57,6 +57,7 @@ class TrtGptModelOptionalParams:
     quantization: str = "none"
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
+    deterministic_mode: bool = False
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
     speculative_decoding_config: SpeculativeDecodingConfig = field(
@@ -106,6 +107,7 @@ class TrtGptModelOptionalParams:
             quantization=parameters.quantization,
             attention_backend=parameters.attention_backend,
             cuda_graph_mode=parameters.cuda_graph_mode,
+            deterministic_mode=parameters.deterministic_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
             guided_decoding_config=GuidedDecodingConfig(

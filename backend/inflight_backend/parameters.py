@@ -56,6 +56,7 @@ class ServerParameters:
     kv_cache_dtype: str
     attention_backend: str
     cuda_graph_mode: bool
+    deterministic_mode: bool
     overlap_scheduler: str
     stall_seconds: float
     status_file: str | None

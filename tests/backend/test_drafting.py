@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fakes import CountingEngine
@@ -84,9 +85,9 @@ class World:
             NGRAM, self.manager, max_num_tokens, lambda each: each.request_id in self.guided
         )
 
-    def add(self, request_id: int, max_new: int = 40, **values: object) -> LlmRequest:
+    def add(self, request_id: int, max_new: int = 40, **values: Any) -> LlmRequest:
         """One whose text is 1, 2, 3, 1, 2, 3, 1 and which has drawn the 2 that follows."""
-        added = LlmRequest(request_id, [1, 2, 3, 1, 2, 3, 1], max_new, **values)  # type: ignore[arg-type]
+        added = LlmRequest(request_id, [1, 2, 3, 1, 2, 3, 1], max_new, **values)
         self.active.add(added)
         self.planner.update(self.planner.plan([added], []), [2])
         return added

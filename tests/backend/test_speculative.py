@@ -78,7 +78,7 @@ class Answers(NamedTuple):
 
     def total(self, key: str) -> float:
         """The sum of a statistic over the iterations."""
-        return sum(float(stats.get(key, 0)) for stats in self.recorder.stats)
+        return float(sum(stats.get(key, 0) for stats in self.recorder.stats))
 
 
 @pytest.fixture(scope="module")

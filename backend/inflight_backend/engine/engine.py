@@ -29,6 +29,7 @@ from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
@@ -38,8 +39,9 @@ from inflight_backend.engine.parameters import (
     ignorable_names,
 )
 from inflight_backend.engine.rope import make_cos_sin
+from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
-from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
+from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
@@ -58,7 +60,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        parameters: dict[str, Tensor],
+        parameters: dict[str, Parameter],
         capture: Capture | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -70,7 +72,11 @@ class Engine:
         """
         self.config = config
         self.model_config = model_config
-        self._ops = make_ops(config.attention_backend, config.quantization)
+        self._ops = make_ops(
+            config.attention_backend,
+            config.quantization,
+            is_deterministic=config.deterministic_mode,
+        )
         self._decoder = Decoder(model_config, parameters, self._ops)
         self._adjustments = Adjustments(
             config.max_batch_size,
@@ -113,7 +119,13 @@ class Engine:
         specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
             checkpoint.check(specs, ignorable_names(model_config), duplicate_names(model_config))
-            parameters = checkpoint.load(specs, config.torch_dtype, config.device, on_progress)
+            parameters = checkpoint.load(
+                specs,
+                config.torch_dtype,
+                config.device,
+                on_progress,
+                is_fp8=config.quantization == "fp8",
+            )
         with torch.inference_mode():
             return cls(config, model_config, parameters, capture)
 
@@ -246,7 +258,8 @@ class Engine:
             config.device,
         )
         backend = ATTENTION_BACKENDS[config.attention_backend]
-        return pool, backend(pool, model, self._cos_sin)
+        attention = backend(pool, model, self._cos_sin, is_deterministic=config.deterministic_mode)
+        return pool, attention
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
         """Blocks of the pool, by the rule of `kv_pool`."""

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
 from inflight_backend.engine.attention import AttentionInputs, HostLengths
-from inflight_backend.engine.step_buffer import NUM_COLUMNS, StepWords
+from inflight_backend.engine.slot_memory import slot_table_shapes
+from inflight_backend.engine.step_buffer import StepWords
 from inflight_scheduler import ScheduledBatch
 
 
@@ -75,11 +76,15 @@ class SlotTable:
     def __init__(self, num_slots: int, max_blocks: int, tokens_per_block: int, device: str) -> None:
         self._tokens_per_block = tokens_per_block
         self._padding_slot = num_slots
-        num_rows = num_slots + 1
-        self._parameters = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        self._cached_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        integers = {4: torch.int32, 8: torch.int64}
+        tables = {
+            name: torch.zeros(shape, dtype=integers[size], device=device)
+            for name, (shape, size) in slot_table_shapes(num_slots, max_blocks).items()
+        }
+        self._parameters = tables["parameters"]
+        self._block_tables = tables["block_tables"]
+        self._cached_lengths = tables["cached_lengths"]
+        self._last_tokens = tables["last_tokens"]
         self._host_lengths = np.zeros(num_slots, dtype=np.int64)
         self._host_is_greedy = np.zeros(num_slots, dtype=np.bool_)
         self._host_min_end = np.zeros(num_slots, dtype=np.int64)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.slot_memory import NUM_COLUMNS
 from inflight_backend.engine.token_reader import new_event
 from inflight_scheduler import ScheduledBatch, SlotSetup
 
@@ -22,7 +23,6 @@ from inflight_scheduler import ScheduledBatch, SlotSetup
 SEED, TEMPERATURE, TOP_K, TOP_P, END_ID, MIN_END_POSITION = 0, 2, 3, 4, 5, 6
 MIN_P, INITIAL_TOP_P, TOP_P_DECAY, TOP_P_MIN, TOP_P_RESET_ID = 7, 8, 9, 10, 11
 REPETITION_PENALTY, PRESENCE_PENALTY, FREQUENCY_PENALTY, NO_REPEAT_NGRAM_SIZE = 12, 13, 14, 15
-NUM_COLUMNS = 16
 
 _Words = npt.NDArray[np.int32]
 _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
@@ -105,14 +105,6 @@ class StepBuffer:
         views = list(torch.split(self._device[self._num_slots : total], sizes))
         views[1] = views[1].view(-1, NUM_COLUMNS)
         return StepWords(self._device[:num_generations], *views)
-
-
-def max_words(max_batch_size: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
-    """Words of the largest plan: every slot set up, a chunk and a copied block, its whole block
-    table assigned (slots may share blocks, so there can be more assignments than blocks), every
-    token prompt, and the slots of generations, which always take their room."""
-    words_per_slot = NUM_COLUMNS + 13 + 3 * max_blocks_per_slot
-    return max_batch_size * words_per_slot + 4 * max_num_tokens + 1  # a draft draws, too
 
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:

@@ -149,6 +149,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
     TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
+    TensorSpec("ready", "BOOL", (1,), "error unless requests will be served now", is_honoured=True),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
     # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
@@ -178,6 +179,7 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "streaming",
         "stats",
         "describe",
+        "ready",
         "why",
         "recording",
         "text_input",

@@ -121,6 +121,12 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "cuda_graph_mode", "bool", "true", "generation steps on a GPU are recorded and replayed"
     ),
     ParameterSpec(
+        "deterministic_mode",
+        "bool",
+        "false",
+        "answers do not depend on the batch, bit by bit; slower, needs attention_backend triton",
+    ),
+    ParameterSpec(
         "overlap_scheduler",
         "choice",
         "auto",
