@@ -1,4 +1,4 @@
-"""A linear layer whose rows do not depend on how many there are: for answers that repeat bit by bit.
+"""A linear layer whose rows do not depend on how many there are: answers repeat bit by bit.
 
     out[t] = x[t] @ weight.T * x_scale[t] * weight_scale + bias
 
