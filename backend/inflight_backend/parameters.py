@@ -70,6 +70,10 @@ class ServerParameters:
     max_run_seconds: float | None
     enable_kv_cache_reuse: bool
     guided_decoding_backend: str
+    speculative_decoding_mode: str
+    max_draft_len: int
+    max_matching_ngram_size: int
+    speculative_disable_by_batch_size: int
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

@@ -30,10 +30,9 @@ from inflight_backend.memory_plan import (
     usual_shapes,
 )
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
-
-DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))

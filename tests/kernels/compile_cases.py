@@ -137,10 +137,11 @@ def _copy(shape: Shape) -> None:
 def _linear(shape: Shape, dtype: torch.dtype) -> None:
     x = torch.empty(64, shape.intermediate, dtype=dtype)
     weight = torch.empty(shape.hidden, shape.intermediate, dtype=dtype)
-    is_fp8 = dtype == _FP8
-    x_scales = torch.empty(64, 1) if is_fp8 else None
-    weight_scales = torch.empty(shape.hidden, 1) if is_fp8 else None
-    invariant_linear(x, weight, x_scales=x_scales, weight_scales=weight_scales)
+    if dtype != _FP8:
+        invariant_linear(x, weight)
+        return
+    scales, weight_scales = torch.empty(64, 1), torch.empty(shape.hidden, 1)
+    invariant_linear(x, weight, x_scales=scales, weight_scales=weight_scales)
 
 
 def _sample(vocabulary: int) -> None:

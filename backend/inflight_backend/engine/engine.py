@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
+from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks, masks_of_rows
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -94,7 +95,7 @@ class Engine:
         self._slots = SlotTable(config.max_batch_size, max_blocks, size, config.device)
         words = max_words(config.max_batch_size, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.max_batch_size, config.device)
-        self._reader = TokenReader(config.max_batch_size, config.device)
+        self._reader = TokenReader(config.num_tokens_limit, config.device)
         self._runner: GraphRunner | None = None
         if memory is None and config.device == "cuda":
             memory = CudaMemory()
@@ -178,8 +179,13 @@ class Engine:
         """True: plans may ask for `BlockCopy`."""
         return True
 
+    @property
+    def supports_drafts(self) -> bool:
+        """True: plans may have drafts."""
+        return True
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token per last context chunk, then one per generation slot, in plan order.
+        """The tokens that `ScheduledBatch` asks for, in its order.
 
         -1 stands for a row whose logits are not finite; the other rows are not affected.
         """
@@ -220,7 +226,7 @@ class Engine:
         self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        if self._runner is not None and not batch.context_chunks:
+        if self._runner is not None and not batch.runs:
             return self._replay(self._runner, batch, words, mask_source)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
@@ -313,7 +319,30 @@ class Engine:
         slots: Sequence[int],
         mask_source: MaskSource | None,
     ) -> Tensor:
-        """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
+        """Draw for ``slots``; the tokens are where the next step of their slots finds them.
+
+        Logits take room for as many rows as there may be requests: with drafts there can be more
+        rows, which then draw part by part.
+        """
+        size = self.config.max_batch_size
+        if len(slots) <= size:
+            return self._finish_part(hidden, sampling, slots, mask_source)
+        masks = None if mask_source is None else mask_source()
+        parts = []
+        for start in range(0, len(slots), size):
+            rows = slice(start, start + size)
+            source = None if masks is None else partial(masks_of_rows, masks, rows)
+            part = sampling.part(rows.start, rows.stop)
+            parts.append(self._finish_part(hidden[rows], part, slots[rows], source))
+        return torch.cat(parts)
+
+    def _finish_part(
+        self,
+        hidden: Tensor,
+        sampling: SamplingInputs,
+        slots: Sequence[int],
+        mask_source: MaskSource | None,
+    ) -> Tensor:
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
         if not (features or is_observed or mask_source):

@@ -30,11 +30,12 @@ _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepWords:
-    """The words of a plan on the device, int32, in sections.
+    """The words of a plan on the device, int32, in sections; chunks are all runs of the plan.
 
     ``generation_slots`` are the first words of the buffer. ``sample_rows`` are the packed rows of
-    the last tokens of last chunks, ``sample_slots`` the slots of all rows that draw a token: last
-    chunks, then generations.
+    all that draw a token, ``sample_slots`` their slots: last chunks (the last token and drafts),
+    then generations. ``sample_lags`` says how many tokens of its run follow each of those rows; it
+    is empty if none does.
     """
 
     generation_slots: Tensor  # [num_generations]
@@ -52,6 +53,10 @@ class StepWords:
     query_starts: Tensor  # [num_chunks + 1]
     sample_rows: Tensor  # [num_samples]
     sample_slots: Tensor
+    sample_lags: Tensor  # [num_samples] or [0]
+    verified_slots: Tensor  # [num_verified]
+    verified_lengths: Tensor
+    verified_tokens: Tensor
 
 
 class StepBuffer:
@@ -104,19 +109,20 @@ class StepBuffer:
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:
     """The fields of `StepWords` after the first, in order, as flat arrays."""
-    chunks = batch.context_chunks
-    lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
+    chunks, verified = batch.runs, batch.verified
+    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     query_starts = np.concatenate((np.zeros(1, dtype=np.int32), lengths.cumsum(dtype=np.int32)))
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
-    is_last = np.array([chunk.is_last for chunk in chunks], dtype=np.bool_)
+    num_drawn = np.array([chunk.num_drawn for chunk in chunks], dtype=np.int32)
+    lags = _lags(num_drawn)
     generation_slots = np.array(batch.generation_slots, dtype=np.int32)
     first_generation = int(query_starts[-1])
     generation_rows = np.arange(
         first_generation, first_generation + len(generation_slots), dtype=np.int32
     )
     new_blocks = batch.new_blocks
-    tokens = [np.array(chunk.tokens, dtype=np.int32) for chunk in chunks]
+    tokens = [np.array(chunk.tokens + chunk.drafts, dtype=np.int32) for chunk in chunks]
     return [
         np.array([setup.slot for setup in batch.setups], dtype=np.int32),
         _setup_rows(batch.setups).reshape(-1),
@@ -130,9 +136,20 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         starts,
         starts + lengths,
         query_starts,
-        np.concatenate(((query_starts[1:] - 1)[is_last], generation_rows)),
-        np.concatenate((slots[is_last], generation_slots)),
+        np.concatenate((np.repeat(query_starts[1:] - 1, num_drawn) - lags, generation_rows)),
+        np.concatenate((np.repeat(slots, num_drawn), generation_slots)),
+        np.concatenate((lags, np.zeros_like(generation_slots))) if lags.any() else _NO_WORDS,
+        np.array([each.slot for each in verified], dtype=np.int32),
+        np.array([each.num_cached for each in verified], dtype=np.int32),
+        np.array([each.token for each in verified], dtype=np.int32),
     ]
+
+
+def _lags(num_drawn: _Words) -> _Words:
+    """For runs that draw so many tokens: how many drafts follow each row that draws."""
+    ends = num_drawn.cumsum(dtype=np.int32)
+    rows = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+    return np.repeat(ends, num_drawn) - rows - 1
 
 
 def _setup_rows(setups: tuple[SlotSetup, ...]) -> _Words:
