@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.service import GuidedDecodingConfig
+from inflight_backend.logits_processors import (
+    LogitsPostProcessor,
+    check_logits_processors,
+    find_logits_processors,
+)
 from inflight_backend.parameters import ServerParameters
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
@@ -36,6 +42,7 @@ class TrtGptModelOptionalParams:
     ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
     requests that have not started, or not finished, so long after they arrived; None means never.
     A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
+    ``logits_processors``: those that requests may choose, by name (see `logits_processors`).
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -58,8 +65,10 @@ class TrtGptModelOptionalParams:
     cuda_graph_mode: bool = True
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
+    logits_processors: Mapping[str, LogitsPostProcessor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_logits_processors(self.logits_processors)
         for name in ("context_chunk_unit", "max_queue_seconds", "max_run_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -107,4 +116,5 @@ class TrtGptModelOptionalParams:
             guided_decoding_config=GuidedDecodingConfig(
                 parameters.guided_decoding_backend, parameters.tokenizer_dir
             ),
+            logits_processors=find_logits_processors(parameters.logits_processors),
         )

@@ -69,6 +69,7 @@ class ServerParameters:
     max_run_seconds: float | None
     enable_kv_cache_reuse: bool
     guided_decoding_backend: str
+    logits_processors: str | None
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

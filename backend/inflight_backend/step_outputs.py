@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,15 @@ TokenMasks = npt.NDArray[np.int32]
 MaskSource = Callable[[], TokenMasks]
 """Asked once, when the decoder of a step has been started and its draw has not."""
 
+LogitsEdit = Callable[[Any, int], None]
+"""(logits [1, 1, vocab] of a row on the device, stream) -> None: changes them in place."""
+
+LogitsEdits = Sequence[tuple[int, LogitsEdit]]
+"""With the row of each, counted among those that draw."""
+
+EditSource = Callable[[], LogitsEdits]
+"""Asked like a `MaskSource`, before anything is done to the logits of the step."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextLogits:
@@ -27,12 +36,17 @@ class ContextLogits:
     logits: Logits
 
 
+TopLogProbs = tuple[list[int], list[float]]
+
+
 @dataclass(slots=True)
 class StepOutputs:
     """By request id: log probability and logits [vocab] of the token drawn, both before anything
-    was done to the logits; and the logits of prompts."""
+    was done to the logits, and ids and log probabilities of the likeliest tokens, from the
+    likeliest; and the logits of prompts."""
 
     log_probs: dict[int, float] = field(default_factory=dict)
+    top_log_probs: dict[int, TopLogProbs] = field(default_factory=dict)
     generation_logits: dict[int, Logits] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)
 

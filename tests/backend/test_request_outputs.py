@@ -100,7 +100,7 @@ def test_logits_are_those_of_transformers(
                 seed=i,
                 return_context_logits=i % 2 == 0,
                 exclude_input_in_output=True,
-                **(wants if i < 4 else {}),
+                **({**wants, "num_top_log_probs": i} if i < 4 else {}),
             )
             for i, prompt in prompts.items()
         ]
@@ -125,11 +125,17 @@ def test_logits_are_those_of_transformers(
         assert ("context_logits" in last) == (i % 2 == 0)
         if i == 4:
             assert not {"output_log_probs", "cum_log_probs", "generation_logits"} & last.keys()
+            assert not {"top_log_probs", "top_log_prob_ids"} & last.keys()
             continue
         logits = recorder.joined(i, "generation_logits")
         assert logits.shape == (1, 1, NUM_NEW, VOCAB_SIZE)
         np.testing.assert_allclose(logits[0, 0], generation, atol=2e-4)
         expected = torch.from_numpy(generation).log_softmax(-1)[torch.arange(NUM_NEW), answer]
+        tops = torch.from_numpy(generation).log_softmax(-1).topk(i)
+        np.testing.assert_allclose(
+            recorder.joined(i, "top_log_probs")[0, 0], tops.values, atol=2e-4
+        )
+        assert recorder.joined(i, "top_log_prob_ids")[0, 0].tolist() == tops.indices.tolist()
         log_probs = recorder.joined(i, "output_log_probs")
         np.testing.assert_allclose(log_probs[0, 0], expected, atol=2e-4)
         np.testing.assert_allclose(last["cum_log_probs"], [[expected.sum()]], atol=2e-3)

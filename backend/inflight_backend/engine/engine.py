@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,12 +43,23 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
+from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs, TokenMasks
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _DrawRules:
+    """What the host wants done to the logits of a step beside what its slots say."""
+
+    edits: EditSource | None = None
+    masks: MaskSource | None = None
+
+    def __bool__(self) -> bool:
+        return self.edits is not None or self.masks is not None
 
 
 class Engine:
@@ -80,7 +92,7 @@ class Engine:
         )
         self._observer = Observer(config.max_batch_size, config.device)
         self._outputs: StepOutputs | None = None
-        self._mask_source: MaskSource | None = None
+        self._rules = _DrawRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
@@ -185,7 +197,13 @@ class Engine:
         """The next plan draws under the masks of ``source``, whose rows count the tokens of the
         plan in order. It is asked while the decoder runs, so it may wait for the step before.
         """
-        self._mask_source = source
+        self._rules.masks = source
+
+    def edit_next(self, source: EditSource) -> None:
+        """Have the edits of ``source`` done to the logits of the next plan, before anything else.
+        It is asked while the decoder runs, so it may wait for the step before.
+        """
+        self._rules.edits = source
 
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
@@ -197,7 +215,7 @@ class Engine:
 
         The next call may overwrite them.
         """
-        mask_source, self._mask_source = self._mask_source, None
+        rules, self._rules = self._rules, _DrawRules()
         words = self._buffer.send(batch)
         if batch.block_copies:
             self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
@@ -209,7 +227,7 @@ class Engine:
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
         if self._runner is not None and not batch.context_chunks:
-            return self._replay(self._runner, batch, words, mask_source)
+            return self._replay(self._runner, batch, words, rules)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
         observed = self._observer.observed_chunks(batch.context_chunks)
@@ -219,7 +237,7 @@ class Engine:
             hidden = hidden[step.sample_rows]
         else:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        return self._finish(hidden, step.sampling, drawing_slots(batch), mask_source)
+        return self._finish(hidden, step.sampling, drawing_slots(batch), rules)
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -280,35 +298,37 @@ class Engine:
         runner: GraphRunner,
         batch: ScheduledBatch,
         words: StepWords,
-        mask_source: MaskSource | None,
+        rules: _DrawRules,
     ) -> Tensor:
         """A step of generations alone."""
         self._slots.book_generation(batch)
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
         is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
-        if is_plain and mask_source is None:
+        if is_plain and not rules:
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
         sampling = self._slots.sampling(words.generation_slots.long())
-        return self._finish(hidden, sampling, slots, mask_source)
+        return self._finish(hidden, sampling, slots, rules)
 
     def _finish(
         self,
         hidden: Tensor,
         sampling: SamplingInputs,
         slots: Sequence[int],
-        mask_source: MaskSource | None,
+        rules: _DrawRules,
     ) -> Tensor:
         """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
-        if not (features or is_observed or mask_source):
+        if not (features or is_observed or rules):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
+        if rules.edits is not None:
+            self._edit(logits, rules.edits)
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
-        masks = None if mask_source is None else self._send_masks(mask_source())
+        masks = None if rules.masks is None else self._send_masks(rules.masks())
         tokens = self._choose(logits, sampling, masks, has_min_p=bool(features & MIN_P))
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
@@ -343,6 +363,13 @@ class Engine:
             sampling.positions,
             sampling.min_p if has_min_p else None,
         )
+
+    def _edit(self, logits: Tensor, source: EditSource) -> None:
+        """Let the host's edits change rows of logits [num_samples, vocab]; it waits for none."""
+        is_cuda = self.config.device == "cuda"
+        stream = torch.cuda.current_stream().cuda_stream if is_cuda else 0
+        for row, edit in source():
+            edit(logits[row].view(1, 1, -1), stream)
 
     def _send_masks(self, masks: TokenMasks) -> Tensor:
         """To the device, without waiting for it."""

@@ -190,6 +190,12 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "what guides answers; auto: llguidance if it is installed and the model has a tokenizer",
         ("auto", "llguidance", "none"),
     ),
+    ParameterSpec(
+        "logits_processors",
+        "str",
+        "",
+        "callables for `logits_post_processor_name`, as name=package.module:callable,...",
+    ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),
     ParameterSpec("normalize_log_probs", "bool", "true", "log probabilities", is_honoured=False),
