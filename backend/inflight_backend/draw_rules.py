@@ -11,6 +11,11 @@ from inflight_backend.step_loop import PendingStep
 from inflight_backend.step_outputs import EditSource, LogitsEdits, MaskSource, TokenMasks
 from inflight_scheduler import LlmRequest
 
+NO_TOKEN = (
+    "no token could be drawn: the model's logits are not finite numbers, or 'bad_words_list', "
+    "'embedding_bias' and the other rules forbid every token"
+)
+
 Unread = tuple[Sequence[LlmRequest], PendingStep]
 """A step whose tokens have not been read, and whose they are."""
 

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
+from inflight_backend.draw_rules import NO_TOKEN
 from inflight_backend.errors import ConfigurationError, InvalidRequest, RefusalText
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.guided.service import GuideService
@@ -50,6 +51,7 @@ from inflight_backend.request_validation import validate
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.stop_words import StopWordWatch
+from inflight_backend.token_lengths import TokenLengths
 from inflight_backend.why import describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -148,6 +150,7 @@ class GptManager:
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
         self._stop_words = StopWordWatch()
+        self.lengths = TokenLengths()
         self._gatherer = self._batcher.gatherer
         self._responses: list[_Response] = []
         self._iteration = 0
@@ -382,12 +385,8 @@ class GptManager:
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
         if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
-            self._end(
-                request,
-                RefusalText(self._rules.why_no_token(request.request_id))
-                or "no token could be drawn: the model's logits are not finite numbers, or "
-                "'bad_words_list', 'embedding_bias' and the other rules forbid every token",
-            )
+            reason = self._rules.why_no_token(request.request_id)
+            self._end(request, RefusalText(reason) or NO_TOKEN)
         elif error := self._rules.processors.error_of(request.request_id):
             self._end(request, RefusalText(error))
         elif request.is_finished:
@@ -401,6 +400,8 @@ class GptManager:
         self._rules.discard(request.request_id)
         if self._active.remove(request):
             self.health.ended()
+            if not error:
+                self.lengths.ended(request)
             self._stop_words.forget(request)
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
