@@ -20,7 +20,13 @@ DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 
 
 @pytest.mark.parametrize(
-    "tool", ["write_protocol_docs.py", "write_performance_docs.py", "write_reliability_docs.py"]
+    "tool",
+    [
+        "write_protocol_docs.py",
+        "write_performance_docs.py",
+        "write_reliability_docs.py",
+        "write_compatibility_docs.py",
+    ],
 )
 def test_written_pages_are_up_to_date(tool: str) -> None:
     command = [sys.executable, f"tools/{tool}", "--check"]

@@ -113,6 +113,7 @@ def load_engine(
         quantization=params.quantization,
         attention_backend=params.attention_backend,
         cuda_graph_mode=params.cuda_graph_mode,
+        normalize_log_probs=params.normalize_log_probs,
     )
     engine = Engine.load(checkpoint, config, on_progress)
     check_pool(checkpoint, engine)

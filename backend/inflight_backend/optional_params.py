@@ -42,6 +42,8 @@ class TrtGptModelOptionalParams:
     ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
     requests that have not started, or not finished, so long after they arrived; None means never.
     A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
+    ``normalize_log_probs``: log probabilities are those among what the filters left, as
+    TensorRT-LLM's default is; here they are the model's own by default.
     ``logits_processors``: those that requests may choose, by name (see `logits_processors`).
     """
 
@@ -63,6 +65,7 @@ class TrtGptModelOptionalParams:
     quantization: str = "none"
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
+    normalize_log_probs: bool = False
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
     logits_processors: Mapping[str, LogitsPostProcessor] = field(default_factory=dict)
@@ -111,6 +114,7 @@ class TrtGptModelOptionalParams:
             quantization=parameters.quantization,
             attention_backend=parameters.attention_backend,
             cuda_graph_mode=parameters.cuda_graph_mode,
+            normalize_log_probs=parameters.normalize_log_probs,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
             guided_decoding_config=GuidedDecodingConfig(

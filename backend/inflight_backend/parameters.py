@@ -70,6 +70,7 @@ class ServerParameters:
     enable_kv_cache_reuse: bool
     guided_decoding_backend: str
     logits_processors: str | None
+    normalize_log_probs: bool
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

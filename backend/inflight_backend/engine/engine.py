@@ -44,6 +44,7 @@ from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
 from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs, TokenMasks
+from inflight_kernels.reference import log_probs_of_draws
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -330,9 +331,19 @@ class Engine:
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
         masks = None if rules.masks is None else self._send_masks(rules.masks())
         tokens = self._choose(logits, sampling, masks, has_min_p=bool(features & MIN_P))
+        log_probs = None
+        if is_observed and self.config.normalize_log_probs:
+            log_probs = log_probs_of_draws(
+                logits,
+                tokens,
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+                sampling.min_p if features & MIN_P else None,
+            )
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
-            self._observer.keep_draw(slots, original, tokens)
+            self._observer.keep_draw(slots, original, tokens, log_probs)
         self._slots.store(sampling.slots, tokens)
         return tokens
 

@@ -93,15 +93,22 @@ class Observer:
             first += len(chunk.tokens)
         return found
 
-    def keep_draw(self, slots: Sequence[int], logits: Tensor, tokens: Tensor) -> None:
-        """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64."""
+    def keep_draw(
+        self, slots: Sequence[int], logits: Tensor, tokens: Tensor, log_probs: Tensor | None = None
+    ) -> None:
+        """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64.
+
+        ``log_probs`` [N] are told in place of those that follow from the logits.
+        """
         pending = self._open()
         rows = [row for row, slot in enumerate(slots) if self._wants_log_probs[slot]]
         if rows:
             index = self._index(rows, len(slots))
-            chosen = logits[index]
-            drawn = chosen.gather(1, tokens[index].clamp(min=0)[:, None]).squeeze(1)
-            values = drawn - chosen.logsumexp(dim=-1)
+            values = log_probs[index] if log_probs is not None else None
+            if values is None:
+                chosen = logits[index]
+                drawn = chosen.gather(1, tokens[index].clamp(min=0)[:, None]).squeeze(1)
+                values = drawn - chosen.logsumexp(dim=-1)
             pending.log_probs.append((self._ids(slots, rows), self._to_host(values)))
         rows = [row for row, slot in enumerate(slots) if self._num_top[slot]]
         if rows:
