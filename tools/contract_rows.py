@@ -177,7 +177,12 @@ _POLICY = f"{CONTRACT}200_streams_count_without_a_gap_with_a_quarter_of_the_kv_t
 _FILL = f"{_B}serve/test_model_repository_command.py::test_it_writes_what_triton_loads"
 _LLM_PARAMETERS = (
     *rows("triton_backend", note="always python"),
-    *rows("triton_max_batch_size decoupled_mode", _FILL, _PLACE, note="values of the template"),
+    *rows(
+        "triton_max_batch_size decoupled_mode",
+        f"{_B}test_model_repository.py::test_llm_is_one_decoupled_python_instance_on_the_cpu",
+        _PLACE,
+        note="values of the template",
+    ),
     *rows(
         "preferred_batch_size max_queue_delay_microseconds",
         note="nothing queues in Triton: requests are batched by the iteration",
@@ -278,7 +283,7 @@ _TEXT_INPUTS = (
     *rows("stop", note="in no text model of the peer either; cancel the call"),
 )
 _TEXT_OUTPUTS = (
-    *rows("text_output", "e2e/test_serve.py::test_text_streams_over_http"),
+    *rows("text_output", "e2e/test_model_repository.py::test_whole_answers_with_http"),
     *rows("cum_log_probs output_log_probs context_logits generation_logits", _MAPPED, _NAMED),
     *rows("batch_index sequence_index", _MAPPED, f"{SAMPLING}several_sequences"),
     *rows(_PERF, _MAPPED, _NAMED),
@@ -331,7 +336,9 @@ MODELS: tuple[ModelRows, ...] = (
         (
             *rows("tokenizer_dir", _OTHER),
             *rows(
-                "skip_special_tokens", f"{_T}test_text_models.py::test_special_tokens_may_be_shown"
+                "skip_special_tokens",
+                f"{_B}serve/test_model_repository_command.py::test_every_other_model_is_written_when_asked_for",
+                f"{_T}test_text_models.py::test_special_tokens_may_be_shown",
             ),
         ),
     ),
@@ -345,7 +352,10 @@ MODELS: tuple[ModelRows, ...] = (
         tuple(Row(row.name, (_SAME, _RELAY), row.note) for row in _TEXT_OUTPUTS),
         (
             *rows("accumulate_tokens", _RELAY),
-            *rows("tensorrt_llm_model_name", _OTHER),
+            *rows(
+                "tensorrt_llm_model_name",
+                f"{_T}test_bls_model.py::test_it_calls_the_model_that_is_named",
+            ),
             *rows("tensorrt_llm_draft_model_name multimodal_encoders_name"),
         ),
     ),
@@ -375,7 +385,10 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("text_input", f"{_T}test_triton_model.py::test_text_in_text_out"),
             *rows("streaming", f"{CONTRACT}tokens_stream_from_tensorrt_llm"),
             *rows("stop", f"{CONTRACT}stop_by_id_ends_a_stream_and_gives_its_blocks_back"),
-            *rows("return_finish_reason", f"{SAMPLING}stop_words_over_http"),
+            *rows(
+                "return_finish_reason",
+                f"{_T}test_triton_model.py::test_the_reason_comes_with_the_last_response_to_who_asks",
+            ),
             *rows("image_url return_stop_reason return_cumulative_logprob"),
             *rows("sampling_param_best_of sampling_param_temperature sampling_param_top_k"),
             *rows("sampling_param_top_p sampling_param_frequency_penalty"),

@@ -215,14 +215,19 @@ def test_numbers_and_times(folder: Path) -> None:
     for sent in (first, second):
         assert sent["num_input_tokens"].tolist() == [[17]]
         times = [
-            int(sent[f"{name}_time_ns"].item())
-            for name in ("arrival", "first_scheduled", "first_token", "last_token")
+            int(sent[name].item())
+            for name in (
+                "arrival_time_ns",
+                "first_scheduled_time_ns",
+                "first_token_time_ns",
+                "last_token_time_ns",
+            )
         ]
         assert times == sorted(times)
         assert before < times[0] < times[3] < time.monotonic_ns()
-        drafts = [sent[f"total{kind}_draft_tokens"].item() for kind in ("", "_accepted")]
-        assert [sent["acceptance_rate"].item(), *drafts] == [0, 0, 0]
-    names = [f"kv_cache_{name}_blocks" for name in ("alloc_new", "reused", "alloc_total")]
+        for name in ("acceptance_rate", "total_draft_tokens", "total_accepted_draft_tokens"):
+            assert sent[name].item() == 0
+    names = ["kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"]
     assert [first[name].item() for name in names] == [6, 0, 6]  # 17 + 5 cached tokens by 4
     assert [second[name].item() for name in names] == [2, 4, 6]
 

@@ -169,6 +169,16 @@ def lines_of(feed: FakeSender) -> list[bytes]:
     ]
 
 
+def test_the_reason_comes_with_the_last_response_to_who_asks(server: Server) -> None:
+    sender = server.ask(
+        input_ids=[1, 2], request_output_len=3, streaming=True, return_finish_reason=True
+    )
+    named = [[each.name() for each in response.output_tensors] for response in sender.responses]
+    assert ["finish_reason" in names for names in named] == [False] * (len(named) - 1) + [True]
+    values = {each.name(): each.as_numpy() for each in sender.responses[-1].output_tensors}
+    assert values["finish_reason"].item() == b"length"
+
+
 def test_metrics_have_the_peers_names(server: Server) -> None:
     for _ in range(2):  # the second one finds the first block of 4 of its 6 tokens
         server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
