@@ -7,6 +7,7 @@ PYTHON ?= python3.11 python3.12 python3.10 python3
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
+LOAD_TOOLS := $(VENV)/load-tools/.stamp
 STEP = @printf '\n==> %s\n'
 
 .DEFAULT_GOAL := help
@@ -24,7 +25,7 @@ demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, s
 serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: lint  ## everything CI runs; PYTEST_ARGS='-k name' passes options to pytest
+test: lint $(LOAD_TOOLS)  ## everything CI runs; PYTEST_ARGS='-k name' passes options to pytest
 	$(STEP) pytest
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest $(PYTEST_ARGS)
 
@@ -92,4 +93,11 @@ $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
 	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,openai,dev]'
+	@touch $@
+
+# In a folder of their own, which only their processes see: they are no part of the project.
+$(LOAD_TOOLS): load-tools.txt $(DEVELOPMENT)
+	@echo 'Installing perf_analyzer and genai-perf for the tests'
+	@rm -rf $(VENV)/load-tools
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/load-tools -r load-tools.txt
 	@touch $@

@@ -168,10 +168,10 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     gathered.num_sent = end
     tensors: list[NamedTensor] = []
     if outputs.log_probs:
-        log_probs = np.array(gathered.log_probs[start:end], dtype=np.float32)
-        gathered.cum_log_prob += float(log_probs.sum(dtype=np.float64))
+        log_probs = gathered.log_probs[start:end]
+        gathered.cum_log_prob += sum(log_probs)
         cumulative = np.array([[gathered.cum_log_prob]], dtype=np.float32)
-        tensors.append(NamedTensor("output_log_probs", log_probs[None, None]))
+        tensors.append(NamedTensor("output_log_probs", np.array([[log_probs]], dtype=np.float32)))
         tensors.append(NamedTensor("cum_log_probs", cumulative))
     if outputs.num_top_log_probs:
         tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
