@@ -126,7 +126,7 @@ def run_round(
             client.request.add_new_token(token)
         drawn = StepOutputs()
         if form.asked.log_probs:
-            drawn.log_probs = {client.request.request_id: -0.5 for client in clients}
+            drawn.log_probs = {client.request.request_id: [-0.5] for client in clients}
         requests = [client.request for client in clients]
         began = time.thread_time_ns()
         gatherer.executed(requests, drawn)

@@ -1,4 +1,4 @@
-"""Write the table of docs/reliability.md from the tests that claim a case; ``--check`` compares."""
+"""Write figures and table of docs/reliability.md from reports and tests; ``--check`` compares."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 
+import reliability_figures
 from page import all_tests, write_or_check
 from reliability_cases import SECTIONS, Case
 
-MARK = "<!-- the table: python tools/write_reliability_docs.py -->"
+MARK = "<!-- the rest: python tools/write_reliability_docs.py -->"
 
 
 def claims() -> dict[int, list[str]]:
@@ -32,8 +33,9 @@ def render(tests: dict[int, list[str]]) -> str:
     absent = [case for case in all_cases if case.absent and case.number not in tests]
     open_ = [case for case in all_cases if not case.absent and case.number not in tests]
     parts = [
-        f"{MARK}\n\n{num_tested} of {len(all_cases)} cases have a test; {len(absent)} are about "
-        f"features that are not there; {len(open_)} are open.\n"
+        f"{MARK}\n\n{reliability_figures.render()}\n## Cases\n",
+        f"{num_tested} of {len(all_cases)} cases have a test; {len(absent)} are about features "
+        f"that are not there; {len(open_)} are open.\n",
     ]
     for section in SECTIONS:
         parts.append(f"### {section.title}\n\n| | case | test |\n| --- | --- | --- |")

@@ -38,6 +38,10 @@ class DrawRules:
         """True when a request is active that any of this is for."""
         return bool(self.guides) or bool(self.processors)
 
+    def has_any(self, request_id: int) -> bool:
+        """True for a request that one of them is for: its tokens are drawn one by one."""
+        return self.guides.is_guided(request_id) or self.processors.is_chosen(request_id)
+
     def prepare(self, owners: Sequence[LlmRequest], before: Unread | None) -> None:
         """Have the engine mask and edit rows of the plan that it runs next, where ``owners`` draw.
 

@@ -124,6 +124,10 @@ class ActiveProcessors:
             "number, or the other rules forbid what it left"
         )
 
+    def is_chosen(self, request_id: int) -> bool:
+        """True for a request with a processor."""
+        return request_id in self._chosen
+
     def __bool__(self) -> bool:
         return bool(self._chosen)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.logits_processors import (
@@ -66,8 +67,12 @@ class TrtGptModelOptionalParams:
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
     normalize_log_probs: bool = False
+    deterministic_mode: bool = False
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
+    speculative_decoding_config: SpeculativeDecodingConfig = field(
+        default_factory=SpeculativeDecodingConfig
+    )
     logits_processors: Mapping[str, LogitsPostProcessor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,10 +120,17 @@ class TrtGptModelOptionalParams:
             attention_backend=parameters.attention_backend,
             cuda_graph_mode=parameters.cuda_graph_mode,
             normalize_log_probs=parameters.normalize_log_probs,
+            deterministic_mode=parameters.deterministic_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
             guided_decoding_config=GuidedDecodingConfig(
                 parameters.guided_decoding_backend, parameters.tokenizer_dir
             ),
             logits_processors=find_logits_processors(parameters.logits_processors),
+            speculative_decoding_config=SpeculativeDecodingConfig(
+                parameters.speculative_decoding_mode,
+                parameters.max_draft_len,
+                parameters.max_matching_ngram_size,
+                parameters.speculative_disable_by_batch_size,
+            ),
         )

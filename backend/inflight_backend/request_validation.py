@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.drafting.drafter import can_verify
+from inflight_backend.drafting.validation import read_drafts
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide, read_guide
 from inflight_backend.inference_request import InferenceRequest
@@ -54,8 +56,9 @@ class RequestLimits:
     ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
     Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
-    ``guided_end_id`` ends the answers of guided requests that send no ``end_id``;
-    ``check_processor`` refuses logits processors that are not there.
+    ``guided_end_id`` ends the answers of guided requests that send no ``end_id``. At most
+    ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits processors that are
+    not there.
     """
 
     vocab_size: int
@@ -69,6 +72,7 @@ class RequestLimits:
     max_run_seconds: float | None = None
     start_guide: Callable[[Guide], PendingGuide] = _guides_nothing
     guided_end_id: int = -1
+    max_draft_len: int = 0
     check_processor: Callable[[InferenceRequest], None] = _has_none
 
 
@@ -126,6 +130,17 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         outputs=outputs,
         stop_words=read_words(request, "stop_words_list", limits.vocab_size),
     )
+    drafts = read_drafts(
+        request,
+        prompt_len=len(tokens),
+        max_new_tokens=max_new_tokens,
+        max_input_len=limits.max_input_len,
+        max_draft_len=limits.max_draft_len,
+        vocab_size=limits.vocab_size,
+    )
+    is_free = guide is None and not read_processor_name(request)
+    if can_verify(llm_request) and is_free:  # else it is answered token by token
+        llm_request.set_draft_tokens(drafts)
     if (reason := limits.refusal_reason(llm_request)) is not None:
         raise InvalidRequest(reason)
     if guide is not None:

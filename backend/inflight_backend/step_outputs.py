@@ -27,6 +27,18 @@ EditSource = Callable[[], LogitsEdits]
 """Asked like a `MaskSource`, before anything is done to the logits of the step."""
 
 
+def masks_of_rows(masks: TokenMasks, rows: slice) -> TokenMasks:
+    """Those of ``masks`` that are for ``rows``, whose first one is row 0 then."""
+    chosen: TokenMasks = masks[(rows.start <= masks[:, 0]) & (masks[:, 0] < rows.stop)]
+    chosen[:, 0] -= rows.start
+    return chosen
+
+
+def edits_of_rows(edits: LogitsEdits, rows: slice) -> LogitsEdits:
+    """Those of ``edits`` that are for ``rows``, whose first one is row 0 then."""
+    return [(row - rows.start, edit) for row, edit in edits if rows.start <= row < rows.stop]
+
+
 @dataclass(frozen=True, slots=True)
 class ContextLogits:
     """Logits [n, vocab] of the tokens at ``start`` and after of a request's text."""
@@ -41,13 +53,16 @@ TopLogProbs = tuple[list[int], list[float]]
 
 @dataclass(slots=True)
 class StepOutputs:
-    """By request id: log probability and logits [vocab] of the token drawn, both before anything
-    was done to the logits, and ids and log probabilities of the likeliest tokens, from the
-    likeliest; and the logits of prompts."""
+    """By request id: log probability and logits [vocab] of each token drawn, both before anything
+    was done to the logits, and ids and log probabilities of the likeliest tokens in its place, from
+    the likeliest; and the logits of prompts.
 
-    log_probs: dict[int, float] = field(default_factory=dict)
-    top_log_probs: dict[int, TopLogProbs] = field(default_factory=dict)
-    generation_logits: dict[int, Logits] = field(default_factory=dict)
+    A request draws one token, or with drafts several, of which only the first may count.
+    """
+
+    log_probs: dict[int, list[float]] = field(default_factory=dict)
+    top_log_probs: dict[int, list[TopLogProbs]] = field(default_factory=dict)
+    generation_logits: dict[int, list[Logits]] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)
 
 

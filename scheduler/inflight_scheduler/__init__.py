@@ -8,6 +8,7 @@ from inflight_scheduler.batch import (
     ContextChunk,
     ScheduledBatch,
     SlotSetup,
+    VerifiedSlot,
 )
 from inflight_scheduler.block_manager import BlockManager, ReuseStats
 from inflight_scheduler.blocks import BlockPool
@@ -88,6 +89,7 @@ __all__ = [
     "SlotSetup",
     "StaticBatchScheduler",
     "TrtGptModelType",
+    "VerifiedSlot",
     "WaitCode",
     "WaitReason",
     "WindowBlocks",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,9 +25,17 @@ from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
+from inflight_backend.engine.drawing import (
+    HostRules,
+    edit_logits,
+    forbid_end,
+    normalized_log_probs,
+    send_masks,
+)
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
@@ -38,29 +45,18 @@ from inflight_backend.engine.parameters import (
     ignorable_names,
 )
 from inflight_backend.engine.rope import make_cos_sin
+from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
-from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
+from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs, TokenMasks
-from inflight_kernels.reference import log_probs_of_draws
+from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _DrawRules:
-    """What the host wants done to the logits of a step beside what its slots say."""
-
-    edits: EditSource | None = None
-    masks: MaskSource | None = None
-
-    def __bool__(self) -> bool:
-        return self.edits is not None or self.masks is not None
 
 
 class Engine:
@@ -70,7 +66,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        parameters: dict[str, Tensor],
+        parameters: dict[str, Parameter],
         capture: Capture | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -82,7 +78,11 @@ class Engine:
         """
         self.config = config
         self.model_config = model_config
-        self._ops = make_ops(config.attention_backend, config.quantization)
+        self._ops = make_ops(
+            config.attention_backend,
+            config.quantization,
+            is_deterministic=config.deterministic_mode,
+        )
         self._decoder = Decoder(model_config, parameters, self._ops)
         self._adjustments = Adjustments(
             config.max_batch_size,
@@ -93,7 +93,7 @@ class Engine:
         )
         self._observer = Observer(config.max_batch_size, config.device)
         self._outputs: StepOutputs | None = None
-        self._rules = _DrawRules()
+        self._rules = HostRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
@@ -101,7 +101,7 @@ class Engine:
         self._slots = SlotTable(config.max_batch_size, max_blocks, size, config.device)
         words = max_words(config.max_batch_size, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.max_batch_size, config.device)
-        self._reader = TokenReader(config.max_batch_size, config.device)
+        self._reader = TokenReader(config.num_tokens_limit, config.device)
         self._runner: GraphRunner | None = None
         if memory is None and config.device == "cuda":
             memory = CudaMemory()
@@ -125,7 +125,13 @@ class Engine:
         specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
             checkpoint.check(specs, ignorable_names(model_config), duplicate_names(model_config))
-            parameters = checkpoint.load(specs, config.torch_dtype, config.device, on_progress)
+            parameters = checkpoint.load(
+                specs,
+                config.torch_dtype,
+                config.device,
+                on_progress,
+                is_fp8=config.quantization == "fp8",
+            )
         with torch.inference_mode():
             return cls(config, model_config, parameters, capture)
 
@@ -179,8 +185,13 @@ class Engine:
         """True: plans may ask for `BlockCopy`."""
         return True
 
+    @property
+    def supports_drafts(self) -> bool:
+        """True: plans may have drafts."""
+        return True
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token per last context chunk, then one per generation slot, in plan order.
+        """The tokens that `ScheduledBatch` asks for, in its order.
 
         -1 stands for a row whose logits are not finite; the other rows are not affected.
         """
@@ -216,7 +227,7 @@ class Engine:
 
         The next call may overwrite them.
         """
-        rules, self._rules = self._rules, _DrawRules()
+        rules, self._rules = self._rules, HostRules()
         words = self._buffer.send(batch)
         if batch.block_copies:
             self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
@@ -227,7 +238,7 @@ class Engine:
         self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        if self._runner is not None and not batch.context_chunks:
+        if self._runner is not None and not batch.runs:
             return self._replay(self._runner, batch, words, rules)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
@@ -259,7 +270,8 @@ class Engine:
             config.device,
         )
         backend = ATTENTION_BACKENDS[config.attention_backend]
-        return pool, backend(pool, model, self._cos_sin)
+        attention = backend(pool, model, self._cos_sin, is_deterministic=config.deterministic_mode)
+        return pool, attention
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
         """Blocks of the pool, by the rule of `kv_pool`."""
@@ -299,7 +311,7 @@ class Engine:
         runner: GraphRunner,
         batch: ScheduledBatch,
         words: StepWords,
-        rules: _DrawRules,
+        rules: HostRules,
     ) -> Tensor:
         """A step of generations alone."""
         self._slots.book_generation(batch)
@@ -317,30 +329,42 @@ class Engine:
         hidden: Tensor,
         sampling: SamplingInputs,
         slots: Sequence[int],
-        rules: _DrawRules,
+        rules: HostRules,
     ) -> Tensor:
-        """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
+        """Draw for ``slots``; the tokens are where the next step of their slots finds them.
+
+        Logits take room for as many rows as there may be requests: with drafts there can be more
+        rows, which then draw part by part.
+        """
+        size = self.config.max_batch_size
+        if len(slots) <= size:
+            return self._finish_part(hidden, sampling, slots, rules)
+        parts = []
+        for rows, own_rules in rules.parts(len(slots), size):
+            part = sampling.part(rows.start, rows.stop)
+            parts.append(self._finish_part(hidden[rows], part, slots[rows], own_rules))
+        return torch.cat(parts)
+
+    def _finish_part(
+        self,
+        hidden: Tensor,
+        sampling: SamplingInputs,
+        slots: Sequence[int],
+        rules: HostRules,
+    ) -> Tensor:
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
         if not (features or is_observed or rules):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
-        if rules.edits is not None:
-            self._edit(logits, rules.edits)
+        edit_logits(logits, rules.edits)
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
-        masks = None if rules.masks is None else self._send_masks(rules.masks())
-        tokens = self._choose(logits, sampling, masks, has_min_p=bool(features & MIN_P))
+        masks, has_min_p = send_masks(rules.masks, self.config.device), bool(features & MIN_P)
+        tokens = self._choose(logits, sampling, masks, has_min_p=has_min_p)
         log_probs = None
         if is_observed and self.config.normalize_log_probs:
-            log_probs = log_probs_of_draws(
-                logits,
-                tokens,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p if features & MIN_P else None,
-            )
+            log_probs = normalized_log_probs(logits, tokens, sampling, has_min_p=has_min_p)
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
             self._observer.keep_draw(slots, original, tokens, log_probs)
@@ -360,7 +384,7 @@ class Engine:
     ) -> Tensor:
         """A token for every row of logits [num_samples, vocab], which may be changed."""
         if sampling.may_forbid_end:
-            _forbid_end(logits, sampling)
+            forbid_end(logits, sampling)
         if masks is not None:
             self._ops.mask_logits(logits, masks)  # last: a token they force is drawn
         if sampling.is_all_greedy:
@@ -374,20 +398,6 @@ class Engine:
             sampling.positions,
             sampling.min_p if has_min_p else None,
         )
-
-    def _edit(self, logits: Tensor, source: EditSource) -> None:
-        """Let the host's edits change rows of logits [num_samples, vocab]; it waits for none."""
-        is_cuda = self.config.device == "cuda"
-        stream = torch.cuda.current_stream().cuda_stream if is_cuda else 0
-        for row, edit in source():
-            edit(logits[row].view(1, 1, -1), stream)
-
-    def _send_masks(self, masks: TokenMasks) -> Tensor:
-        """To the device, without waiting for it."""
-        tensor = torch.from_numpy(masks)
-        if self.config.device == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.config.device, non_blocking=True)
 
     def _record_forward(self, slots: Tensor) -> Tensor:
         """What is recorded: the decoder, for generations in ``slots`` [B] int32."""
@@ -412,13 +422,3 @@ class Engine:
         except RuntimeError:
             _logger.warning("generation steps cannot be recorded and run eagerly", exc_info=True)
             return None
-
-
-def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
-    """Put -inf at the end id of rows whose next token comes before their minimum, in place."""
-    end_ids = sampling.end_ids
-    is_forbidden = (end_ids >= 0) & (end_ids < logits.shape[1])
-    is_forbidden &= sampling.positions < sampling.min_end_positions
-    columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]
-    kept = logits.gather(1, columns)
-    logits.scatter_(1, columns, kept.masked_fill(is_forbidden[:, None], -torch.inf))

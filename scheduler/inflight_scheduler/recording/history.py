@@ -154,9 +154,12 @@ class _Follower:
         self._measure(iteration)
         before = {request.request_id: request for request in simulation.active}
         if iteration.decision is not None:
+            simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
             self._note(index, lists, iteration)
             simulation.carry_out(lists, iteration)
+        elif iteration.is_settled:
+            simulation.settle(iteration)
         reasons = dict(iteration.ends)
         simulation.end(iteration)
         self._history.is_last_busy.append(not simulation.active)

@@ -134,7 +134,7 @@ def test_a_regex_takes_linear_time(
 
 @pytest.mark.case(51)
 def test_a_schema_may_refer_to_itself_unless_it_says_nothing_else(compiler: GuideCompiler) -> None:
-    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}
+    node: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}
     node["additionalProperties"] = False
     schema = json.dumps({"$ref": "#/$defs/n", "$defs": {"n": node}})
     deep = '{"next":' * 40 + "{}" + "}" * 40
