@@ -103,7 +103,7 @@ def speculative(result: Result) -> str:
         f"{result['output_tokens']} tokens per request; tokens\nper second of processor time, one "
         "thread. *repeats*: the text is a cycle, every guess is right; *misleads*: every\npair of "
         "tokens has been seen, one guess in six is right; *new*: nothing is found.\n\n"
-    ) + _table(head, rows)
+    ) + table(head, rows, is_numeric=True)
 
 
 SECTIONS: dict[str, Callable[[Result], str]] = {

@@ -26,6 +26,7 @@ from scheduler.world import make_request
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
+    ContextChunkingPolicy,
     RequestScheduler,
 )
 from inflight_scheduler.recording import likeness
