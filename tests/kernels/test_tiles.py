@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.best_tiles import best_tiles
 
+from benchmarks.best_tiles import best_tiles
 from inflight_kernels import _tiles
 from inflight_kernels import paged_attention_context as context
 from inflight_kernels import paged_attention_generation as generation
