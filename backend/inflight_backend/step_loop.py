@@ -93,7 +93,7 @@ class PlainSteps:
         if batch.is_empty:
             return StepOutcome(batch)
         try:
-            batcher.guide_next(batch)
+            batcher.prepare_draw(batch)
             tokens = batcher.engine.execute(batch)
             advanced = batcher.planner.update(batch, tokens)
             outputs = batcher.take_outputs()
@@ -138,7 +138,7 @@ class OverlappedSteps:
         has_failed = False
         if not batch.is_empty:
             try:
-                batcher.guide_next(batch, before)
+                batcher.prepare_draw(batch, before)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.advance(batch)
             except Exception:
