@@ -304,8 +304,8 @@ class InflightBatcher:
             return None
         if not self._can_verify:
             raise ConfigurationError(
-                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts; "
-                "set it to none"
+                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts "
+                "(in deterministic_mode it may not); set it to none"
             )
         return Drafter(
             config,

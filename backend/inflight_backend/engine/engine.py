@@ -187,8 +187,9 @@ class Engine:
 
     @property
     def supports_drafts(self) -> bool:
-        """True: plans may have drafts."""
-        return True
+        """True if plans may have drafts: tokens of a run come from another kernel than single ones,
+        so not in the deterministic mode."""
+        return not self.config.deterministic_mode
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """The tokens that `ScheduledBatch` asks for, in its order.
