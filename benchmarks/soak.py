@@ -232,7 +232,7 @@ class PolicySoak:
             times = calm.outcomes[outcome]
             findings.expect(times == 0, f"{times} times '{outcome}' before any kill")
         if findings.failures:
-            print(self._served.server_log, file=sys.stderr)
+            print(self._served.log, file=sys.stderr)
 
 
 def main() -> int:

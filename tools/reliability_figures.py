@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def _soak(result: dict[str, Any]) -> str:
         ("tritonserver, MB after it", *(_memory(part, _SERVER, "steady") for part in parts)),
         ("seconds until served again", *(_recoveries(part) for part in parts)),
     ]
-    failures = "; ".join(result["failures"]) or "none"
+    failures = _shortened(result["failures"])
     return (
         f"### {result['minutes']:g} minutes of mixed load\n\n"
         f"{result['workers']} clients on {result['settings']['max_batch_size']} places and a "
@@ -73,6 +74,12 @@ def _tiny(result: dict[str, Any]) -> str:
         f"{result['growth_bytes_per_request']:.2f} bytes per request. "
         f"{_origin(result, 'tiny_requests')}\n"
     )
+
+
+def _shortened(failures: Sequence[str]) -> str:
+    """Each kind once, with how often it happened; the report has them in full."""
+    kinds = Counter(" ".join(failure.split())[:100] for failure in failures)
+    return "; ".join(f"{kind} ({times})" for kind, times in kinds.items()) or "none"
 
 
 def _count(part: dict[str, Any], phase: str) -> str:

@@ -7,6 +7,7 @@ worker thread of `GptManager`, responses leave on the thread of the `ResponseDis
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -36,6 +37,7 @@ _logger = logging.getLogger(__name__)
 # With the default of 5 ms a sending thread waits that long for the interpreter lock whenever
 # Python code runs on another one: 200 responses a second. 0.5 ms costs nothing measurable.
 _SWITCH_INTERVAL_SECONDS = 0.0005
+_STDERR = 2
 _DRAIN_CHECK_SECONDS = 0.1
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
 _PARENT_CHECK_SECONDS = 0.5
@@ -59,6 +61,7 @@ class TritonPythonModel:
         """Load the checkpoint and start the threads; any failure fails the load with one line."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
+        faulthandler.enable(_STDERR)  # a crash in native code says in the log where it was
         exit_with_parent(_PARENT_CHECK_SECONDS)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
@@ -93,6 +96,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop what still runs, and every thread, in the order in which they feed one another."""
+        faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
         self._watchdog.close()
         self._housekeeper.close()
         self._arrivals.drain()

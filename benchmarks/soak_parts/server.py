@@ -20,7 +20,6 @@ HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 START_SECONDS = 240.0
 _STOP_SECONDS = 120.0
-_LOG_BYTES = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,7 @@ class Served:
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={metrics_port}",
             "--drain-seconds=20",
+            "--verbose",  # what the servers say, also those that died, is kept in one place
             *(f"--set={key}={value}" for key, value in settings.items()),
         ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(self.scratch)}
@@ -54,7 +54,6 @@ class Served:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
             )
         self._names: set[str] = set()
-        self._server_log = ""
         self._wait_for(self.scratch / "stdout", "inflight is ready")
 
     @property
@@ -64,13 +63,8 @@ class Served:
 
     @property
     def log(self) -> str:
-        """What the launcher has said on stderr."""
-        return self._stderr.read_text(encoding="utf-8")
-
-    @property
-    def server_log(self) -> str:
-        """The end of what tritonserver and the model have said; kept when it stops."""
-        return self._server_log
+        """What the launcher, its servers and their models have said."""
+        return self._stderr.read_text(encoding="utf-8", errors="replace")
 
     def signal(self, program: str, number: signal.Signals) -> None:
         """Send a signal to the model process or to tritonserver."""
@@ -89,8 +83,6 @@ class Served:
     def stop(self) -> tuple[int, float]:
         """Exit code and seconds of a stop by SIGTERM."""
         self.shared_memory()
-        for log in self.scratch.glob("inflight-serve-*/server.*"):
-            self._server_log += log.read_text(errors="replace")[-_LOG_BYTES:]
         began = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         try:

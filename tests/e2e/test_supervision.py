@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 PROMPT = "1 2 3 4"
 ENDLESS = 8000
 NOTICE_SECONDS = 10.0  # 2 s are promised; five of us share two cores
-RECOVER_SECONDS = 30.0
+RECOVER_SECONDS = 120.0  # 4 s on a machine that does nothing else
 
 
 def grpc_text(running: ServeProcess, max_tokens: int) -> Iterator[str]:
@@ -106,7 +106,8 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
     assert running.wait() == 1
     *_, last = running.error_lines
     assert last.startswith("error: giving up after 3 failures in a row, last: the model process")
-    assert "died (--verbose shows its log); starting again now (failure 1)" in running.stderr
+    assert "process died: killed by SIGKILL (--verbose shows its log)" in running.stderr
+    assert "starting again now (failure 1)" in running.stderr
     assert "(killed by SIGKILL)" in running.stderr
 
 

@@ -56,9 +56,7 @@ class ServerProcess:
     def exit_status(self) -> str | None:
         """How the server ended, in words; None while it runs."""
         code = self._process.poll()
-        if code is None:
-            return None
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        return None if code is None else _in_words(code)
 
     def stop(self, grace_seconds: float, is_hurried: Callable[[], bool]) -> None:
         """Ask the server to end, kill the whole group after the grace time, reap everything.
@@ -91,11 +89,25 @@ class ServerProcess:
 
 def is_running(pid: int) -> bool:
     """True while ``pid`` exists and is no zombie (a dead model process that nobody reaped)."""
+    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
+
+
+def end_of(pid: int) -> str:
+    """How the process ``pid`` ended, in words; "" unless it is dead and not reaped yet."""
+    stat = _stat(pid)
+    return _in_words(os.waitstatus_to_exitcode(int(stat[-1]))) if stat[:1] == ["Z"] else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process from its state on (man 5 proc); nothing if it is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return []
+
+
+def _in_words(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _die_with_parent() -> None:

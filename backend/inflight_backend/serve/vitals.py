@@ -8,7 +8,7 @@ import time
 from inflight_backend.errors import ServingError
 from inflight_backend.parameters import parse_parameters
 from inflight_backend.serve.log import explain
-from inflight_backend.serve.process import ServerProcess, is_running
+from inflight_backend.serve.process import ServerProcess, end_of, is_running
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import ModelStatus, beat_of, read_status
@@ -49,7 +49,8 @@ class Vitals:
             why = f": {reason}" if reason else f" {_SEE_LOG}"
             raise ServingError(f"tritonserver ended ({end}){why}")
         if is_model_dead:
-            raise ServingError(f"the model process died {_SEE_LOG}")
+            how = end_of(status.pid) if status is not None else ""
+            raise ServingError(f"the model process died{how and f': {how}'} {_SEE_LOG}")
 
     def check_progress(self) -> None:
         """Fail if the model says that nothing moves, or nothing is heard of model or server."""

@@ -28,7 +28,9 @@ MAX_SECONDS = 5.0
 _FILTERS = vars(filters)
 _FORMAT = filters.do_format.__code__
 _CONCATENATIONS = (str_join.__code__, markup_join.__code__)
-_WIDTH = re.compile(r"\d{8,}|\*")  # in a format: how far it pads, or that another value says so
+_WIDTH = re.compile(
+    r"\d{8,}|%[-#0 +]*\*"
+)  # in a format: how far it pads, or that another value says so
 
 
 class _LazyGenerator(CodeGenerator):

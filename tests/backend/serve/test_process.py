@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ServingError
-from inflight_backend.serve.process import ServerProcess, is_running
+from inflight_backend.serve.process import ServerProcess, end_of, is_running
 
 POLITE = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE
@@ -117,3 +117,16 @@ def test_zombie_does_not_run() -> None:
     assert Path(f"/proc/{child.pid}").exists()
     child.wait()
     assert not is_running(child.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [("import os; os.abort()", "killed by SIGABRT"), ("raise SystemExit(3)", "exit code 3")],
+)
+def test_how_a_process_of_somebody_else_ended(code: str, end: str) -> None:
+    """As that of the model, which tritonserver starts and does not reap."""
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        wait_until(lambda: not is_running(process.pid))
+        assert end_of(process.pid) == end
+    assert end_of(process.pid) == ""
+    assert end_of(os.getpid()) == ""
