@@ -103,10 +103,36 @@ def responses(result: Result) -> str:
     ) + table(head, rows)
 
 
+def speculative(result: Result) -> str:
+    """Prompt look-up on and off."""
+    rows = [
+        (
+            row["text"],
+            str(row["requests"]),
+            f"{row['tokens_per_cpu_second']['off']:.0f}",
+            f"{row['tokens_per_cpu_second']['on']:.0f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['accepted_draft_tokens']} of {row['draft_tokens']}",
+            f"{row['steps']['on']} of {row['steps']['off']}",
+        )
+        for row in result["rows"]
+    ]
+    head = ("text", "requests at once", "off", "on", "speedup", "drafts accepted", "steps")
+    parameters = result["model"]["parameters"] / 1e6
+    return (
+        "## Speculative decoding\n\n"
+        f"Prompt look-up, a random Llama of {parameters:.0f} million parameters in float32, "
+        f"{result['output_tokens']} tokens per request; tokens\nper second of processor time, one "
+        "thread. *repeats*: the text is a cycle, every guess is right; *misleads*: every\npair of "
+        "tokens has been seen, one guess in six is right; *new*: nothing is found.\n\n"
+    ) + table(head, rows, is_numeric=True)
+
+
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "serving": serving,
     "cpu_engine": cpu_engine,
     "responses": responses,
+    "speculative": speculative,
 }
 
 
