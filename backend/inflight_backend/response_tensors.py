@@ -29,7 +29,7 @@ def make_tensors(
     ids = request.tokens[start:end]
     request.num_sent_tokens += len(ids)
     tensors = [
-        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
+        NamedTensor("output_ids", np.array([[ids]], dtype=np.int32)),
         NamedTensor("sequence_length", length_tensor(len(ids))),
     ]
     tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
