@@ -95,6 +95,7 @@ def load_engine(
     checkpoint: Path,
     params: TrtGptModelOptionalParams,
     on_progress: Callable[[int, int], None] | None = None,
+    max_beam_width: int = 1,
 ) -> Engine:
     """Load a checkpoint; ``on_progress`` gets bytes loaded and bytes in all."""
     from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
@@ -104,6 +105,7 @@ def load_engine(
         device=params.device,
         dtype=params.dtype,
         max_batch_size=params.max_batch_size,
+        max_beam_width=max_beam_width,
         max_num_tokens=params.max_num_tokens,
         max_seq_len=params.max_seq_len,
         tokens_per_block=kv_cache.tokens_per_block,
@@ -127,8 +129,10 @@ class InflightBatcher:
         engine: StepEngine,
         policy: CapacitySchedulerPolicy,
         params: TrtGptModelOptionalParams,
+        max_beam_width: int = 1,
     ) -> None:
         self.engine = engine
+        self.max_beam_width = max_beam_width
         self.policy = policy
         self._params = params
         self.num_paused = 0
@@ -149,7 +153,9 @@ class InflightBatcher:
         )
         self.gatherer = OutputGatherer()
         self.active = ActiveRequests(self.block_manager, params.priority_span)
-        self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
+        self.planner = BatchPlanner(
+            self.block_manager, params.max_batch_size, self.active, max_beam_width
+        )
         self._is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
@@ -224,7 +230,8 @@ class InflightBatcher:
     def renewed(self) -> InflightBatcher:
         """A batcher without a past on the same engine; a recording ends here."""
         self.recorder.close()
-        return InflightBatcher(self.engine, self.policy, replace(self._params, record_file=None))
+        params = replace(self._params, record_file=None)
+        return InflightBatcher(self.engine, self.policy, params, self.max_beam_width)
 
     def measure(
         self,
@@ -237,7 +244,7 @@ class InflightBatcher:
     ) -> IterationStats:
         """The statistics of the iteration that ran ``batch``, as things stand now."""
         blocks = self.block_manager
-        num_context, num_generation = len(batch.context_chunks), len(batch.generation_slots)
+        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
         return IterationStats(
             iteration=iteration,
             num_active_requests=len(self.active),
@@ -373,6 +380,7 @@ class InflightBatcher:
             max_queue_seconds=params.max_queue_seconds,
             max_run_seconds=params.max_run_seconds,
             is_observable=self._take_outputs is not None,
+            max_beam_width=self.max_beam_width,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

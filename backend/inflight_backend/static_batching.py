@@ -26,7 +26,7 @@ class StaticBatchTally:
 
     def count(self, batch: ScheduledBatch) -> StaticBatchStats:
         """The numbers of ``batch``, the plan that comes after the one counted last."""
-        num_generating = len(batch.generation_slots)
+        num_generating = batch.num_generation_requests
         if num_generating == 0:
             self._batch_size = len(batch.context_chunks)
             return StaticBatchStats()

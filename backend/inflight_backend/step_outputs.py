@@ -30,11 +30,13 @@ class ContextLogits:
 @dataclass(slots=True)
 class StepOutputs:
     """By request id: log probability and logits [vocab] of the token drawn, both before anything
-    was done to the logits; and the logits of prompts."""
+    was done to the logits; and the logits of prompts. ``candidates`` by slot: the likeliest tokens
+    of rows that search, with their log probabilities."""
 
     log_probs: dict[int, float] = field(default_factory=dict)
     generation_logits: dict[int, Logits] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def as_array(tensor: Any) -> Logits:

@@ -26,6 +26,7 @@ The tokens of a batch come back in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import cast
 
 from inflight_scheduler.active import ActiveRequests
@@ -36,41 +37,17 @@ from inflight_scheduler.batch import (
     ScheduledBatch,
     SlotSetup,
 )
+from inflight_scheduler.beam_planning import (
+    NO_CANDIDATES,
+    Candidates,
+    append_beam_blocks,
+    move_beams,
+    open_beams,
+    set_up_rows,
+)
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
-
-
-class SlotPool:
-    """Owner of the slot numbers ``0 .. num_slots - 1``: one for each request that runs."""
-
-    __slots__ = ("_free", "num_slots")
-
-    def __init__(self, num_slots: int) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, not {num_slots}")
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots without an owner."""
-        return len(self._free)
-
-    def assign(self) -> int:
-        """Hand out a slot (the one freed last); there must be one."""
-        assert self._free, f"all {self.num_slots} slots are taken"
-        return self._free.pop()
-
-    def free(self, slot: int) -> None:
-        """Take a slot back."""
-        assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
-        self._free.append(slot)
-
-    def check_integrity(self, owned: Sequence[int]) -> None:
-        """Raise `AssertionError` unless ``owned`` and the free slots are all slots, each once."""
-        assert sorted([*owned, *self._free]) == list(range(self.num_slots)), (
-            f"owned {sorted(owned)} and free {sorted(self._free)} of {self.num_slots} slots"
-        )
+from inflight_scheduler.slot_pool import SlotPool
 
 
 class BatchPlanner:
@@ -91,10 +68,14 @@ class BatchPlanner:
     )
 
     def __init__(
-        self, block_manager: BlockManager, num_slots: int, active: ActiveRequests | None = None
+        self,
+        block_manager: BlockManager,
+        num_slots: int,
+        active: ActiveRequests | None = None,
+        max_beam_width: int = 1,
     ) -> None:
         self.block_manager = block_manager
-        self.slots = SlotPool(num_slots)
+        self.slots = SlotPool(num_slots, max_beam_width)
         self.active = active
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
@@ -128,11 +109,12 @@ class BatchPlanner:
         sources: dict[int, int] = {}
         for request in context_requests:
             if request.seq_slot is None:
-                setups.append(self._start(request, new_blocks, sources))
+                setups += self._start(request, new_blocks, sources)
         copies: list[BlockCopy] = []
         chunks = [
             self._plan_context(request, new_blocks, sources, copies) for request in context_requests
         ]
+        moves = move_beams(generation_requests, self.block_manager, copies)
         slots = self._plan_generation(generation_requests, new_blocks)
         self._iteration += 1
         batch = ScheduledBatch(
@@ -142,6 +124,8 @@ class BatchPlanner:
             context_chunks=tuple(chunks),
             generation_slots=slots,
             block_copies=tuple(copies),
+            beam_moves=tuple(moves),
+            num_beams=generation_requests[0].num_rows if moves else 1,
         )
         if not batch.is_empty:
             is_everybody = self._is_everybody(generation_requests)
@@ -151,8 +135,15 @@ class BatchPlanner:
                 self.active.tick(is_everybody and self.active.num_with_drafts == 0)
         return batch
 
-    def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+    def update(
+        self,
+        batch: ScheduledBatch,
+        tokens: Sequence[int],
+        candidates: Candidates = NO_CANDIDATES,
+    ) -> list[LlmRequest]:
         """Apply the engine's tokens; return the requests that got one, in that order.
+
+        ``candidates`` of the rows of a search come in place of their tokens.
 
         Some of those may be finished now; the caller releases them. Raises `ValueError`, and
         changes nothing, when the number of tokens is not the one `ScheduledBatch` promises.
@@ -171,16 +162,18 @@ class BatchPlanner:
                 continue
             request.move_to_next_context_chunk()
             if token is not None:
-                _advance(request, token)
+                self._advance(request, token, candidates)
                 self.block_manager.store(request)
                 advanced.append(request)
-        if is_complete and self.active is not None and self.active.num_with_drafts == 0:
+        has_one_row = not batch.beam_moves
+        if is_complete and has_one_row and not self._may_have_drafts:
             add_new_tokens(generation_requests, token_iterator)
             return [*advanced, *generation_requests]
-        slots = batch.generation_slots
-        for request, slot, token in zip(generation_requests, slots, token_iterator, strict=True):
+        rows = zip(batch.generation_slots, token_iterator, strict=True)
+        first_rows = islice(rows, 0, None, batch.num_beams)
+        for request, (slot, token) in zip(generation_requests, first_rows, strict=True):
             if request.seq_slot == slot and not request.is_finished:
-                _advance(request, token)
+                self._advance(request, token, candidates)
                 advanced.append(request)
         return advanced
 
@@ -203,7 +196,12 @@ class BatchPlanner:
                 request.expect_token()
                 self.block_manager.store(request)
 
-    def settle(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+    def settle(
+        self,
+        batch: ScheduledBatch,
+        tokens: Sequence[int],
+        candidates: Candidates = NO_CANDIDATES,
+    ) -> list[LlmRequest]:
         """Apply the tokens of an advanced batch; otherwise as `update`.
 
         Batches are settled in the order in which they were planned.
@@ -217,7 +215,10 @@ class BatchPlanner:
         settled: list[LlmRequest] = []
         for request, token in zip(owners, tokens, strict=True):
             if request.num_pending_tokens:
-                request.settle_token(token)
+                if request.beams is None:
+                    request.settle_token(token)
+                else:
+                    self._search(request, candidates)
                 settled.append(request)
                 if token < 0:
                     self.block_manager.forget(request.request_id)
@@ -227,7 +228,15 @@ class BatchPlanner:
         """Whose tokens the engine returns for a batch that is not settled, in their order."""
         context_requests, generation_requests = self._planned[batch.iteration]
         chunks = zip(context_requests, batch.context_chunks, strict=True)
-        return [*(r for r, chunk in chunks if chunk.is_last), *generation_requests]
+        generating = (r for r in generation_requests for _ in range(r.num_rows))
+        return [*(r for r, chunk in chunks if chunk.is_last), *generating]
+
+    def must_settle_first(self, batch: ScheduledBatch) -> bool:
+        """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
+        which row a beam goes on in, and with which token, is decided by the host."""
+        return bool(batch.beam_moves) or any(
+            request.beams is not None for request in self._planned[batch.iteration][0]
+        )
 
     def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
         """A step that runs already, of which ``requests`` expect the tokens, in this order."""
@@ -271,8 +280,8 @@ class BatchPlanner:
 
     def _start(
         self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
-    ) -> SlotSetup:
-        """Give a fresh context its slot and what is cached of its prompt."""
+    ) -> list[SlotSetup]:
+        """Give a fresh context its slot and what is cached of its prompt; a setup for each row."""
         slot = request.seq_slot = self.slots.assign()
         match = self.block_manager.attach_prefix(request)
         request.num_reused_blocks = match.num_blocks
@@ -283,7 +292,7 @@ class BatchPlanner:
         new_blocks.extend(
             BlockAssignment(slot, index, block_id) for index, block_id in enumerate(match.block_ids)
         )
-        return SlotSetup(
+        setup = SlotSetup(
             slot=slot,
             request_id=request.request_id,
             sampling=request.sampling,
@@ -292,7 +301,9 @@ class BatchPlanner:
             prompt_len=request.orig_prompt_len,
             tokens=tuple(request.tokens) if request.sampling.looks_back else (),
             outputs=request.outputs,
+            num_candidates=0 if request.beams is None else 2 * request.beam_width,
         )
+        return set_up_rows(setup, request.num_rows)
 
     def _plan_context(
         self,
@@ -308,6 +319,8 @@ class BatchPlanner:
             request.set_draft_tokens(request.draft_tokens[: request.num_chunk_drafts])
         num_tokens = self.block_manager.num_tokens_after_step(request)
         self._grow(request, slot, num_tokens, new_blocks)
+        if request.beams is not None and first_own < len(new_blocks):
+            new_blocks += open_beams(request, slot, self.block_manager)
         if request.request_id in sources:
             destination = new_blocks[first_own].block_id
             copies.append(BlockCopy(sources[request.request_id], destination))
@@ -336,6 +349,9 @@ class BatchPlanner:
         for request in due:
             slot = request.seq_slot
             assert slot is not None
+            if request.beams is not None:
+                new_blocks += append_beam_blocks(request, slot, manager)
+                continue
             if request.draft_tokens or manager.window_size is not None:
                 self._grow(request, slot, manager.num_tokens_after_step(request), new_blocks)
                 continue
@@ -343,6 +359,25 @@ class BatchPlanner:
             assert appended is not None, _no_room(request, request.num_tokens, manager)
             new_blocks.append(BlockAssignment(slot, *appended))
         return slots
+
+    def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
+        """The step has run, and the text goes on with ``token``, or as the search has it."""
+        if request.beams is not None:
+            self._search(request, candidates)
+            return
+        _drop_drafts(request)
+        request.add_new_token(token)
+
+    def _search(self, request: LlmRequest, candidates: Candidates) -> None:
+        """Which beams go on, and the tables they go on with."""
+        assert request.beams is not None
+        assert request.seq_slot is not None
+        num_rows = 1 if request.beams.step is None else request.beam_width
+        slots = range(request.seq_slot, request.seq_slot + num_rows)
+        has_gone_on = request.advance_beams([candidates.get(slot, ()) for slot in slots])
+        if has_gone_on and not request.is_finished:
+            assert request.beams.step is not None
+            self.block_manager.follow_beams(request, request.beams.step.parents)
 
     def _grow(
         self, request: LlmRequest, slot: int, num_tokens: int, new_blocks: list[BlockAssignment]
@@ -366,12 +401,6 @@ def _check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
         )
 
 
-def _advance(request: LlmRequest, token: int) -> None:
-    """The step has run, and the text goes on with ``token``."""
-    _drop_drafts(request)
-    request.add_new_token(token)
-
-
 def _drop_drafts(request: LlmRequest) -> None:
     """The step has verified them."""
     if request.draft_tokens:
@@ -388,4 +417,8 @@ def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) 
 def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
     slots = tuple([request.seq_slot for request in requests])
     assert None not in slots, "somebody generates without a slot"
-    return cast("tuple[int, ...]", slots)
+    slots = cast("tuple[int, ...]", slots)
+    if requests and requests[0].beams is not None:  # then all of them have as many
+        num_rows = requests[0].num_rows
+        return tuple([row for slot in slots for row in range(slot, slot + num_rows)])
+    return slots

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from inflight_backend.engine.adjustments import MIN_P, Adjustments
 from inflight_backend.engine.attention import ATTENTION_BACKENDS, AttentionBackend
+from inflight_backend.engine.beams import BeamRows
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
@@ -72,23 +74,24 @@ class Engine:
         self._ops = make_ops(config.attention_backend, config.quantization)
         self._decoder = Decoder(model_config, parameters, self._ops)
         self._adjustments = Adjustments(
-            config.max_batch_size,
+            config.num_slots,
             model_config.vocab_size,
             config.seq_len_limit,
             config.device,
             self._ops,
         )
-        self._observer = Observer(config.max_batch_size, config.device)
+        self._observer = Observer(config.num_slots, config.device)
+        self._beams = BeamRows(config.num_slots)
         self._outputs: StepOutputs | None = None
         self._mask_source: MaskSource | None = None
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
         max_blocks = -(-config.seq_len_limit // size)
-        self._slots = SlotTable(config.max_batch_size, max_blocks, size, config.device)
-        words = max_words(config.max_batch_size, config.num_tokens_limit, max_blocks)
-        self._buffer = StepBuffer(words, config.max_batch_size, config.device)
-        self._reader = TokenReader(config.max_batch_size, config.device)
+        self._slots = SlotTable(config.num_slots, max_blocks, size, config.device)
+        words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
+        self._buffer = StepBuffer(words, config.num_slots, config.device)
+        self._reader = TokenReader(config.num_slots, config.device)
         self._runner: GraphRunner | None = None
         if memory is None and config.device == "cuda":
             memory = CudaMemory()
@@ -203,8 +206,11 @@ class Engine:
             self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
         if batch.new_blocks and self._attention.reads_past_the_end:
             self._pool.clean(words.block_ids.long())
+        if batch.beam_moves:
+            self._move_beams(batch, words)
         self._slots.set_up(batch, words)
         self._adjustments.set_up(batch.setups)
+        self._beams.set_up(batch.setups)
         self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
@@ -287,7 +293,7 @@ class Engine:
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
         is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
-        if is_plain and mask_source is None:
+        if is_plain and mask_source is None and not self._beams.are_in(slots):
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
         sampling = self._slots.sampling(words.generation_slots.long())
@@ -303,13 +309,19 @@ class Engine:
         """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
-        if not (features or is_observed or mask_source):
+        has_beams = self._beams.are_in(slots)
+        if not (features or is_observed or mask_source or has_beams):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
         masks = None if mask_source is None else self._send_masks(mask_source())
-        tokens = self._choose(logits, sampling, masks, has_min_p=bool(features & MIN_P))
+        self._restrict(logits, sampling, masks)
+        if has_beams:
+            self._beams.keep(slots, logits, sampling.temperature, self._observer)
+            own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
+            sampling = replace(sampling, slots=own)
+        tokens = self._choose(logits, sampling, has_min_p=bool(features & MIN_P))
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
             self._observer.keep_draw(slots, original, tokens)
@@ -320,18 +332,28 @@ class Engine:
         """The next token of every row of hidden [num_samples, hidden_size], without features."""
         if len(hidden) == 0:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        tokens = self._choose(self._decoder.logits(hidden), sampling, None, has_min_p=False)
+        logits = self._decoder.logits(hidden)
+        self._restrict(logits, sampling, None)
+        tokens = self._choose(logits, sampling, has_min_p=False)
         self._slots.store(sampling.slots, tokens)
         return tokens
 
-    def _choose(
-        self, logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, *, has_min_p: bool
-    ) -> Tensor:
-        """A token for every row of logits [num_samples, vocab], which may be changed."""
+    def _move_beams(self, batch: ScheduledBatch, words: StepWords) -> None:
+        """Rows that search go on from the text of others."""
+        self._slots.move(batch, words)
+        slots, parents = words.move_slots.long(), words.move_parents.long()
+        positions = self._slots.lengths(slots)
+        self._adjustments.move(slots, parents, words.move_tokens.long(), positions)
+
+    def _restrict(self, logits: Tensor, sampling: SamplingInputs, masks: Tensor | None) -> None:
+        """Put -inf at what rows may not draw now, in place."""
         if sampling.may_forbid_end:
             _forbid_end(logits, sampling)
         if masks is not None:
             self._ops.mask_logits(logits, masks)  # last: a token they force is drawn
+
+    def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
+        """A token for every row of logits [num_samples, vocab], which may be changed."""
         if sampling.is_all_greedy:
             return self._ops.greedy(logits)
         return self._ops.sample(

@@ -45,6 +45,10 @@ class StepWords:
     block_ids: Tensor
     copy_sources: Tensor  # [num_block_copies]
     copy_destinations: Tensor
+    move_slots: Tensor  # [num_beam_moves]
+    move_parents: Tensor
+    move_tokens: Tensor
+    move_blocks: Tensor
     tokens: Tensor  # [num_context_tokens]
     chunk_slots: Tensor  # [num_chunks]
     chunk_starts: Tensor
@@ -103,10 +107,10 @@ class StepBuffer:
 
 
 def max_words(max_batch_size: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
-    """Words of the largest plan: every slot set up, a chunk and a copied block, its whole block
-    table assigned (slots may share blocks, so there can be more assignments than blocks), every
-    token prompt, and the slots of generations, which always take their room."""
-    words_per_slot = NUM_COLUMNS + 10 + 3 * max_blocks_per_slot
+    """Words of the largest plan: every slot set up and moved, a chunk and a copied block, its
+    whole block table assigned (slots may share blocks, so there can be more assignments than
+    blocks), every token prompt, and the slots of generations, which always take their room."""
+    words_per_slot = NUM_COLUMNS + 14 + 3 * max_blocks_per_slot
     return max_batch_size * words_per_slot + max_num_tokens + 1
 
 
@@ -133,6 +137,7 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         np.array([block.block_id for block in new_blocks], dtype=np.int32),
         np.array([copy.source for copy in batch.block_copies], dtype=np.int32),
         np.array([copy.destination for copy in batch.block_copies], dtype=np.int32),
+        *_move_columns(batch),
         np.concatenate(tokens) if tokens else _NO_WORDS,
         slots,
         starts,
@@ -141,6 +146,12 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         np.concatenate(((query_starts[1:] - 1)[is_last], generation_rows)),
         np.concatenate((slots[is_last], generation_slots)),
     ]
+
+
+def _move_columns(batch: ScheduledBatch) -> list[_Words]:
+    """Slot, parent, token and block of every move."""
+    moves = [(move.slot, move.parent, move.token, move.own_block) for move in batch.beam_moves]
+    return list(np.array(moves, dtype=np.int32).reshape(-1, 4).T)
 
 
 def _setup_rows(setups: tuple[SlotSetup, ...]) -> _Words:
