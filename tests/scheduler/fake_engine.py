@@ -119,8 +119,11 @@ class FakeEngine:
         for setup in batch.setups:
             self.slots[setup.slot] = SlotState(setup)
         for new in batch.new_blocks:
-            assert new.index == len(self.slots[new.slot].table), "a hole in a block table"
-            self.slots[new.slot].table.append(new.block_id)
+            table = self.slots[new.slot].table
+            if self.slots[new.slot].setup.num_candidates and not table:
+                table += [EMPTY] * new.index  # what beams share comes with the first move
+            assert new.index == len(table), "a hole in a block table"
+            table.append(new.block_id)
         drawn = []
         for chunk in batch.context_chunks:
             state = self.slots[chunk.slot]
