@@ -20,6 +20,14 @@ _ONE_TEXT_ONLY = (
 )
 
 
+def check_engine(engine: object, max_beam_width: int) -> None:
+    """`ConfigurationError` unless ``engine`` has rows for so many beams."""
+    if max_beam_width > getattr(engine, "max_beam_width", 1):
+        raise ConfigurationError(
+            f"max_beam_width is {max_beam_width}, more than the engine was made for"
+        )
+
+
 def check_beam_width(max_beam_width: int) -> None:
     """`ConfigurationError` unless a server can have so many beams."""
     spec = PARAMETER_BY_NAME["max_beam_width"]

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from inflight_backend.beam_validation import check_engine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.iteration_stats import IterationStats, MemoryUsage, StaticBatchStats
@@ -133,6 +134,7 @@ class InflightBatcher:
     ) -> None:
         self.engine = engine
         self.max_beam_width = max_beam_width
+        check_engine(engine, max_beam_width)
         self.policy = policy
         self._params = params
         self.num_paused = 0

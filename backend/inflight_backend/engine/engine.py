@@ -165,6 +165,11 @@ class Engine:
         return self.config.device != "cpu"
 
     @property
+    def max_beam_width(self) -> int:
+        """Rows that a request may have."""
+        return self.config.max_beam_width
+
+    @property
     def supports_block_copies(self) -> bool:
         """True: plans may ask for `BlockCopy`."""
         return True
