@@ -129,6 +129,8 @@ class OverlappedSteps:
         if before is not None and batcher.planner.must_settle_first(before[0]):
             self._running = None
             settled = self._settle(before, failed)
+            if failed:
+                return StepOutcome(ScheduledBatch(iteration=0), failed=failed)
         batch = batcher.schedule(may_pause=before is None or settled is not None)
         self._running = None
         has_failed = False

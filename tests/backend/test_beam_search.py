@@ -18,6 +18,8 @@ from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy
+from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.replay import replay
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 EARLY_STOPPING: dict[int, bool | str] = {1: True, 0: False, 2: "never"}
@@ -159,8 +161,17 @@ def run(
     with running(recorder, engine, policy, params=options, max_beam_width=4) as manager:
         recorder.wait_for_finals(*(each.request_id for each in requests))
         manager._batcher.block_manager.check_integrity()
+    if "record_file" in params:
+        assert_replays(Path(params["record_file"]))
     assert not recorder.stats or recorder.stats[-1]["Used KV cache blocks"] == 0
     return recorder
+
+
+def assert_replays(file: Path) -> None:
+    """Every decision can be made again from its recording."""
+    with open_recording(file) as reader:
+        result = replay(reader)
+    assert result.divergence is None, result
 
 
 def answers(
@@ -175,19 +186,22 @@ def answers(
 
 
 def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
-    folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
+    folder: Path, end_ids: list[int | None], expected: list[list[list[int]]], tmp_path: Path
 ) -> None:
     lengths = {len(beam) for beams in expected for beam in beams}
     assert len(lengths) > 6, "some end early"
-    found, stats = answers(folder, end_ids)
+    file = {"record_file": str(tmp_path / "plain.jsonl")}
+    found, stats = answers(folder, end_ids, **file)
     assert found == expected
     assert max(s["Generation Requests"] for s in stats) > 1
     assert max(s["Active Request Count"] for s in stats) == 4
-    overlapped: dict[str, Any] = {"overlap_scheduler": OverlapScheduler.ON}
+    file = {"record_file": str(tmp_path / "overlapped.jsonl")}
+    overlapped: dict[str, Any] = {"overlap_scheduler": OverlapScheduler.ON, **file}
     assert answers(folder, end_ids, **overlapped)[0] == expected
     reuse = KvCacheConfig(enable_block_reuse=True)
     chunked: dict[str, Any] = {"enable_chunked_context": True, "kv_cache_config": reuse}
-    for more in ({}, overlapped):
+    for number, more in enumerate(({}, overlapped)):
+        more = {**more, "record_file": str(tmp_path / f"{number}.jsonl")}
         found, stats = answers(folder, end_ids, MAX_UTILIZATION, 84, **chunked, **more)
         assert found == expected
         assert max(s["Paused Requests"] for s in stats) > 0

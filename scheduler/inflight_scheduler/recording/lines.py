@@ -12,7 +12,8 @@ context chunks (id, tokens, id, tokens ...), ``p`` paused ids, ``f`` free blocks
 generates is told when it changes: ``g`` the whole list, or ``-`` who left it and ``+`` who joined
 (place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed, ``z`` 1: the one before
 it did. ``b`` 1: the user's scheduler was overruled by the default. ``l``: with block reuse, who
-goes on like which text (id, text, tokens). The header is described in `header`.
+goes on like which text (id, text, tokens). ``m``: which row each row of a search went on from
+(id, row, row ...). The header is described in `header`.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header, header_fields, read_header
 from inflight_scheduler.recording.likeness import Likeness
@@ -53,13 +55,14 @@ from inflight_scheduler.recording.values import (
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_ITERATION_KEYS = frozenset("itdacg-+pfexyzlb")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbm")
 
+MAX_NUM_ROWS = 1024
 _NUM_NEEDED = 3
 _OPTIONAL: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (0, lambda value: read_integer(value, "a", 0, MAX_TIME)),  # waited
     (0.5, read_priority),
-    (1, lambda value: read_integer(value, "a", 1, 1024)),  # beams
+    (1, lambda value: read_integer(value, "a", 1, MAX_NUM_ROWS)),  # beams
     (None, lambda value: None if value is None else read_integer(value, "a", 0, MAX_NUM_REQUESTS)),
     (0, lambda value: read_integer(value, "a")),  # likeness: text
     (0, lambda value: read_integer(value, "a", 0, MAX_NUM_TOKENS)),  # and length
@@ -106,6 +109,8 @@ class LineWriter:
             content["e"] = iteration.ends
         if iteration.growths:
             content["l"] = [[growth.request_id, *growth.likeness] for growth in iteration.growths]
+        if iteration.moves:
+            content["m"] = [[moves.request_id, *moves.parents] for moves in iteration.moves]
         flags = {
             "y": iteration.has_failed,
             "z": iteration.has_lost,
@@ -155,6 +160,7 @@ class LineReader:
             ),
             is_by_default="b" in content,
             has_lost="z" in content,
+            moves=tuple(_moves(fields) for fields in read_list(content, "m", MAX_NUM_REQUESTS)),
         )
         self._number, self._start_us = number, start_us
         return iteration
@@ -249,6 +255,12 @@ def _arrival(fields: Any) -> Arrival:
 def _growth(fields: Any) -> Growth:
     values = read_row(fields, "l", 3, 3)
     return Growth(read_id(values[0], "l"), _likeness(values[1], values[2], "l"))
+
+
+def _moves(fields: Any) -> Moves:
+    values = read_row(fields, "m", 2, 1 + MAX_NUM_ROWS)
+    parents = [read_integer(value, "m", 0, MAX_NUM_ROWS - 1) for value in values[1:]]
+    return Moves(read_id(values[0], "m"), tuple(parents))
 
 
 def _likeness(number: Any, length: Any, name: str) -> Likeness:

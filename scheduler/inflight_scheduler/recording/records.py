@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight_scheduler.chunking import ContextChunking
+from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
@@ -193,7 +194,8 @@ class Iteration(NamedTuple):
     ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
     ``has_failed`` tells of a step that brought no tokens, ``has_lost`` (overlapped) of the step
     before, which took this one with it. ``is_by_default``: the decision of the
-    user's scheduler was refused, and the default made this one. ``growths`` are known when requests
+    user's scheduler was refused, and the default made this one. ``moves``: how beams went on before
+    the decision. ``growths`` are known when requests
     give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
     recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
@@ -209,3 +211,4 @@ class Iteration(NamedTuple):
     growths: tuple[Growth, ...] = ()
     is_by_default: bool = False
     has_lost: bool = False
+    moves: tuple[Moves, ...] = ()

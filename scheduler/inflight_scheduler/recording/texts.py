@@ -82,6 +82,8 @@ class RecordedTexts:
             return  # it ended before it was registered
         if is_last:
             del self._active[request.request_id]
+        if request.beams is not None:
+            return  # only its prompt is kept
         if request.tokens[-1] < 0 or request.num_tokens == request.prompt_len:
             return
         found = self._index.add(request.cache_salt, request.tokens, request.text_number)
