@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # The first of these that fits is used; `make demo PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3.12 python3.10 python3
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# tests/distribution.py says who runs what; more processes would wait for tests/e2e.
+PYTEST_PROCESSES := -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
 STEP = @printf '\n==> %s\n'
@@ -24,9 +26,9 @@ demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, s
 serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: lint  ## everything CI runs; PYTEST_ARGS='-k name' passes options to pytest
+test: lint  ## everything CI runs; PYTEST_ARGS='-n 0 -k name' passes options to pytest
 	$(STEP) pytest
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
 lint: $(DEVELOPMENT)  ## style, types and the direction of imports
 	$(STEP) 'ruff check'

@@ -16,11 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -39,11 +35,11 @@ PARTS = {
     "K1": ("kernel_rows.generation_attention", 55, 30),
     "E3": ("offline.inflight", 115, 0),
     "E2": ("offline.static", 85, 0),
+    "E4": ("offline.ragged", 60, 0),
     "K2": ("kernel_rows.context_attention", 35, 0),
     "K3": ("kernel_rows.token_kernels", 45, 0),
 }
 _FULL_SECONDS = 525
-_GRACE = 5  # seconds a part gets to end by itself
 
 Row = dict[str, Any]
 
@@ -60,7 +56,9 @@ def main() -> None:
                 stream.write(json.dumps(row) + "\n")
                 stream.flush()
         return
-    report: dict[str, Any] = {**_describe(options), "parts": {}}
+    from gpu_parts.report import describe, write
+
+    report: dict[str, Any] = {**describe(options.dry_run, "gpu.py"), "parts": {}}
     for name in options.parts or PARTS:
         seconds = _seconds(name, options)
         if seconds == 0:
@@ -73,7 +71,7 @@ def main() -> None:
             options.ceilings = _ceilings(rows)
             report["floors_from"] = json.loads(options.ceilings or '{"is_measured": false}')
         print(f"{name}: {len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
-        _write(report, options.output)
+        write(report, options.output)
     _print(report)
     failed = [row for row in report["parts"].get("checks", []) if not row.get("ok", False)]
     if failed:
@@ -116,27 +114,13 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator
 
 def run_isolated(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:
     """The rows of a part run in a process of its own, which is ended when its time is over."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.jsonl"
-        path.touch()
-        command = [sys.executable, str(Path(__file__).resolve()), "--part", name]
-        command += ["--rows", str(path), "--until", str(time.time() + seconds - _GRACE)]
-        command += ["--ceilings", options.ceilings] if options.ceilings else []
-        command += ["--quick"] if options.quick else []
-        command += ["--dry-run"] if options.dry_run else []
-        problem = ""
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=seconds
-            )
-            if done.returncode:
-                problem = f"ended with status {done.returncode}: {done.stderr.strip()[-500:]}"
-        except subprocess.TimeoutExpired:
-            problem = f"killed after {seconds:.0f} seconds"
-        for line in path.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
-        if problem:
-            yield {"error": problem}
+    from gpu_parts import isolated
+
+    arguments = ["--part", name]
+    arguments += ["--ceilings", options.ceilings] if options.ceilings else []
+    arguments += ["--quick"] if options.quick else []
+    arguments += ["--dry-run"] if options.dry_run else []
+    yield from isolated.run_isolated(Path(__file__).resolve(), arguments, seconds)
 
 
 def _parse() -> argparse.Namespace:
@@ -157,35 +141,6 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _describe(options: argparse.Namespace) -> dict[str, Any]:
-    """Machine, versions and command; the parent asks nothing of the device itself."""
-    import numpy
-    import torch
-
-    facts: dict[str, Any] = {
-        "dry_run": options.dry_run,
-        "command": " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]]),
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": import_module("triton").__version__,
-        "numpy": numpy.__version__,
-    }
-    if not options.dry_run:
-        query = "--query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit"
-        facts["gpu"] = _output("nvidia-smi", query, "--format=csv,noheader")
-    return facts
-
-
-def _output(*command: str) -> str:
-    """What a command prints; "unknown" where there is none or it fails."""
-    if shutil.which(command[0]) is None:
-        return "unknown"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def _ceilings(rows: list[Row]) -> str:
     """The largest measured rates, as JSON for the parts that follow; "" if there are none."""
     reads = [row["gb_per_s"] for row in rows if row.get("what", "").startswith(("copy", "read"))
@@ -202,11 +157,6 @@ def _ceilings(rows: list[Row]) -> str:
         if values:
             found[f"{kind}_flops"] = 1e12 * max(values)
     return json.dumps(found) if reads else ""
-
-
-def _write(report: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -18,8 +18,7 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-
-DEMO_MODEL = Path(__file__).resolve().parents[1] / "backend/inflight_backend/demo_model"
+from inflight_backend.serve.settings import DEMO_MODEL
 
 
 class TimedRequest(NamedTuple):

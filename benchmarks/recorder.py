@@ -106,7 +106,7 @@ def measure(num_requests: int, num_tokens: int, folder: Path, *, has_file: bool)
 def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str, Any]:
     """The beginning of a segment with a full pool, half of it held by 64 requests."""
     manager = BlockManager(num_blocks, tokens_per_block, enable_reuse=True, may_copy_blocks=True)
-    texts = RecordedTexts(num_blocks * tokens_per_block)
+    texts = RecordedTexts(num_blocks, tokens_per_block)
     length = num_blocks // 128 * tokens_per_block
     requests = [LlmRequest(n, [n, *range(length)][:length], 8) for n in range(128)]
     for request in requests:

@@ -37,9 +37,9 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from inflight_backend.serve.settings import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 POOL_TOKENS = 131_072
 PROMPT = "1 2 3 4"
 

@@ -1,9 +1,37 @@
 """Set up before any test module is imported."""
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Triton reads this when it is first imported, whoever does that: without a GPU, kernels run on the
 # CPU in the tests.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Of the largest pieces of work, first to last: with several processes these start first, so that no
+# process waits for another's at the end.
+_FIRST = ("e2e", "test_compile.py", "engine", "kernels")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a process that shares the tests with others: the largest pieces first."""
+
+    def rank(item: pytest.Item) -> int:
+        places = [place for place, name in enumerate(_FIRST) if name in item.path.parts]
+        return min(places, default=len(_FIRST))
+
+    if hasattr(config, "workerinput"):
+        items.sort(key=rank)
+
+
+@pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: who runs which tests."""
+    from distribution import Distribution
+
+    return Distribution(config, log)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
 
 from inflight_backend.engine import Engine
 from inflight_scheduler import (
+    NO_OUTPUTS,
     BlockAssignment,
     ContextChunk,
+    OutputParams,
     SamplingParams,
     ScheduledBatch,
     SlotSetup,
+    VerifiedSlot,
 )
+from inflight_scheduler.verification import num_confirmed
 
 
 @dataclass(eq=False)
@@ -29,6 +35,8 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
     has_drawn: bool = False  # since it got its slot
+    outputs: OutputParams = NO_OUTPUTS
+    is_verified: bool = True  # the engine knows how far it has come
 
     @property
     def tokens(self) -> list[int]:
@@ -51,9 +59,18 @@ class EngineDriver:
         random.Random(seed).shuffle(self.free_blocks)
         self.num_steps = 0
 
-    def step(self, chunks: Mapping[Job, int], generations: Sequence[Job] = ()) -> list[int]:
+    def step(
+        self,
+        chunks: Mapping[Job, int],
+        generations: Sequence[Job] = (),
+        drafts: Mapping[Job, Sequence[int]] = MappingProxyType({}),
+    ) -> list[int]:
         """Run ``chunks`` (job -> prompt tokens, 0 for all that are left) and one token of each
-        of ``generations``; tokens go to their jobs and are returned in plan order."""
+        of ``generations``; tokens go to their jobs and are returned in plan order.
+
+        Jobs with ``drafts`` (of all these) verify them, and get the tokens that count."""
+        runs = [job for job in generations if drafts.get(job)]
+        generations = [job for job in generations if job not in runs]
         setups: list[SlotSetup] = []
         new_blocks: list[BlockAssignment] = []
         plan, takers = [], []
@@ -69,6 +86,7 @@ class EngineDriver:
                         job.min_end_position,
                         len(job.prompt),
                         tuple(job.tokens) if job.sampling.looks_back else (),
+                        job.outputs,
                     )
                 )
             end = job.num_cached + length if length else len(job.tokens)
@@ -78,30 +96,54 @@ class EngineDriver:
                     job.num_cached,
                     tuple(job.tokens[job.num_cached : end]),
                     end == len(job.tokens),
+                    tuple(drafts.get(job, ())) if end == len(job.tokens) else (),
                 )
             )
-            self._grow(job, end, new_blocks)
+            self._grow(job, end + len(plan[-1].drafts), new_blocks)
             if end == len(job.tokens):
                 takers.append(job)
+        for job in runs:
+            assert job.is_generating
+            self._grow(job, len(job.tokens) + len(drafts[job]), new_blocks)
         for job in generations:
             assert job.is_generating
             self._grow(job, len(job.tokens), new_blocks)
-        takers += generations
         self.num_steps += 1
-        tokens = self.engine.execute(
-            ScheduledBatch(
-                self.num_steps,
-                tuple(setups),
-                tuple(new_blocks),
-                tuple(plan),
-                tuple(job.slot for job in generations if job.slot is not None),
-            )
+        batch = ScheduledBatch(
+            self.num_steps,
+            tuple(setups),
+            tuple(new_blocks),
+            tuple(plan),
+            tuple(job.slot for job in generations if job.slot is not None),
+            draft_runs=tuple(
+                ContextChunk(
+                    job.slot, len(job.tokens) - 1, (job.tokens[-1],), True, tuple(drafts[job])
+                )
+                for job in runs
+                if job.slot is not None
+            ),
+            verified=tuple(
+                VerifiedSlot(job.slot, len(job.tokens) - 1, job.tokens[-1])
+                for job in generations
+                if job.slot is not None and not job.is_verified
+            ),
         )
-        assert len(tokens) == len(takers)
-        for job, token in zip(takers, tokens, strict=True):
-            job.generated.append(token)
-            job.has_drawn = True
+        tokens = self.engine.execute(batch)
+        self._take([*takers, *runs, *generations], batch, tokens)
         return tokens
+
+    def _take(self, takers: Sequence[Job], batch: ScheduledBatch, tokens: Sequence[int]) -> None:
+        """Give ``takers`` what counts of ``tokens``."""
+        drafts = [run.drafts for run in batch.runs if run.is_last]
+        drafts += [()] * len(batch.generation_slots)
+        rest = iter(tokens)
+        for job, guesses in zip(takers, drafts, strict=True):
+            drawn = list(islice(rest, len(guesses) + 1))
+            num_right = num_confirmed(guesses, drawn)
+            job.generated += drawn[: num_right + 1]
+            job.num_cached = len(job.tokens) - 1
+            job.has_drawn, job.is_verified = True, not guesses
+        assert next(rest, None) is None
 
     def release(self, job: Job) -> None:
         """Take slot and blocks away: the end of a job, or a pause."""
@@ -109,6 +151,7 @@ class EngineDriver:
         self.free_slots.append(job.slot)
         self.free_blocks = job.blocks + self.free_blocks
         job.slot, job.num_cached, job.blocks, job.has_drawn = None, 0, [], False
+        job.is_verified = True
 
     def generate(
         self, jobs: Sequence[Job], num_tokens: int, chunk_size: int = 0

@@ -34,6 +34,7 @@ class CountingEngine:
     device_name = "fake"
     dtype_name = "int"
     is_asynchronous = False  # it is not; a test may say so to get the overlapped loop
+    supports_drafts = True
 
     def __init__(
         self,
@@ -59,10 +60,13 @@ class CountingEngine:
             self.before_step(batch)
         self.batches.append(batch)
         tokens = []
-        for chunk in batch.context_chunks:
-            self._last_token[chunk.slot] = chunk.tokens[-1]
-            if chunk.is_last:
-                tokens.append(self._step(chunk.slot))
+        for told in batch.verified:
+            self._last_token[told.slot] = told.token
+        for run in batch.runs:
+            self._last_token[run.slot] = run.tokens[-1]
+            if run.is_last:
+                tokens.append(self._step(run.slot))
+            tokens += [(draft + 1) % self.vocab_size for draft in run.drafts]
         tokens += [self._step(slot) for slot in batch.generation_slots]
         return tokens
 

@@ -15,11 +15,24 @@ from inflight_backend.gpt_manager import GptManager
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.inflight_batcher import StepEngine
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
+from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 WAIT = 30.0
+
+
+class GatedEngine(CountingEngine):
+    """Waits before its first step until the test lets it go."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(before_step=self._wait, **options)
+        self.has_begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def _wait(self, batch: ScheduledBatch) -> None:
+        self.has_begun.set()
+        assert self.go_on.wait(WAIT)
 
 
 class Recorder:

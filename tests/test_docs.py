@@ -13,10 +13,10 @@ from fakes import CountingEngine
 from manager_harness import Recorder, request, running
 
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.triton.metrics import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 
 
 @pytest.mark.parametrize(

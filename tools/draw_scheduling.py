@@ -26,6 +26,7 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
 from inflight_scheduler.recording.files import open_recording
 from inflight_scheduler.recording.history import build_history
@@ -33,7 +34,6 @@ from inflight_scheduler.recording.replay import replay
 from inflight_scheduler.recording.svg import write_svg
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO_MODEL = ROOT / "backend/inflight_backend/demo_model"
 IMAGES = ROOT / "docs/images"
 NUM_REQUESTS = 32
 TOKENS_PER_BLOCK = 8

@@ -1,4 +1,4 @@
-"""Write the table of docs/reliability.md from the tests that claim a case; ``--check`` compares."""
+"""Write figures and table of docs/reliability.md from reports and tests; ``--check`` compares."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import reliability_figures
 from reliability_cases import SECTIONS, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 PAGE = ROOT / "docs" / "reliability.md"
-MARK = "<!-- the table: python tools/write_reliability_docs.py -->"
+MARK = "<!-- the rest: python tools/write_reliability_docs.py -->"
 
 
 def claims() -> dict[int, list[str]]:
@@ -38,8 +39,9 @@ def render(tests: dict[int, list[str]]) -> str:
     absent = [case for case in all_cases if case.absent and case.number not in tests]
     open_ = [case for case in all_cases if not case.absent and case.number not in tests]
     parts = [
-        f"{MARK}\n\n{num_tested} of {len(all_cases)} cases have a test; {len(absent)} are about "
-        f"features that are not there; {len(open_)} are open.\n"
+        f"{MARK}\n\n{reliability_figures.render()}\n## Cases\n",
+        f"{num_tested} of {len(all_cases)} cases have a test; {len(absent)} are about features "
+        f"that are not there; {len(open_)} are open.\n",
     ]
     for section in SECTIONS:
         parts.append(f"### {section.title}\n\n| | case | test |\n| --- | --- | --- |")

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from inflight_backend.beam_validation import check_beam_width
@@ -152,6 +151,7 @@ class GptManager:
         self._responses: list[_Response] = []
         self._iteration = 0
         self._batch = _NO_BATCH
+        self._is_idle = True
         self._num_paused = 0
         self._num_waiting = 0
         guard = CallbackGuard()
@@ -166,12 +166,7 @@ class GptManager:
     def __enter__(self) -> GptManager:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     @property
@@ -237,7 +232,8 @@ class GptManager:
                 _logger.exception("the batch manager failed in iteration %d", self._iteration)
                 with self.health.recovering():
                     self._start_afresh()
-            if self._batch.is_empty and not self._steps.is_running:
+            self._questions.answer()  # also of a loop that fails again and again
+            if self._is_idle and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
         self._batcher.recorder.close()
@@ -255,7 +251,6 @@ class GptManager:
         self.return_completed_requests()
         self.poll_stop_signals()
         self._batcher.recorder.finish_iteration()
-        self._questions.answer()
         if was_active:
             self.return_batch_manager_stats()
         else:
@@ -290,6 +285,7 @@ class GptManager:
         outcome = self._steps.turn()
         self._batch = outcome.batch
         self._num_paused = self._batcher.num_paused
+        self._is_idle = self._batch.is_empty and not outcome.is_completed
         batch_size = len(self._batch.context_chunks) + self._batch.num_generation_requests
         self._num_waiting = len(self._active) - batch_size
         if self._static_tally is not None:
@@ -414,7 +410,7 @@ class GptManager:
 
     def _start_afresh(self) -> None:
         """Everyone in flight hears of a failure; what it may have spoilt is made anew."""
-        self._batch = _NO_BATCH
+        self._batch, self._is_idle = _NO_BATCH, True
         try:
             self._end_all("the batch manager failed while it held this request")
         finally:

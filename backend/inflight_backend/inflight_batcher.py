@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from inflight_backend.beam_validation import check_engine
+from inflight_backend.drafting.drafter import Drafter
+from inflight_backend.drafting.tally import DraftTally
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.iteration_stats import IterationStats, MemoryUsage, StaticBatchStats
@@ -36,7 +38,7 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
-from inflight_scheduler.recording.files import RecordingFile
+from inflight_scheduler.recording.files import RecordingFile, set_aside
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 
@@ -116,6 +118,7 @@ def load_engine(
         quantization=params.quantization,
         attention_backend=params.attention_backend,
         cuda_graph_mode=params.cuda_graph_mode,
+        deterministic_mode=params.deterministic_mode,
     )
     engine = Engine.load(checkpoint, config, on_progress)
     check_pool(checkpoint, engine)
@@ -158,6 +161,10 @@ class InflightBatcher:
         self.planner = BatchPlanner(
             self.block_manager, params.max_batch_size, self.active, max_beam_width
         )
+        # Engines without it are asked for one token at a time.
+        self._can_verify = getattr(engine, "supports_drafts", False)
+        self._drafter = self._make_drafter(params)
+        self._draft_tally = DraftTally()
         self._is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
@@ -178,6 +185,8 @@ class InflightBatcher:
         self.num_paused = 0
         if not self.active:
             return self.planner.plan((), ())
+        if self._drafter is not None:
+            self._drafter.guess(self.active)
         lists = self._scheduler.schedule_request(self.active, ())
         self._lists = _NOBODY if lists[2] and not may_pause else lists
         context, generation, paused = self._lists
@@ -189,7 +198,16 @@ class InflightBatcher:
         batch = self.planner.plan(context, generation, paused)
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         self.gatherer.planned(batch)
+        if batch.num_drafts:
+            self._draft_tally.planned(batch, self.planner.token_owners(batch))
         return batch
+
+    @property
+    def wants_drafts(self) -> bool:
+        """True when the next step may verify drafts, so that nothing can be planned beside it."""
+        return self.active.num_with_drafts > 0 or (
+            self._drafter is not None and self._drafter.is_on(self.active)
+        )
 
     @property
     def can_mask(self) -> bool:
@@ -263,6 +281,7 @@ class InflightBatcher:
             memory=self.engine.memory_usage(),
             reuse=blocks.reuse_stats if blocks.enable_reuse else None,
             static_batch=static_batch,
+            drafts=self._draft_tally.count() if batch.num_drafts else None,
         )
 
     def take_outputs(self) -> StepOutputs | None:
@@ -306,6 +325,22 @@ class InflightBatcher:
         default = self._make_default(CapacitySchedulerPolicy.MAX_UTILIZATION)
         return GuardedScheduler(scheduler, default, self._check)
 
+    def _make_drafter(self, params: TrtGptModelOptionalParams) -> Drafter | None:
+        config = params.speculative_decoding_config
+        if config.mode == "none":
+            return None
+        if not self._can_verify:
+            raise ConfigurationError(
+                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts; "
+                "set it to none"
+            )
+        return Drafter(
+            config,
+            self.block_manager,
+            self.engine.max_num_tokens,
+            lambda request: self.guides.is_guided(request.request_id),
+        )
+
     def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
         settings = Settings(
             policy=self.policy,
@@ -319,8 +354,11 @@ class InflightBatcher:
             scheduler_class=params.scheduler_class,
             is_overlapped=self._is_overlapped,
         )
+        sink = None
         try:
-            sink = RecordingFile(Path(params.record_file)) if params.record_file else None
+            if params.record_file:
+                set_aside(Path(params.record_file))
+                sink = RecordingFile(Path(params.record_file))
         except OSError as error:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
@@ -330,6 +368,7 @@ class InflightBatcher:
             software=version("inflight"),
             sink=sink,
             cache_state=self.block_manager.cache_state,
+            num_blocks_of=self.block_manager.num_blocks_of,
         )
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
@@ -383,6 +422,7 @@ class InflightBatcher:
             max_run_seconds=params.max_run_seconds,
             is_observable=self._take_outputs is not None,
             max_beam_width=self.max_beam_width,
+            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
             refusal_reason=partial(
                 refusal_reason,
                 block_manager=self.block_manager,

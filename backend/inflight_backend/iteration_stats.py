@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from datetime import datetime
 
+from inflight_backend.drafting.tally import DraftStats
 from inflight_scheduler import ReuseStats
 
 
@@ -40,7 +41,8 @@ class IterationStats:
     Active requests are those still in flight then; waiting ones were active when it was scheduled
     and did not run. ``reuse`` is None without block reuse, and then its keys are absent.
     ``static_batch`` is None for in-flight batching; for V1 its keys stand in place of
-    `Generation Requests`, `MicroBatch ID` and `Paused Requests`.
+    `Generation Requests`, `MicroBatch ID` and `Paused Requests`. ``drafts`` is None, and its keys
+    are absent, where none were verified.
     """
 
     iteration: int
@@ -58,6 +60,7 @@ class IterationStats:
     memory: MemoryUsage
     reuse: ReuseStats | None = None
     static_batch: StaticBatchStats | None = None
+    drafts: DraftStats | None = None
 
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
@@ -88,9 +91,21 @@ class IterationStats:
                 "Waiting Requests": self.num_waiting_requests,
                 **self._of_batching(),
                 **reused,
+                **self._of_drafts(),
             },
             sort_keys=True,
         )
+
+    def _of_drafts(self) -> dict[str, float]:
+        """The keys of an iteration that verified drafts."""
+        if self.drafts is None:
+            return {}
+        return {
+            "Acceptance Length": self.drafts.acceptance_length,
+            "Accepted Draft Tokens": self.drafts.num_accepted_tokens,
+            "Draft Tokens": self.drafts.num_draft_tokens,
+            "Requests with Draft Tokens": self.drafts.num_requests,
+        }
 
     def _of_batching(self) -> dict[str, int]:
         """The keys that only one kind of batching has."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.parameters import decoder_parameters
+from inflight_backend.engine.slot_memory import reserved_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.weight_headers import read_weight_headers
 
@@ -28,6 +29,7 @@ DEFAULT_RESERVE = GIB
 
 _DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CPU_DEFAULT_TOKENS = 65_536
+_DEFAULT_NUM_TOKENS = 8192
 _ROPE_BYTES = 4
 _SCALE_BYTES = 4
 
@@ -48,13 +50,18 @@ class PlanSettings:
     max_tokens: int | None = None
     fraction: float = 0.9
     max_batch_size: int = 256
+    max_beam_width: int = 1
+    max_num_tokens: int | None = None
     max_seq_len: int | None = None
     reserve: int = DEFAULT_RESERVE
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU."""
+    """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU.
+
+    ``slot_bytes`` are kept for the slots beside the pool (`engine.slot_memory`).
+    """
 
     architecture: str
     dtype: str
@@ -63,10 +70,12 @@ class MemoryPlan:
     max_seq_len: int
     tokens_per_block: int
     max_batch_size: int
+    max_beam_width: int
     num_parameters: int
     file_bytes: int
     weight_bytes: int
     table_bytes: int
+    slot_bytes: int
     free_bytes: int | None
     kv_bytes_per_token: int
     num_blocks: int
@@ -128,9 +137,18 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     num_parameters = sum(map(prod, shapes.values()))
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
+    slot_bytes = reserved_bytes(
+        settings.max_batch_size * settings.max_beam_width,
+        model.vocab_size,
+        max_seq_len,
+        settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
+        settings.tokens_per_block,
+        has_adjustments=settings.gpu_memory is not None,
+    )
     free_bytes = None
     if settings.gpu_memory is not None:
-        free_bytes = settings.gpu_memory - weight_bytes - table_bytes - settings.reserve
+        taken = weight_bytes + table_bytes + slot_bytes
+        free_bytes = settings.gpu_memory - taken - settings.reserve
     kv_bytes = 1 if _is_fp8("kv_cache_dtype", settings) else _DTYPE_TO_BYTES[dtype]
     per_token = 2 * model.num_layers * model.kv_size * kv_bytes
     return MemoryPlan(
@@ -141,10 +159,12 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         max_seq_len=max_seq_len,
         tokens_per_block=settings.tokens_per_block,
         max_batch_size=settings.max_batch_size,
+        max_beam_width=settings.max_beam_width,
         num_parameters=num_parameters,
         file_bytes=sum(header.num_bytes for header in headers.values()),
         weight_bytes=weight_bytes,
         table_bytes=table_bytes,
+        slot_bytes=slot_bytes,
         free_bytes=free_bytes,
         kv_bytes_per_token=per_token,
         num_blocks=_count_blocks(settings, free_bytes, per_token),
@@ -171,6 +191,9 @@ def check_pool(folder: Path, engine: Engine) -> bool:
             kv_cache_dtype=config.kv_cache_dtype,
             tokens_per_block=config.tokens_per_block,
             max_tokens=max_tokens,
+            max_batch_size=config.max_batch_size,
+            max_beam_width=config.max_beam_width,
+            max_num_tokens=config.max_num_tokens,
             max_seq_len=config.max_seq_len,
         ),
     )
@@ -228,8 +251,7 @@ def _weight_bytes(model: ModelConfig, dtype: str, is_fp8: bool) -> int:
     """Bytes of the parameters; in FP8 the linears' take one each, and a scale for each row."""
     num_bytes = 0
     for spec in decoder_parameters(model):
-        is_linear = spec.name.startswith("layers.") and len(spec.shape) == 2
-        if is_fp8 and is_linear:
+        if is_fp8 and spec.is_linear:
             num_bytes += prod(spec.shape) + spec.shape[0] * _SCALE_BYTES
         else:
             num_bytes += prod(spec.shape) * _DTYPE_TO_BYTES[dtype]

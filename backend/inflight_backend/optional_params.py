@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.parameters import ServerParameters
@@ -56,8 +57,12 @@ class TrtGptModelOptionalParams:
     quantization: str = "none"
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
+    deterministic_mode: bool = False
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
+    speculative_decoding_config: SpeculativeDecodingConfig = field(
+        default_factory=SpeculativeDecodingConfig
+    )
 
     def __post_init__(self) -> None:
         for name in ("context_chunk_unit", "max_queue_seconds", "max_run_seconds"):
@@ -102,9 +107,16 @@ class TrtGptModelOptionalParams:
             quantization=parameters.quantization,
             attention_backend=parameters.attention_backend,
             cuda_graph_mode=parameters.cuda_graph_mode,
+            deterministic_mode=parameters.deterministic_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
             guided_decoding_config=GuidedDecodingConfig(
                 parameters.guided_decoding_backend, parameters.tokenizer_dir
+            ),
+            speculative_decoding_config=SpeculativeDecodingConfig(
+                parameters.speculative_decoding_mode,
+                parameters.max_draft_len,
+                parameters.max_matching_ngram_size,
+                parameters.speculative_disable_by_batch_size,
             ),
         )

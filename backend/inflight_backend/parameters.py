@@ -56,6 +56,7 @@ class ServerParameters:
     kv_cache_dtype: str
     attention_backend: str
     cuda_graph_mode: bool
+    deterministic_mode: bool
     overlap_scheduler: str
     stall_seconds: float
     status_file: str | None
@@ -69,6 +70,10 @@ class ServerParameters:
     max_run_seconds: float | None
     enable_kv_cache_reuse: bool
     guided_decoding_backend: str
+    speculative_decoding_mode: str
+    max_draft_len: int
+    max_matching_ngram_size: int
+    speculative_disable_by_batch_size: int
 
 
 def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:

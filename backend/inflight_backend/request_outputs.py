@@ -144,11 +144,12 @@ class OutputGatherer:
 
 
 def _keep_draw(gathered: _Gathered, outputs: StepOutputs) -> None:
-    request_id = gathered.request.request_id
-    if request_id in outputs.log_probs:
-        gathered.log_probs.append(outputs.log_probs[request_id])
-    if request_id in outputs.generation_logits:
-        gathered.logits.append(outputs.generation_logits[request_id])
+    """As many as tokens count: behind a wrong draft others were drawn."""
+    request_id, num_tokens = gathered.request.request_id, gathered.request.num_generated_tokens
+    num_new = num_tokens - len(gathered.log_probs)
+    gathered.log_probs += outputs.log_probs.get(request_id, [])[:num_new]
+    num_new = num_tokens - len(gathered.logits)
+    gathered.logits += outputs.generation_logits.get(request_id, [])[:num_new]
 
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
@@ -196,7 +197,9 @@ def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedT
 
 
 def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
-    """The ten of the contract, as they stand now. Nothing speculates yet: no draft is counted."""
+    """The ten of the contract, as they stand now."""
+    request = gathered.request
+    acceptance_rate = request.num_accepted_drafts / max(request.num_verified_drafts, 1)
     times = {
         "arrival_time_ns": gathered.arrival_ns,
         "first_scheduled_time_ns": gathered.first_scheduled_ns,
@@ -209,9 +212,9 @@ def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
         _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
         _integer("kv_cache_alloc_total_blocks", gathered.num_blocks),
         *(NamedTensor(name, np.array([[ns]], dtype=np.int64)) for name, ns in times.items()),
-        NamedTensor("acceptance_rate", np.zeros((1, 1), dtype=np.float32)),
-        _integer("total_accepted_draft_tokens", 0),
-        _integer("total_draft_tokens", 0),
+        NamedTensor("acceptance_rate", np.array([[acceptance_rate]], dtype=np.float32)),
+        _integer("total_accepted_draft_tokens", request.num_accepted_drafts),
+        _integer("total_draft_tokens", request.num_verified_drafts),
     ]
 
 

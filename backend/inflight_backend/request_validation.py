@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.beam_validation import check_with_beams, read_beams
+from inflight_backend.drafting.drafter import can_verify
+from inflight_backend.drafting.validation import read_drafts
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide, read_guide
 from inflight_backend.inference_request import InferenceRequest
@@ -47,7 +49,8 @@ class RequestLimits:
     ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
     Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
-    ``guided_end_id`` ends the answers of guided requests that send no ``end_id``.
+    ``guided_end_id`` ends the answers of guided requests that send no ``end_id``. At most
+    ``max_draft_len`` drafts may be sent.
     """
 
     vocab_size: int
@@ -62,6 +65,7 @@ class RequestLimits:
     max_run_seconds: float | None = None
     start_guide: Callable[[Guide], PendingGuide] = _guides_nothing
     guided_end_id: int = -1
+    max_draft_len: int = 0
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -127,6 +131,16 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         outputs=outputs,
         stop_words=stop_words,
     )
+    drafts = read_drafts(
+        request,
+        prompt_len=len(tokens),
+        max_new_tokens=max_new_tokens,
+        max_input_len=limits.max_input_len,
+        max_draft_len=limits.max_draft_len,
+        vocab_size=limits.vocab_size,
+    )
+    if can_verify(llm_request) and guide is None:  # else it is answered token by token
+        llm_request.set_draft_tokens(drafts)
     if (reason := limits.refusal_reason(llm_request)) is not None:
         raise InvalidRequest(reason)
     if guide is not None:

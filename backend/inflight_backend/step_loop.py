@@ -9,6 +9,10 @@ Both loops give the same answers. The overlapped one hides the host's work behin
 A request may turn out to be finished when its next step runs already (its end token, a stop
 signal); what that step draws for it is dropped.
 
+How far a step with drafts comes is known when its tokens are, so nothing overlaps while somebody
+has drafts or is about to get some: the step that runs is settled in a turn of its own, and the next
+ones are awaited as in the plain loop.
+
 What a guided request may draw depends on its last token, which in the overlapped loop the step
 before may still compute. Its mask is therefore made between the decoder and the draw: while the
 decoder runs, the host waits for the step before, and nobody leaves the overlap.
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
     from inflight_backend.inflight_batcher import InflightBatcher, StepEngine
 
 _logger = logging.getLogger(__name__)
+
+_NO_BATCH = ScheduledBatch(iteration=0)
 
 
 class OverlapScheduler(Enum):
@@ -103,6 +109,7 @@ class OverlappedSteps:
 
     def __init__(self, batcher: InflightBatcher) -> None:
         self._batcher = batcher
+        self._plain = PlainSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
 
     @property
@@ -123,6 +130,8 @@ class OverlappedSteps:
         Nobody is paused while a step runs: such a decision waits for the next turn. A step that
         says how the next one goes on is read before that is decided.
         """
+        if self._batcher.wants_drafts:
+            return self._turn_alone()
         batcher, before = self._batcher, self._running
         failed: list[LlmRequest] = []
         settled: list[LlmRequest] | None = None
@@ -130,7 +139,8 @@ class OverlappedSteps:
             self._running = None
             settled = self._settle(before, failed)
             if failed:
-                return StepOutcome(ScheduledBatch(iteration=0), failed=failed)
+                batcher.recorder.settled()
+                return StepOutcome(_NO_BATCH, failed=failed)
         batch = batcher.schedule(may_pause=before is None or settled is not None)
         self._running = None
         has_failed = False
@@ -149,6 +159,17 @@ class OverlappedSteps:
             batcher.recorder.failed()
             failed += batcher.planner.discard(batch)
         return StepOutcome(batch, advanced, failed, outputs, is_completed)
+
+    def _turn_alone(self) -> StepOutcome:
+        """Settle the step that runs, else run one to its end."""
+        before, self._running = self._running, None
+        self._batcher.recorder.settled()
+        if before is None:
+            return self._plain.turn()
+        failed: list[LlmRequest] = []
+        advanced = self._settle(before, failed)
+        outputs = None if failed else read_outputs(before[1])
+        return StepOutcome(_NO_BATCH, advanced, failed, outputs, is_completed=not failed)
 
     def _settle(
         self, before: tuple[ScheduledBatch, PendingStep] | None, failed: list[LlmRequest]

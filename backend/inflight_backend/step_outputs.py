@@ -18,6 +18,13 @@ MaskSource = Callable[[], TokenMasks]
 """Asked once, when the decoder of a step has been started and its draw has not."""
 
 
+def masks_of_rows(masks: TokenMasks, rows: slice) -> TokenMasks:
+    """Those of ``masks`` that are for ``rows``, whose first one is row 0 then."""
+    chosen: TokenMasks = masks[(rows.start <= masks[:, 0]) & (masks[:, 0] < rows.stop)]
+    chosen[:, 0] -= rows.start
+    return chosen
+
+
 @dataclass(frozen=True, slots=True)
 class ContextLogits:
     """Logits [n, vocab] of the tokens at ``start`` and after of a request's text."""
@@ -29,12 +36,15 @@ class ContextLogits:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """By request id: log probability and logits [vocab] of the token drawn, both before anything
+    """By request id: log probability and logits [vocab] of each token drawn, both before anything
     was done to the logits; and the logits of prompts. ``candidates`` by slot: the likeliest tokens
-    of rows that search, with their log probabilities."""
+    of rows that search, with their log probabilities.
 
-    log_probs: dict[int, float] = field(default_factory=dict)
-    generation_logits: dict[int, Logits] = field(default_factory=dict)
+    A request draws one token, or with drafts several, of which only the first may count.
+    """
+
+    log_probs: dict[int, list[float]] = field(default_factory=dict)
+    generation_logits: dict[int, list[Logits]] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 

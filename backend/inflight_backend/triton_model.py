@@ -42,6 +42,8 @@ _PARENT_CHECK_SECONDS = 0.5
 _STOP_ALL_WORD = "stop"
 _STALLED = "the server makes no progress; send the request elsewhere"
 _FAILING = "one step after the other fails"
+_DRAINING = "the server is shutting down; send the request elsewhere"
+_LEAVING = "the server is shutting down: this answer is not complete"
 
 _MODEL_TYPES = {
     "v1": TrtGptModelType.V1,
@@ -80,15 +82,21 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """For Triton's readiness checks (python_backend#430): requests sent now will be served."""
-        is_moving = self._manager.health.is_healthy and not self._watchdog.is_stalled
-        return is_moving and not self._arrivals.is_draining
+        return not self._why_not_ready()
+
+    def _why_not_ready(self) -> str:
+        if self._arrivals.is_draining:
+            return _DRAINING
+        if self._watchdog.is_stalled:
+            return _STALLED
+        return "" if self._manager.health.is_healthy else _FAILING
 
     def finalize(self) -> None:
         """Stop what still runs, and every thread, in the order in which they feed one another."""
         self._watchdog.close()
         self._housekeeper.close()
         self._arrivals.drain()
-        self._frontend.stop_all()
+        self._frontend.fail_all(_LEAVING)
         if self._watchdog.is_stalled:
             return  # the streams have ended; waiting for a thread that is stuck would never end
         self._manager.shutdown()
@@ -137,6 +145,7 @@ class TritonPythonModel:
         self._frontend.start(
             self._manager,
             ModelDescription(checkpoint.name, folder, self._manager.limits, codec),
+            self._why_not_ready,
         )
         metrics = TritonMetrics(
             pb_utils,
@@ -210,9 +219,9 @@ class TritonPythonModel:
             self._arrivals.drain()
             self._status.write("draining")
         if self._drain_file.read_text(encoding="utf-8").strip() == _STOP_ALL_WORD:
-            self._frontend.stop_all()
+            self._frontend.fail_all(_LEAVING)
         if self._frontend.num_live == 0:
-            self._frontend.stop_all()  # ends the feeds of statistics, which never end by themselves
+            self._frontend.end_feeds()  # which never end by themselves
         if self._frontend.num_live == 0 and not self._is_drained:
             self._is_drained = True
             self._status.write("drained")

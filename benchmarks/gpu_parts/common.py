@@ -6,16 +6,18 @@ interpreter on first.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig, ModelConfig
 from inflight_backend.engine.config import resolve
+from inflight_backend.engine.layers import Parameter
+from inflight_backend.engine.loading import make_target
 from inflight_backend.engine.model_config import RopeConfig
 from inflight_backend.engine.parameters import decoder_parameters
 
@@ -99,6 +101,16 @@ LLAMA_13B = replace(
     rope=RopeConfig(),
     sliding_windows=(None,) * 40,
 )
+# Qwen3-14B without the norms of its heads: their cost is in K3.
+QWEN_14B = replace(
+    LLAMA_8B,
+    vocab_size=151_936,
+    hidden_size=5120,
+    intermediate_size=17_408,
+    num_layers=40,
+    num_heads=40,
+    sliding_windows=(None,) * 40,
+)
 TINY = replace(
     LLAMA_8B,
     vocab_size=64,
@@ -114,22 +126,34 @@ TINY = replace(
 
 
 def make_engine(setting: Setting, model: ModelConfig, config: EngineConfig) -> Engine:
-    """An engine with seeded random weights made on the device; ``config`` may hold "auto"."""
+    """An engine with seeded random weights made on the device; ``config`` may hold "auto".
+
+    An engine that nobody holds any more is part of a cycle (its recordings call it) and would keep
+    its pool until the collector happens to run: it is collected first.
+    """
+    gc.collect()
     config = resolve(replace(config, device=setting.device.type), model)
     with torch.inference_mode():
-        return Engine(config, model, random_parameters(model, config.torch_dtype, setting.device))
+        is_fp8 = config.quantization == "fp8"
+        parameters = random_parameters(model, config.torch_dtype, setting.device, is_fp8=is_fp8)
+        return Engine(config, model, parameters)
 
 
 def random_parameters(
-    model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_fp8: bool = False
+) -> dict[str, Parameter]:
     """Normal weights of deviation 0.02, norms around 1. (Zeros would run faster than real data.)"""
     generator = torch.Generator(device).manual_seed(0)
-    parameters = {}
+    parameters: dict[str, Parameter] = {}
     for spec in decoder_parameters(model):
-        parameter = torch.empty(spec.shape, dtype=dtype, device=device)
-        mean = 1.0 if "norm" in spec.name else 0.0
-        parameters[spec.name] = parameter.normal_(mean, 0.02, generator=generator)
+        drawn = torch.empty(spec.shape, dtype=dtype, device=device)
+        drawn.normal_(1.0 if "norm" in spec.name else 0.0, 0.02, generator=generator)
+        if is_fp8 and spec.is_linear:  # as a checkpoint is loaded
+            target = make_target(spec, dtype, str(device), is_fp8=True)
+            target.put(0, drawn)
+            parameters[spec.name] = target.parameter
+        else:
+            parameters[spec.name] = drawn
     return parameters
 
 

@@ -18,8 +18,9 @@ MODEL = "triton_python_backend_stub"
 TRITONSERVER = "tritonserver"
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
-START_SECONDS = 120.0
-_STOP_SECONDS = 60.0
+START_SECONDS = 240.0
+_STOP_SECONDS = 120.0
+_LOG_BYTES = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Served:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr
             )
         self._names: set[str] = set()
+        self._server_log = ""
         self._wait_for(self.scratch / "stdout", "inflight is ready")
 
     @property
@@ -64,6 +66,11 @@ class Served:
     def log(self) -> str:
         """What the launcher has said on stderr."""
         return self._stderr.read_text(encoding="utf-8")
+
+    @property
+    def server_log(self) -> str:
+        """The end of what tritonserver and the model have said; kept when it stops."""
+        return self._server_log
 
     def signal(self, program: str, number: signal.Signals) -> None:
         """Send a signal to the model process or to tritonserver."""
@@ -82,6 +89,8 @@ class Served:
     def stop(self) -> tuple[int, float]:
         """Exit code and seconds of a stop by SIGTERM."""
         self.shared_memory()
+        for log in self.scratch.glob("inflight-serve-*/server.*"):
+            self._server_log += log.read_text(errors="replace")[-_LOG_BYTES:]
         began = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
         try:

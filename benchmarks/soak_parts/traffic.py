@@ -13,7 +13,6 @@ import random
 import re
 import socket
 import struct
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -26,10 +25,14 @@ from soak_parts.server import HOST
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
-SILENCE_SECONDS = 90.0
+SILENCE_SECONDS = 300.0
 """A stream on which nothing comes for so long is silent: the failure that must not be."""
 
+_QUESTION_SECONDS = 120.0
+_PROBE_SECONDS = 20.0
 _MODEL = "tensorrt_llm"
+# What a server says that is full, stops, hangs, or has lost its model process.
+_REFUSALS = ("Maximum queue size", "shutting down", "makes no progress", "not healthy")
 # Share of requests by kind; three in ten are cancelled.
 _KINDS = {
     "complete": 44,
@@ -59,7 +62,24 @@ class Tally:
     finals: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     num_tokens: int = 0
-    max_seconds_to_error: float = 0.0
+    """Of answers that were read to their end and checked."""
+
+    @property
+    def num_requests(self) -> int:
+        """All that came to some end."""
+        return sum(self.outcomes.values()) + len(self.wrong)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the report."""
+        return {
+            "requests": self.num_requests,
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "finals_per_request_read_to_its_end": {
+                str(number): times for number, times in sorted(self.finals.items())
+            },
+            "tokens_checked": self.num_tokens,
+            "wrong": len(self.wrong),
+        }
 
 
 class Traffic:
@@ -96,7 +116,7 @@ class Traffic:
         text = ""
         try:
             call = self._call("", text_input="1 2 3", max_tokens=8, stream=True)
-            async for message in _with_limit(call, 5.0):
+            async for message in _with_limit(call, _PROBE_SECONDS):
                 if message.error_message:
                     return False
                 text += _text_of(message)
@@ -105,17 +125,18 @@ class Traffic:
         return text == " 4 5 6 7"
 
     async def ask_json(self, name: str, output: str, **values: Any) -> dict[str, Any]:
-        """The JSON that answers a question about the server."""
-        async for message in _with_limit(self._call(name, **values), 20.0):
+        """The JSON that answers a question about the server; the stream is read to its end."""
+        answers: list[dict[str, Any]] = []
+        async for message in _with_limit(self._call(name, **values), _QUESTION_SECONDS):
             for tensor, raw in zip(
                 message.infer_response.outputs,
                 message.infer_response.raw_output_contents,
                 strict=True,
             ):
                 if tensor.name == output:
-                    answer: dict[str, Any] = json.loads(raw[4:])
-                    return answer
-        raise RuntimeError(f"no {output} in the answer")
+                    answers.append(json.loads(raw[4:]))
+        [answer] = answers
+        return answer
 
     async def _work(self) -> None:
         kinds, weights = list(_KINDS), list(_KINDS.values())
@@ -206,8 +227,8 @@ class Traffic:
         told = [error for error in errors if expected in error]
         if len(told) == 1:
             self.tally.outcomes["refused by name"] += 1
-        elif any("Maximum queue size" in error or "shutting down" in error for error in errors):
-            await self._count_error("".join(errors))
+        elif len(said := [error for error in errors if error]) == 1:
+            await self._count_error(said[0])  # wrong, unless it is a known refusal
         else:
             self.tally.wrong.append(f"bad input was answered with {errors}")
 
@@ -222,14 +243,10 @@ class Traffic:
         values = self._values(max_tokens or self._draw.choice((4, 20, 60, 150)))
         call = self._call(self._new_name() if name is None else name, **values)
         text, num_finals, error = "", 0, ""
-        began = time.monotonic()
         async for message in _with_limit(call, SILENCE_SECONDS):
             if message.error_message:
                 error = message.error_message
                 num_finals += 1
-                self.tally.max_seconds_to_error = max(
-                    self.tally.max_seconds_to_error, time.monotonic() - began
-                )
                 continue
             text += _text_of(message)
             num_finals += _is_final(message)
@@ -256,7 +273,7 @@ class Traffic:
         return name
 
     async def _count_error(self, error: str) -> None:
-        for known in ("Maximum queue size", "shutting down", "makes no progress", "not healthy"):
+        for known in _REFUSALS:
             if known in error:
                 self.tally.outcomes[f"refused: {known}"] += 1
                 await asyncio.sleep(0.2)  # as a client does that is told to try again later

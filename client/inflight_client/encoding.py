@@ -36,7 +36,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "cancelled": "cancelled",
 }
 
-_QUESTIONS = frozenset({"stop", "stats", "describe", "why", "recording"})
+_QUESTIONS = frozenset({"stop", "stats", "describe", "ready", "why", "recording"})
 
 
 class GenerateOptions(TypedDict, total=False):

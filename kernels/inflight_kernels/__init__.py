@@ -9,6 +9,7 @@ Triton language, with the function of the same name as its entry:
 ``rms_norm``                    also with residual sum, also to FP8: ``add_rms_norm``, ``*_fp8``
 ``silu_mul``                    the gated activation, also to FP8
 ``quantize_fp8``                rows to FP8 where no norm or activation could do it on its way
+``invariant_linear``            a product whose rows do not depend on how many there are
 ``copy_blocks``                 copy-on-write, and gather or scatter for a pause
 ``adjust_logits``               bias, and penalties for what was seen, in one pass
 ``ban_tokens``                  repeated n-grams, and words that must not be said

@@ -1,6 +1,6 @@
 """Device code that several kernels share, and where the interpreter of Triton 3.6 needs help.
 
-Three of its operations differ from a GPU's. The kernels hand it numbers it cannot get wrong;
+Four of its operations differ from a GPU's. The kernels hand it numbers it cannot get wrong;
 compiled code has none of this.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -22,6 +22,15 @@ def dot(a, b):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_by_rows(a, b):
+    """`dot` whose rows do not depend on their place in the tile. Matrix units compute every row
+    alike. (The library behind the interpreter does not, so the products are summed one by one.)"""
+    if INTERPRETED:
+        return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], axis=1)
+    return dot(a, b)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from inflight_scheduler.batch import (
     ContextChunk,
     ScheduledBatch,
     SlotSetup,
+    VerifiedSlot,
 )
 from inflight_scheduler.beam_planning import NO_CANDIDATES, Candidates
 from inflight_scheduler.beam_search import BeamParams, BeamSearch, BeamStep, Hypothesis
@@ -99,6 +100,7 @@ __all__ = [
     "SlotSetup",
     "StaticBatchScheduler",
     "TrtGptModelType",
+    "VerifiedSlot",
     "WaitCode",
     "WaitReason",
     "WindowBlocks",

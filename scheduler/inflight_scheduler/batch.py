@@ -37,12 +37,38 @@ class SlotSetup:
 
 @dataclass(frozen=True, slots=True)
 class ContextChunk:
-    """Prompt tokens ``start .. start + len(tokens)`` of the request in ``slot`` run now."""
+    """Tokens ``start .. start + len(tokens)`` of the request in ``slot`` run now.
+
+    Behind those of a last chunk run its ``drafts``, guesses at what comes next.
+    """
 
     slot: int
     start: int
     tokens: tuple[int, ...]
     is_last: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed, drafts included."""
+        return len(self.tokens) + len(self.drafts)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens drawn: after the last token, and after every draft."""
+        return len(self.drafts) + 1 if self.is_last else 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedSlot:
+    """How far ``slot`` has come, where a step with drafts has left that open.
+
+    ``num_cached`` tokens of it count, and ``token`` comes after them.
+    """
+
+    slot: int
+    num_cached: int
+    token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +114,13 @@ class ScheduledBatch:
     entry of ``generation_slots``, in order. A generation step feeds the last token drawn for the
     slot, at the position after everything the slot has cached. Of a slot with ``num_candidates``
     the token says only that some could follow (-1: none); the candidates come beside it.
+
+    ``draft_runs`` are generation steps with drafts: chunks of the last token drawn, which are
+    always last ones. Their answers come between those of the contexts and of generation. For each
+    last chunk the engine answers `ContextChunk.num_drawn` tokens: what it draws after the last
+    token, then what it would draw after each draft, were it (and all before it) right. Where a
+    slot stands then is for the planner to find out: unless the request runs with drafts again, its
+    next step says so in ``verified``.
     """
 
     iteration: int
@@ -98,11 +131,29 @@ class ScheduledBatch:
     block_copies: tuple[BlockCopy, ...] = ()
     beam_moves: tuple[BeamMove, ...] = ()
     num_beams: int = 1
+    draft_runs: tuple[ContextChunk, ...] = ()
+    verified: tuple[VerifiedSlot, ...] = ()
+
+    @property
+    def runs(self) -> tuple[ContextChunk, ...]:
+        """Everything that runs with its tokens: context chunks, then draft runs."""
+        return self.context_chunks + self.draft_runs if self.draft_runs else self.context_chunks
 
     @property
     def num_generation_requests(self) -> int:
-        """Requests that generate: those of one iteration have the same number of beams."""
-        return len(self.generation_slots) // self.num_beams
+        """Requests that generate in this iteration, with drafts or without; all without have the
+        same number of beams."""
+        return len(self.draft_runs) + len(self.generation_slots) // self.num_beams
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens verified in this iteration."""
+        return sum(len(run.drafts) for run in self.runs)
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens the engine answers with."""
+        return sum(run.num_drawn for run in self.runs) + len(self.generation_slots)
 
     @property
     def num_context_tokens(self) -> int:
@@ -112,9 +163,9 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         """All tokens computed in this iteration."""
-        return self.num_context_tokens + len(self.generation_slots)
+        return sum(run.num_tokens for run in self.runs) + len(self.generation_slots)
 
     @property
     def is_empty(self) -> bool:
         """True when there is nothing to run."""
-        return not self.context_chunks and not self.generation_slots
+        return not (self.context_chunks or self.generation_slots or self.draft_runs)

@@ -5,9 +5,9 @@ fresh contexts take a slot and share the cached blocks (before anybody allocates
 these can be evicted), then contexts take the other blocks of their whole prompt, then generation
 steps take the block their token opens. Draft tokens take room like tokens that are sure; those for
 which a last chunk has no room are dropped, and `BatchPlanner.update` drops all of the step, since
-they have been verified then. There is no rollback, since a decision that was made by our
-schedulers, or has passed `check_decision`, always has room; if it has not, that is our bug and an
-`AssertionError`.
+they have been verified then (see `verification`). There is no rollback, since a decision that was
+made by our schedulers, or has passed `check_decision`, always has room; if it has not, that is our
+bug and an `AssertionError`.
 
 A slot and the blocks of a request are given back in one place, `BatchPlanner.release`, whatever
 the reason; full computed blocks stay cached, except after a failed step. A batch remembers its
@@ -17,10 +17,11 @@ are dropped and never reach the next owner of the slot.
 The tokens of a batch come back in one of two ways:
 
 - `update`, when nothing else is planned meanwhile;
-- `advance` as soon as the step has been started, and `settle` when its tokens are there. Between
-  them the next batch may be planned (and advanced): its requests look as if they had their tokens
-  already. What a request has given back is written once more by a step that still runs, but steps
-  run in order, so before anybody who gets the blocks later writes them.
+- `advance` as soon as the step has been started, and `settle` when its tokens are there; not for a
+  step with drafts, of which nobody knows how many tokens will count. Between them the next batch
+  may be planned (and advanced): its requests look as if they had their tokens already. What a
+  request has given back is written once more by a step that still runs, but steps run in order, so
+  before anybody who gets the blocks later writes them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from inflight_scheduler.batch import (
     ContextChunk,
     ScheduledBatch,
     SlotSetup,
+    VerifiedSlot,
 )
 from inflight_scheduler.beam_planning import (
     NO_CANDIDATES,
@@ -48,6 +50,7 @@ from inflight_scheduler.beam_planning import (
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
 from inflight_scheduler.slot_pool import SlotPool
+from inflight_scheduler.verification import add_verified_tokens, fitting_drafts
 
 
 class BatchPlanner:
@@ -62,6 +65,7 @@ class BatchPlanner:
         "_generation_slots",
         "_iteration",
         "_planned",
+        "_unverified",
         "active",
         "block_manager",
         "slots",
@@ -84,6 +88,7 @@ class BatchPlanner:
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
+        self._unverified: set[int] = set()  # slots that the engine last saw run with drafts
 
     @property
     def num_free_slots(self) -> int:
@@ -114,8 +119,12 @@ class BatchPlanner:
         chunks = [
             self._plan_context(request, new_blocks, sources, copies) for request in context_requests
         ]
-        moves = move_beams(generation_requests, self.block_manager, copies)
-        slots = self._plan_generation(generation_requests, new_blocks)
+        runs: tuple[ContextChunk, ...] = ()
+        if self._may_have_drafts:
+            generation_requests, runs = self._plan_drafts(generation_requests, new_blocks)
+        plain = generation_requests[len(runs) :] if runs else generation_requests
+        moves = move_beams(plain, self.block_manager, copies)
+        slots = self._plan_generation(plain, new_blocks)
         self._iteration += 1
         batch = ScheduledBatch(
             iteration=self._iteration,
@@ -125,8 +134,11 @@ class BatchPlanner:
             generation_slots=slots,
             block_copies=tuple(copies),
             beam_moves=tuple(moves),
-            num_beams=generation_requests[0].num_rows if moves else 1,
+            num_beams=plain[0].num_rows if moves else 1,
+            draft_runs=runs,
+            verified=self._tell_verified(plain),
         )
+        self._unverified.update(run.slot for run in batch.runs if run.drafts)
         if not batch.is_empty:
             is_everybody = self._is_everybody(generation_requests)
             generation = generation_requests if is_everybody else list(generation_requests)
@@ -156,14 +168,18 @@ class BatchPlanner:
         # Read before contexts join: the same list means that nobody has left since the plan.
         is_complete = self._is_everybody(generation_requests)
         advanced: list[LlmRequest] = []
-        for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
-            token = next(token_iterator) if chunk.is_last else None
-            if request.seq_slot != chunk.slot or request.is_finished:
+        requests = [*context_requests, *islice(generation_requests, len(batch.draft_runs))]
+        for request, run in zip(requests, batch.runs, strict=True):
+            drawn = tuple(islice(token_iterator, run.num_drawn))
+            if request.seq_slot != run.slot or request.is_finished:
                 continue
-            request.move_to_next_context_chunk()
-            if token is not None:
-                self._advance(request, token, candidates)
-                self.block_manager.store(request)
+            num_added = 0
+            if request.is_context_init_state:
+                request.move_to_next_context_chunk()
+                num_added = self._begin_answer(request, drawn, candidates)
+            if drawn:
+                _drop_drafts(request)
+                add_verified_tokens(request, run.drafts, drawn, num_added)
                 advanced.append(request)
         has_one_row = not batch.beam_moves
         if is_complete and has_one_row and not self._may_have_drafts:
@@ -171,7 +187,8 @@ class BatchPlanner:
             return [*advanced, *generation_requests]
         rows = zip(batch.generation_slots, token_iterator, strict=True)
         first_rows = islice(rows, 0, None, batch.num_beams)
-        for request, (slot, token) in zip(generation_requests, first_rows, strict=True):
+        plain = islice(generation_requests, len(batch.draft_runs), None)
+        for request, (slot, token) in zip(plain, first_rows, strict=True):
             if request.seq_slot == slot and not request.is_finished:
                 self._advance(request, token, candidates)
                 advanced.append(request)
@@ -184,6 +201,7 @@ class BatchPlanner:
         """
         if batch.is_empty:
             return
+        assert batch.num_drafts == 0, "nobody knows how far a step with drafts will come"
         context_requests, generation_requests = self._planned[batch.iteration]
         self._advanced.add(batch.iteration)
         for request in generation_requests if self._may_have_drafts else ():
@@ -227,9 +245,10 @@ class BatchPlanner:
     def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Whose tokens the engine returns for a batch that is not settled, in their order."""
         context_requests, generation_requests = self._planned[batch.iteration]
-        chunks = zip(context_requests, batch.context_chunks, strict=True)
-        generating = (r for r in generation_requests for _ in range(r.num_rows))
-        return [*(r for r, chunk in chunks if chunk.is_last), *generating]
+        runs = zip([*context_requests, *generation_requests], batch.runs, strict=False)
+        drawing = [request for request, run in runs for _ in range(run.num_drawn)]
+        plain = generation_requests[len(batch.draft_runs) :]
+        return [*drawing, *(request for request in plain for _ in range(request.num_rows))]
 
     def must_settle_first(self, batch: ScheduledBatch) -> bool:
         """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
@@ -268,6 +287,7 @@ class BatchPlanner:
         self.block_manager.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
+            self._unverified.discard(request.seq_slot)
             request.seq_slot = None
 
     @property
@@ -330,6 +350,49 @@ class BatchPlanner:
             start=start,
             tokens=tuple(request.tokens[start : start + request.context_chunk_size]),
             is_last=request.is_last_context_chunk,
+            drafts=fitting_drafts(request) if request.is_last_context_chunk else (),
+        )
+
+    def _begin_answer(
+        self, request: LlmRequest, drawn: Sequence[int], candidates: Candidates
+    ) -> int:
+        """Append the first token after a context, whose blocks are kept then; how many it was."""
+        if not drawn:
+            return 0
+        if request.beams is None:
+            request.add_new_token(drawn[0])
+        else:
+            self._search(request, candidates)
+        self.block_manager.store(request)
+        return 1
+
+    def _plan_drafts(
+        self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
+    ) -> tuple[Sequence[LlmRequest], tuple[ContextChunk, ...]]:
+        """``requests``, first those that run with drafts, and these runs."""
+        drafting = [request for request in requests if fitting_drafts(request)]
+        if not drafting:
+            return requests, ()
+        runs = []
+        for request in drafting:
+            slot = request.seq_slot
+            assert slot is not None
+            self._grow(request, slot, self.block_manager.num_tokens_after_step(request), new_blocks)
+            last = (request.tokens[-1],)
+            start = request.num_cached_tokens
+            runs.append(ContextChunk(slot, start, last, True, fitting_drafts(request)))
+        slots = {run.slot for run in runs}
+        return [*drafting, *(r for r in requests if r.seq_slot not in slots)], tuple(runs)
+
+    def _tell_verified(self, requests: Sequence[LlmRequest]) -> tuple[VerifiedSlot, ...]:
+        """Where those of ``requests`` stand that ran with drafts and now run without."""
+        if not self._unverified:
+            return ()
+        told = [request for request in requests if request.seq_slot in self._unverified]
+        self._unverified.difference_update(_slots_of(told))
+        return tuple(
+            VerifiedSlot(slot, request.num_cached_tokens, request.tokens[-1])
+            for request, slot in zip(told, _slots_of(told), strict=True)
         )
 
     def _plan_generation(
@@ -392,12 +455,10 @@ class BatchPlanner:
 
 
 def _check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
-    num_expected = len(batch.generation_slots)
-    num_expected += sum(chunk.is_last for chunk in batch.context_chunks)
-    if len(tokens) != num_expected:
+    if len(tokens) != batch.num_drawn:
         raise ValueError(
             f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
-            f"expected {num_expected}"
+            f"expected {batch.num_drawn}"
         )
 
 

@@ -94,7 +94,8 @@ class LlmRequest:
     ``lora_task_id`` names the adapter it needs, None for none. With an ``encoder_length`` (tokens
     of the encoder's input) it begins in ENCODER_INIT. ``draft_tokens`` are guesses at what comes
     next, verified by its next step; treat them as read-only and set them with
-    `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context.
+    `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context. In all,
+    ``num_verified_drafts`` were verified and ``num_accepted_drafts`` of them became tokens.
 
     ``beams`` searches with ``beam_width`` beams: each generates in a row of its own, and ``tokens``
     is the prompt with the best of them. All of them have as many.
@@ -117,11 +118,13 @@ class LlmRequest:
         "lora_task_id",
         "max_new_tokens",
         "max_num_tokens",
+        "num_accepted_drafts",
         "num_chunk_drafts",
         "num_pauses",
         "num_pending_tokens",
         "num_reused_blocks",
         "num_sent_tokens",
+        "num_verified_drafts",
         "orig_prompt_len",
         "outputs",
         "pad_id",
@@ -183,6 +186,7 @@ class LlmRequest:
         self.encoder_length = encoder_length
         self.draft_tokens = tuple(draft_tokens)
         self.num_chunk_drafts = len(self.draft_tokens)
+        self.num_verified_drafts = self.num_accepted_drafts = 0
         self.state = self._first_state
         self.finish_reason = FinishReason.NOT_FINISHED
         self.context_current_position = 0

@@ -16,15 +16,16 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from inflight_backend.serve.settings import DEMO_MODEL
+
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "backend" / "inflight_backend" / "demo_model"
 SIZE_LIMIT = 4 << 20
-TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return LlamaForCausalLM.from_pretrained(FOLDER, local_files_only=True).eval()
+    return LlamaForCausalLM.from_pretrained(DEMO_MODEL, local_files_only=True).eval()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def continue_greedily(model: Any, prompt: str, max_new_tokens: int) -> str:
 
 
 def test_the_checkpoint_is_complete_and_small() -> None:
-    files = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    files = {path.name: path.stat().st_size for path in DEMO_MODEL.iterdir()}
     assert set(files) == {
         "chat_template.jinja",
         "config.json",
@@ -71,13 +72,13 @@ def test_the_checkpoint_is_complete_and_small() -> None:
 
 
 def test_vocabulary_and_special_tokens_agree_with_the_config() -> None:
-    config = json.loads((FOLDER / "config.json").read_text())
-    weights = load_file(FOLDER / "model.safetensors")
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    weights = load_file(DEMO_MODEL / "model.safetensors")
     rows = TOKENIZER.get_vocab_size()
     assert config["vocab_size"] == rows
     assert weights["model.embed_tokens.weight"].shape[0] == rows
     assert weights["lm_head.weight"].shape[0] == rows
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL, local_files_only=True)
     assert tokenizer.bos_token_id == config["bos_token_id"]
     assert tokenizer.eos_token_id == config["eos_token_id"]
     assert tokenizer("1 2")["input_ids"] == TOKENIZER.encode("1 2").ids
@@ -129,7 +130,7 @@ def test_continues_with_a_kv_cache(model: Any, prompt: str, continuation: str) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_counts_too(dtype: torch.dtype) -> None:
-    half = LlamaForCausalLM.from_pretrained(FOLDER, local_files_only=True, dtype=dtype).eval()
+    half = LlamaForCausalLM.from_pretrained(DEMO_MODEL, local_files_only=True, dtype=dtype).eval()
     wanted, logits = next_tokens(half, numbers(890, 1110))
     top = logits[3:].topk(2)
     assert top.indices[:, 0].tolist() == wanted[3:]
@@ -178,8 +179,8 @@ def test_the_tool_makes_the_shipped_files(tool: Any, tmp_path: Path) -> None:
     tokenizer = tool.make_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     made = json.loads((tmp_path / "tokenizer.json").read_text())
-    assert made == json.loads((FOLDER / "tokenizer.json").read_text())
-    shipped = load_file(FOLDER / "model.safetensors")
+    assert made == json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    shipped = load_file(DEMO_MODEL / "model.safetensors")
     weights = tool.make_model(tokenizer).state_dict()
     assert weights.keys() == shipped.keys()
     for name, tensor in weights.items():

@@ -17,6 +17,7 @@ from checkpoints import VARIANTS, write_checkpoint
 from inflight_backend import memory_plan
 from inflight_backend.commands.plan import format_size, parse_size, plan
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.slot_memory import adjustment_shapes, num_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.inflight_batcher import load_engine
 from inflight_backend.memory_plan import (
@@ -29,10 +30,9 @@ from inflight_backend.memory_plan import (
     usual_shapes,
 )
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
-
-DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -81,6 +81,39 @@ def test_fp8_takes_what_the_plan_says(
 def test_an_unknown_kind_of_fp8_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="kv_cache_dtype must be auto or fp8, not 'int8'"):
         make_plan(DEMO_MODEL, PlanSettings(kv_cache_dtype="int8"))
+
+
+@pytest.mark.parametrize("gpu_memory", [None, 8 * GIB])
+def test_what_slots_take_is_in_the_plan(gpu_memory: int | None) -> None:
+    """Added up over the tensors of an engine; a GPU's has the tables of the adjustments, too."""
+    engine = Engine.load(
+        DEMO_MODEL,
+        EngineConfig(device="cpu", max_batch_size=7, max_num_tokens=300, max_seq_len=100),
+    )
+    owners = [vars(engine._slots), {"device": engine._buffer._device}]
+    if gpu_memory is not None:
+        for name in engine._adjustments._shapes:
+            engine._adjustments._table(name)
+        owners.append(engine._adjustments._tables)
+    taken = sum(value.nbytes for owner in owners for value in owner.values() if is_tensor(value))
+    settings = PlanSettings(
+        gpu_memory=gpu_memory, max_batch_size=7, max_num_tokens=300, max_seq_len=100
+    )
+    made = make_plan(DEMO_MODEL, settings)
+    assert made.slot_bytes == taken
+    if gpu_memory is not None:
+        tables = engine._adjustments._tables
+        assert sum(table.nbytes for table in tables.values()) == 8 * (8 * engine.vocab_size + 400)
+
+
+def is_tensor(value: object) -> bool:
+    return hasattr(value, "data_ptr")
+
+
+def test_an_8b_of_256_slots_keeps_a_quarter_of_a_gibibyte() -> None:
+    """The figure that `slot_memory` states."""
+    taken = num_bytes(adjustment_shapes(256, 128_256, 8192))
+    assert taken / 2**20 == pytest.approx(260, abs=0.6)
 
 
 def pool_layers(engine: Engine) -> list[Any]:
@@ -147,7 +180,8 @@ def test_a_server_whose_pool_is_not_the_plan_does_not_start(
 
 def test_a_gpu_gets_a_share_of_what_is_left() -> None:
     made = make_plan(DEMO_MODEL, PlanSettings(gpu_memory=8 * GIB, fraction=0.5))
-    assert made.free_bytes == 8 * GIB - made.weight_bytes - made.table_bytes - GIB
+    taken = made.weight_bytes + made.table_bytes + made.slot_bytes
+    assert made.free_bytes == 8 * GIB - taken - GIB
     assert made.pool_bytes <= made.free_bytes * 0.5 < made.pool_bytes + made.block_bytes
     both = make_plan(DEMO_MODEL, PlanSettings(gpu_memory=8 * GIB, max_tokens=100))
     assert both.num_blocks == 3

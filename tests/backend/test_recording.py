@@ -14,6 +14,7 @@ from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -25,8 +26,6 @@ from inflight_scheduler import (
 from inflight_scheduler.recording.files import RecordingReader, open_recording
 from inflight_scheduler.recording.replay import ReplayResult, replay
 from inflight_scheduler.recording.simulation import Lists
-
-DEMO_MODEL = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 
 
 def replay_file(path: Path) -> ReplayResult:
@@ -115,6 +114,21 @@ def test_the_real_engine_oversubscribed_four_times_replays_identically(tmp_path:
     result = replay_file(path)
     assert result.divergence is None, str(result)
     assert result.num_pauses > 4
+
+
+def test_whoever_starts_again_keeps_what_was_recorded_before(tmp_path: Path) -> None:
+    """Also a model process that was started again behind the launcher's back."""
+    path = tmp_path / "recording.jsonl"
+    params = TrtGptModelOptionalParams(max_batch_size=8, record_file=str(path))
+    for number in (3, 5):
+        recorder = Recorder([request(i, [i], 4) for i in range(number)])
+        with running(recorder, params=params):
+            recorder.wait_for_finals(*range(number))
+    with running(Recorder(), params=params):
+        pass
+    kept = [replay_file(tmp_path / f"recording.jsonl.{number}") for number in (1, 2)]
+    assert [result.num_requests for result in kept] == [5, 3]
+    assert [result.divergence for result in kept] == [None, None]
 
 
 def test_a_file_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:

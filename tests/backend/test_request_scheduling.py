@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import CountingEngine
-from manager_harness import WAIT, Recorder, request, running
+from manager_harness import WAIT, GatedEngine, Recorder, request, running
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.request_validation import RequestLimits, validate
-from inflight_scheduler import LlmRequest, ScheduledBatch
+from inflight_scheduler import LlmRequest
 
 
 def limits(**values: Any) -> RequestLimits:
@@ -125,19 +124,12 @@ def test_deadlines_count_from_arrival_not_from_acceptance() -> None:
 
 
 def test_who_has_started_ends_with_what_it_has() -> None:
-    engine = CountingEngine()
-    has_begun, go_on = threading.Event(), threading.Event()
-
-    def wait(batch: ScheduledBatch) -> None:
-        has_begun.set()
-        assert go_on.wait(WAIT)
-
-    engine.before_step = wait
+    engine = GatedEngine()
     sent = request(1, [1], 200, max_queue_time_ms=WAIT * 1000, allotted_time_ms=20)
     recorder = Recorder([sent])
     with running(recorder, engine):
-        assert has_begun.wait(WAIT)
+        assert engine.has_begun.wait(WAIT)
         time.sleep(0.021)
-        go_on.set()
+        engine.go_on.set()
         recorder.wait_for_finals(1)
     assert recorder.responses[1] == [([2], False, ""), ([], True, "")]

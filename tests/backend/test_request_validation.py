@@ -19,6 +19,7 @@ LIMITS = RequestLimits(
     max_seq_len=32,
     exclude_input_in_output=False,
     refusal_reason=lambda request: None,
+    max_draft_len=3,
 )
 
 
@@ -63,7 +64,11 @@ def error_of(**values: Any) -> str:
         ({"beam_search_diversity_rate": 1e7}, "'beam_search_diversity_rate' is 1e+07"),
         ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
         ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
-        ({"draft_input_ids": [3]}, "'draft_input_ids' is not supported"),
+        ({"draft_input_ids": [3] * 4}, "holds 4 tokens, more than max_draft_len = 3; send fewer"),
+        ({"draft_input_ids": [3, 100]}, "'draft_input_ids' holds 100, outside the vocabulary"),
+        ({"draft_input_ids": [-1]}, "'draft_input_ids' holds -1, outside the vocabulary"),
+        ({"draft_logits": np.zeros((1, 1, 9), np.float16)}, "'draft_logits' is not supported"),
+        ({"draft_acceptance_threshold": 0.5}, "'draft_acceptance_threshold' is not supported"),
         ({"guided_decoding_guide_type": "json"}, "'guided_decoding_guide_type' needs an 'end_id'"),
         (
             {"guided_decoding_guide_type": "json", "end_id": 3},

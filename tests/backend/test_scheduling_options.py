@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+from manager_harness import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    WAIT,
+    GatedEngine,
+    Recorder,
+    request,
+    running,
+)
 
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_scheduler import (
     ActiveRequests,
     BlockManager,
@@ -30,19 +37,6 @@ EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
 
 def params(**values: Any) -> TrtGptModelOptionalParams:
     return TrtGptModelOptionalParams(**{"max_batch_size": 8, **values})
-
-
-class GatedEngine(CountingEngine):
-    """Waits before its first step until the test lets it go."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(before_step=self._wait, **options)
-        self.has_begun = threading.Event()
-        self.go_on = threading.Event()
-
-    def _wait(self, batch: ScheduledBatch) -> None:
-        self.has_begun.set()
-        assert self.go_on.wait(WAIT)
 
 
 @pytest.mark.parametrize("chunking", list(ContextChunkingPolicy), ids=lambda each: each.name)
@@ -215,7 +209,6 @@ def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
 
 def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
     """Each sharer is told all shared blocks: more assignments in a step than there are blocks."""
-    demo_model = Path(__file__).resolve().parents[2] / "backend/inflight_backend/demo_model"
     config = EngineConfig(
         device="cpu",
         max_batch_size=32,
@@ -224,7 +217,7 @@ def test_many_requests_share_a_long_beginning_on_the_real_engine() -> None:
         tokens_per_block=2,
         max_tokens_in_paged_kv_cache=400,
     )
-    engine = Engine.load(demo_model, config)
+    engine = Engine.load(DEMO_MODEL, config)
     prompt = [20 + k % 10 for k in range(100)]
     recorder = Recorder([request(0, prompt, 4)])
     options = params(max_batch_size=32, enable_chunked_context=True, max_seq_len=128)

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
 import pytest
 from fakes import CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+from manager_harness import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    WAIT,
+    GatedEngine,
+    Recorder,
+    request,
+    running,
+)
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
+from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 V1 = TrtGptModelType.V1
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 
 
-class LateEngine(CountingEngine):
-    """Lets the test act before its first step."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(before_step=self._wait, **options)
-        self.has_begun = threading.Event()
-        self.go_on = threading.Event()
-
-    def _wait(self, batch: ScheduledBatch) -> None:
-        self.has_begun.set()
-        assert self.go_on.wait(WAIT)
-
-
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy), ids=lambda each: each.name)
 def test_nobody_joins_until_all_of_the_batch_has_finished(policy: CapacitySchedulerPolicy) -> None:
-    engine = LateEngine()
+    engine = GatedEngine()
     recorder = Recorder([request(1, [1], 2), request(2, [50, 51], 5)])
     with running(recorder, engine, policy, model_type=V1) as manager:
         assert manager.policy == STATIC_BATCH

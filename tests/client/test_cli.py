@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from inflight_client.cli import add_plugins, app
 
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 def server_options(local: Local) -> list[str]:

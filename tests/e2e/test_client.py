@@ -20,7 +20,7 @@ from client.callers import CALLERS, LONG, Caller
 from e2e.harness import ServeProcess, assert_counts
 from tokenizers import Tokenizer
 
-import inflight_backend
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient, RequestTimeout, ServerError
 from inflight_client.address import Protocol
 
@@ -73,8 +73,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 def demo_tokenizer() -> Any:
-    folder = Path(inflight_backend.__file__).parent / "demo_model"
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
 
 def test_stop_words(caller: Caller) -> None:
@@ -98,10 +97,10 @@ def test_whole_answer_with_the_prompt(caller: Caller) -> None:
 
 
 def test_stream_gives_the_same_text_in_pieces(caller: Caller) -> None:
-    pieces = [chunk.text for chunk in caller.stream(PROMPT, 200)]
+    pieces = [chunk.text for chunk in caller.stream(PROMPT, 100)]
 
     assert len(pieces) > 20
-    assert "".join(pieces) == caller.generate(PROMPT, 200).text
+    assert "".join(pieces) == caller.generate(PROMPT, 100).text
     assert_counts(PROMPT, "".join(pieces))
 
 
@@ -210,13 +209,13 @@ def test_errors_of_the_server(
 def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
     with InflightClient(url, protocol=protocol) as client:
         text = ""
-        for index, chunk in enumerate(client.stream(PROMPT, 300, request_id="twice")):
+        for index, chunk in enumerate(client.stream(PROMPT, 200, request_id="twice")):
             text += chunk.text
             if index == 3:
                 with pytest.raises(ServerError, match="still being processed"):
                     caller.generate(PROMPT, 3, request_id="twice")
 
-    assert len(text) == 300  # the first goes on to its end; the demo model has one token per digit
+    assert len(text) == 200  # the first goes on to its end; the demo model has one token per digit
     assert_counts(PROMPT, text)
 
 

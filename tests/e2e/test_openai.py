@@ -324,7 +324,7 @@ def test_limits(server: ServeProcess, tmp_path: Path) -> None:
 
 def test_stopping_lets_running_answers_finish(server: ServeProcess, tmp_path: Path) -> None:
     front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
-    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300, "stream": True}
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 200, "stream": True}
     url = f"{front.url}/v1/completions"
     with httpx.stream("POST", url, json=body, trust_env=False, timeout=WAIT) as running:
         lines = running.iter_lines()

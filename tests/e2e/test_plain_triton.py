@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 PROMPT = "1 2 3 4"
-NUM_RELOADS = 4  # benchmarks/soak.py does it a hundred times
+NUM_RELOADS = 4  # benchmarks/reload.py does it a hundred times
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def stream(running: PlainTriton, max_tokens: int) -> Iterator[str]:
 @pytest.mark.case(99)
 def test_unload_lets_streams_finish_and_refuses_new_requests(triton: PlainTriton) -> None:
     triton.control("load")
-    running = stream(triton, 400)
+    running = stream(triton, 250)
     with InflightClient(triton.grpc_url) as client, ThreadPoolExecutor() as pool:
-        other = client.stream("10 11 12", 400)
+        other = client.stream("10 11 12", 250)
         texts = [next(running), next(other).text]
         triton.control("unload")
         with pytest.raises(AssertionError, match="no available versions"):
@@ -63,7 +63,7 @@ def test_unload_lets_streams_finish_and_refuses_new_requests(triton: PlainTriton
             pool.submit(lambda: "".join(chunk.text for chunk in other)),
         ]
         texts = [text + rest.result(60) for text, rest in zip(texts, rests, strict=True)]
-    assert [len(text) for text in texts] == [400, 400]
+    assert [len(text) for text in texts] == [250, 250]
     assert_counts(PROMPT, texts[0])
     assert_counts("10 11 12", texts[1])
     triton.wait_for("UNAVAILABLE")

@@ -90,7 +90,7 @@ def test_a_connection_that_ends_in_mid_stream(
 @pytest.mark.case(70)
 def test_a_whole_answer_whose_client_left_runs_to_its_end(server: ServeProcess) -> None:
     """Triton does not tell the model; the limits of the request do."""
-    connection = http_request(server, "generate", 600)
+    connection = http_request(server, "generate", 300)
     wait_for_active(server, 1)
     reset(connection)
     wait_for_active(server, 0)
@@ -184,13 +184,13 @@ def test_readers_that_never_read_hold_little_and_harm_nobody(server: ServeProces
     """What the server keeps for them is bounded by the length of their answers."""
     pid = server.pid_of(TRITONSERVER)
     before = resident_mb(pid)
-    connections = [http_request(server, "generate_stream", 1000) for _ in range(8)]
+    connections = [http_request(server, "generate_stream", 400) for _ in range(20)]
     wait_for_active(server, len(connections))
     began = time.monotonic()
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)))
     assert time.monotonic() - began < 20.0
     wait_for_active(server, 0)
-    assert resident_mb(pid) - before < 8 * 1000 * 4096 / 1e6
+    assert resident_mb(pid) - before < 20 * 400 * 4096 / 1e6
     for connection in connections:
         connection.close()
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ class Collected:
             self.num_responses[request_id] = self.num_responses.get(request_id, 0) + bool(outputs)
             if is_final:
                 self.finished.append(request_id)
+
+    def until_text(self, request_id: str, length: int) -> None:
+        """Take responses until this one has so many characters."""
+        self.until(lambda: len(self.texts.get(request_id, "")) >= length)
 
 
 def stats_until(
@@ -215,14 +220,16 @@ def test_v1_answers_in_lock_step_with_statistics_of_its_own(
     """The same text as in-flight batching's, in one piece, though a stream was asked for."""
     static = serve(settings={"gpt_model_type": "V1", "max_batch_size": 8})
     lengths = [10, 40, 70, 100] * 3
-    wanted = [
-        "".join(stream_text(server, f"{50 * i} {50 * i + 1}", length))
-        for i, length in enumerate(lengths)
-    ]
+    prompts = [f"{50 * i} {50 * i + 1}" for i in range(len(lengths))]
+
+    def in_flight(prompt: str, length: int) -> str:
+        return "".join(stream_text(server, prompt, length))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        wanted = list(pool.map(in_flight, prompts, lengths))
     with PeerClient(static.grpc_url) as client, PeerClient(static.grpc_url) as feed:
         feed.send(stats=True)
-        for i, length in enumerate(lengths):
-            prompt = f"{50 * i} {50 * i + 1}"
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             client.send(
                 str(i),
                 text_input=prompt,
@@ -267,8 +274,10 @@ def test_the_scheduler_of_the_page_decides_on_the_server(
         seen.until(lambda: bool(seen.texts))
         for name, max_tokens in (("long", 500), ("short", 330), ("middle", 400)):
             client.send(name, text_input="7 8 9", max_tokens=max_tokens, stream=True)
-        client.send("first", stop=True)
-        seen.until(lambda: len(seen.finished) == 5)
-    assert seen.finished == ["first", "first", "short", "middle", "long"]
+        for number, name in enumerate(("first", "short", "middle", "long"), start=1):
+            seen.until_text(name, 20)
+            assert sum(map(bool, seen.texts.values())) == number, "the others still wait"
+            client.send(name, stop=True)
+        seen.until(lambda: len(seen.finished) == 8)  # four stops and four ends
     for name, prompt in (("first", "3"), ("long", "9"), ("short", "9"), ("middle", "9")):
         assert_counts(prompt, seen.texts[name])

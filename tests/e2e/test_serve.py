@@ -6,18 +6,23 @@ import json
 import shutil
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import tritonclient.grpc as grpc
 from e2e.conftest import ServeFactory
 from e2e.harness import HOST, ServeProcess, assert_counts, stream_text
+from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_client import InflightClient
+from inflight_client.tensors import make_inputs
 
 pytestmark = pytest.mark.e2e
 
@@ -36,6 +41,25 @@ def ask_until_refused(running: ServeProcess) -> None:
     """Ask again and again: the model looks for the wish to stop only ten times a second."""
     while True:
         list(stream_text(running, PROMPT, 1))
+
+
+def grpc_inputs(values: Mapping[str, Any]) -> list[grpc.InferInput]:
+    inputs = []
+    for name, array in values.items():
+        inputs.append(grpc.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+def wait_until_active(running: ServeProcess, number: int) -> None:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while True:
+        with InflightClient(running.grpc_url) as client:
+            (stats,) = client.stats(follow=False)
+        if stats["Active Request Count"] == number:
+            return
+        assert time.monotonic() < deadline, stats
+        time.sleep(0.05)
 
 
 def remaining(first: str, stream: Iterator[str]) -> str:
@@ -62,6 +86,16 @@ def test_block_names_what_runs_and_what_to_type(server: ServeProcess) -> None:
 @pytest.mark.parametrize("path", ["health", "models/tensorrt_llm", "models/ensemble"])
 def test_server_and_both_models_are_ready(server: ServeProcess, path: str) -> None:
     assert get(f"{server.http_url}/v2/{path}/ready").status_code == 200
+
+
+def ask_ready(running: ServeProcess) -> httpx.Response:
+    """The probe that tells the truth on every Triton: 24.10 says ready whatever the model does."""
+    url = f"{running.http_url}/v2/models/tensorrt_llm/generate"
+    return httpx.post(url, json={"ready": True}, timeout=10, trust_env=False)
+
+
+def test_the_question_whether_it_is_ready_is_answered(server: ServeProcess) -> None:
+    assert ask_ready(server).status_code == 200
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
@@ -188,20 +222,24 @@ def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
 
 
 @pytest.mark.case(100, 126)
-def test_second_ctrl_c_ends_streams_with_what_they_have(serve: ServeFactory) -> None:
+def test_second_ctrl_c_ends_streams_with_an_error(serve: ServeFactory) -> None:
     running = serve(options=["--drain-seconds=300"])
     stream = stream_text(running, PROMPT, LONG)
-    first = next(stream)
+    pieces = [next(stream)]
     with ThreadPoolExecutor() as pool:
-        rest = pool.submit(remaining, first, stream)
+        rest = pool.submit(pieces.extend, stream)
         running.process.send_signal(signal.SIGINT)
         with pytest.raises(RuntimeError, match="shutting down"):
             ask_until_refused(running)
+        probe = ask_ready(running)
+        assert (probe.status_code, "shutting down" in probe.text) == (400, True)
         running.process.send_signal(signal.SIGINT)
         begin = time.monotonic()
-        text = rest.result()
+        with pytest.raises(RuntimeError, match="this answer is not complete"):
+            rest.result()
     assert running.wait() == 0
     assert time.monotonic() - begin < BOUND_SECONDS
+    text = "".join(pieces)
     assert len(text) < LONG
     assert_counts(PROMPT, text)
 
@@ -214,9 +252,26 @@ def test_sigterm_while_loading(serve: ServeFactory) -> None:
     assert running.error_lines == []
 
 
-@pytest.mark.case(119)
-def test_death_of_the_server_without_restarts(serve: ServeFactory) -> None:
-    running = serve(options=["--max-restarts=0"])
+def active_requests(running: ServeProcess) -> int:
+    with InflightClient(running.grpc_url) as client:
+        (stats,) = client.stats(follow=False)
+    return int(stats["Active Request Count"])
+
+
+@pytest.mark.case(71, 119)
+def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: ServeFactory) -> None:
+    """The kernel and Triton take all that is sent; only the age of the connection ends a stream."""
+    running = serve(options=["--max-restarts=0", "--max-connection-seconds=1.5"])
+    is_over = threading.Event()
+    client = grpc.InferenceServerClient(running.grpc_url)
+    client.start_stream(callback=lambda result, error: is_over.wait())
+    values = make_inputs({"text_input": PROMPT, "max_tokens": LONG})
+    client.async_stream_infer("tensorrt_llm", grpc_inputs(values))
+    wait_until_active(running, 1)
+    wait_until_active(running, 0)
+    is_over.set()
+    client.stop_stream(cancel_requests=True)
+    client.close()
     running.kill_tritonserver()
     assert running.wait() == 1
     (line,) = running.error_lines

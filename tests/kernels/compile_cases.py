@@ -19,6 +19,7 @@ from kernels.compile_recorder import record
 from inflight_kernels.adjust_logits import adjust_logits
 from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
 from inflight_kernels.copy_blocks import copy_blocks
+from inflight_kernels.invariant_linear import invariant_linear
 from inflight_kernels.mask_logits import mask_logits
 from inflight_kernels.paged_attention_context import paged_attention_context
 from inflight_kernels.paged_attention_generation import paged_attention_generation
@@ -133,6 +134,16 @@ def _copy(shape: Shape) -> None:
     copy_blocks(cache, cache, _int32(2), _int32(2))
 
 
+def _linear(shape: Shape, dtype: torch.dtype) -> None:
+    x = torch.empty(64, shape.intermediate, dtype=dtype)
+    weight = torch.empty(shape.hidden, shape.intermediate, dtype=dtype)
+    if dtype != _FP8:
+        invariant_linear(x, weight)
+        return
+    scales, weight_scales = torch.empty(64, 1), torch.empty(shape.hidden, 1)
+    invariant_linear(x, weight, x_scales=scales, weight_scales=weight_scales)
+
+
 def _sample(vocabulary: int) -> None:
     numbers = torch.empty(64)
     sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, _int64(64), _int64(64))
@@ -177,6 +188,8 @@ def token_cases() -> Iterator[Case]:
         yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
         yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
         yield Case("quantize_fp8", shape.name, _HOPPER, partial(quantize_fp8, norm[0]))
+        yield Case("invariant_linear", shape.name, _BOTH, partial(_linear, shape, _BF16))
+        yield Case("invariant_linear", f"{shape.name} fp8", _HOPPER, partial(_linear, shape, _FP8))
         yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
         yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
         with_min_p = partial(_sample_min_p, shape.vocabulary)

@@ -30,11 +30,24 @@ class PagedCache:
     block_tables: torch.Tensor  # [B, max_blocks] int32; unused entries point nowhere
     lengths: torch.Tensor  # [B] int32
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the ops take after the query: both caches and the tables."""
+        return self.key, self.value, self.block_tables
+
     def without_nan(self) -> PagedCache:
         """Zeros in the rows no request owns, for a reader that multiplies them by zero."""
         return PagedCache(
             self.key.nan_to_num(), self.value.nan_to_num(), self.block_tables, self.lengths
         )
+
+    def in_fp8(self, key_scale: float, value_scale: float) -> tuple[PagedCache, PagedCache]:
+        """The same in e4m3 divided by the scales, and what reading that with them gives."""
+        key = (self.key / key_scale).to(torch.float8_e4m3fn)
+        value = (self.value / value_scale).to(torch.float8_e4m3fn)
+        rest = (self.block_tables, self.lengths)
+        read_back = PagedCache(key.float() * key_scale, value.float() * value_scale, *rest)
+        return PagedCache(key, value, *rest), read_back
 
 
 def make_cache(
@@ -44,8 +57,8 @@ def make_cache(
     num_kv_heads: int,
     head_dim: int,
     tokens_per_block: int,
-    dtype: torch.dtype,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> PagedCache:
     """Random K and V; cache rows no request owns are NaN, so reading one shows in the result."""
     per_row = [-(-length // tokens_per_block) for length in lengths]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,34 @@ REGISTERS_TOTAL = 65536
 
 Report = dict[str, Any]
 
+# Compiling is a minute of one core; a busy machine may share it among many.
+pytestmark = pytest.mark.timeout(900)
+
+
+def kept_cache(cache: pytest.Cache) -> Path:
+    """Triton's cache, kept from run to run: it compiles a kernel again when source, arguments,
+    target or compiler differ. Entries live for two weeks, or those of old sources would pile up."""
+    folder = cache.mkdir("triton")
+    for entry in folder.iterdir():
+        if time.time() - entry.stat().st_mtime > 14 * 24 * 3600:
+            shutil.rmtree(entry)
+    return folder
+
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Report]:
     """One entry per compiled kernel; see `compile_recorder.CompiledKernel`."""
     folder = tmp_path_factory.mktemp("compile")
+    cache = kept_cache(request.config.cache) if request.config.cache else folder / "cache"
     output = folder / "reports.json"
     tests = Path(__file__).parents[1]
     search = [str(tests), str(tests.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TRITON_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join(filter(None, search)),
     }
     done = subprocess.run(
@@ -126,6 +144,13 @@ def test_token_kernels_read_and_write_16_bytes_at_a_time(reports: list[Report], 
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []
     plain = [report for report in kernels if "fp8" not in report["label"]]
     assert refused(plain, lambda report: report["num_stores_16"] > 0) == []
+
+
+def test_the_invariant_linear_is_pipelined_on_tensor_cores(reports: list[Report]) -> None:
+    kernels = of_kernel(reports, "_invariant_linear_kernel")
+    assert refused(kernels, lambda report: report["num_async_copies_16"] >= 8) == []
+    hopper = [report for report in kernels if report["capability"] == 90]
+    assert refused(hopper, lambda report: report["num_wgmma"] > 0) == []
 
 
 def test_sampling_reads_16_bytes_at_a_time(reports: list[Report]) -> None:

@@ -76,9 +76,7 @@ def test_ragged_chunks_over_cached_blocks(
     scale = head_dim**-0.5
     out = paged_attention_context(
         query,
-        cache.key,
-        cache.value,
-        cache.block_tables,
+        *cache.memory,
         starts_of(query_lens, device),
         cache.lengths,
         scale,
@@ -96,17 +94,11 @@ def test_equals_the_reference(
 ) -> None:
     query_lens, lengths = [32, 33, 1, 70], [32, 50, 90, 134]
     cache = make_cache(
-        generator,
-        lengths,
-        num_kv_heads=2,
-        head_dim=64,
-        tokens_per_block=32,
-        dtype=torch.float32,
-        device=device,
+        generator, lengths, num_kv_heads=2, head_dim=64, tokens_per_block=32, device=device
     ).without_nan()
     query = torch.randn(sum(query_lens), 4, 64, generator=generator).to(device)
     starts = starts_of(query_lens, device)
-    paged = (cache.key, cache.value, cache.block_tables, starts, cache.lengths, 0.125)
+    paged = (*cache.memory, starts, cache.lengths, 0.125)
     out = paged_attention_context(query, *paged, sliding_window)
     expected = reference.paged_attention_context(query, *paged, sliding_window)
     assert_attention_close(out, expected)
@@ -127,15 +119,12 @@ def test_window_and_softcap(
         num_kv_heads=1,
         head_dim=64,
         tokens_per_block=32,
-        dtype=torch.float32,
         device=device,
     )
     query = torch.randn(198, 2, 64, generator=generator).to(device)
     out = paged_attention_context(
         query,
-        cache.key,
-        cache.value,
-        cache.block_tables,
+        *cache.memory,
         starts_of(query_lens, device),
         cache.lengths,
         0.3,
@@ -150,16 +139,10 @@ def test_window_and_softcap(
 def test_single_tokens_equal_generation(device: torch.device, generator: torch.Generator) -> None:
     """A mixed batch may run its generation rows here; the hint chooses a small tile."""
     cache = make_cache(
-        generator,
-        [1, 16, 17, 200],
-        num_kv_heads=2,
-        head_dim=64,
-        tokens_per_block=16,
-        dtype=torch.float32,
-        device=device,
+        generator, [1, 16, 17, 200], num_kv_heads=2, head_dim=64, tokens_per_block=16, device=device
     )
     query = torch.randn(4, 8, 64, generator=generator).to(device)
-    paged = (cache.key, cache.value, cache.block_tables)
+    paged = cache.memory
     starts = starts_of([1] * 4, device)
     out = paged_attention_context(query, *paged, starts, cache.lengths, 0.125, max_query_len=1)
     alone = paged_attention_generation(query, *paged, cache.lengths, 0.125)
@@ -168,30 +151,18 @@ def test_single_tokens_equal_generation(device: torch.device, generator: torch.G
 
 def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
     cache = make_cache(
-        generator,
-        [90],
-        num_kv_heads=1,
-        head_dim=64,
-        tokens_per_block=32,
-        dtype=torch.float32,
-        device=device,
+        generator, [90], num_kv_heads=1, head_dim=64, tokens_per_block=32, device=device
     )
     query = torch.randn(40, 4, 64, generator=generator).to(device, torch.bfloat16)
-    key = (cache.key / 0.5).to(torch.float8_e4m3fn)
-    value = (cache.value / 0.25).to(torch.float8_e4m3fn)
+    fp8, read_back = cache.in_fp8(0.5, 0.25)
     out = paged_attention_context(
         query,
-        key,
-        value,
-        cache.block_tables,
+        *fp8.memory,
         starts_of([40], device),
         cache.lengths,
         0.125,
         key_scale=0.5,
         value_scale=0.25,
-    )
-    read_back = PagedCache(
-        key.float() * 0.5, value.float() * 0.25, cache.block_tables, cache.lengths
     )
     expected = expected_tokens(query, [40], read_back, 0.125)
     assert_attention_close(out, expected)

@@ -64,9 +64,7 @@ def test_matches_attention_written_out(
     )
     query = torch.randn(7, num_heads, head_dim, generator=generator).to(device, dtype)
     scale = head_dim**-0.5
-    out = paged_attention_generation(
-        query, cache.key, cache.value, cache.block_tables, cache.lengths, scale
-    )
+    out = paged_attention_generation(query, *cache.memory, cache.lengths, scale)
     assert out.dtype == dtype
     expected = expected_rows(query, cache, scale)
     assert_attention_close(out, expected)
@@ -82,11 +80,10 @@ def test_equals_the_reference(
         num_kv_heads=2,
         head_dim=64,
         tokens_per_block=32,
-        dtype=torch.float32,
         device=device,
     ).without_nan()
     query = torch.randn(5, 4, 64, generator=generator).to(device)
-    paged = (cache.key, cache.value, cache.block_tables, cache.lengths, 0.125, sliding_window)
+    paged = (*cache.memory, cache.lengths, 0.125, sliding_window)
     out = paged_attention_generation(query, *paged)
     assert_attention_close(out, reference.paged_attention_generation(query, *paged))
 
@@ -100,20 +97,12 @@ def test_window_and_softcap(
     softcap: float | None,
 ) -> None:
     cache = make_cache(
-        generator,
-        [1, 64, 65, 449],
-        num_kv_heads=2,
-        head_dim=64,
-        tokens_per_block=32,
-        dtype=torch.float32,
-        device=device,
+        generator, [1, 64, 65, 449], num_kv_heads=2, head_dim=64, tokens_per_block=32, device=device
     )
     query = torch.randn(4, 4, 64, generator=generator).to(device)
     out = paged_attention_generation(
         query,
-        cache.key,
-        cache.value,
-        cache.block_tables,
+        *cache.memory,
         cache.lengths,
         0.3,
         sliding_window,
@@ -137,9 +126,7 @@ def test_rows_of_a_ragged_batch_equal_the_same_rows_alone(
         device=device,
     )
     query = torch.randn(4, 4, 64, generator=generator).to(device, torch.bfloat16)
-    together = paged_attention_generation(
-        query, cache.key, cache.value, cache.block_tables, cache.lengths, 0.125, num_splits=4
-    )
+    together = paged_attention_generation(query, *cache.memory, cache.lengths, 0.125, num_splits=4)
     for row in range(4):
         one = slice(row, row + 1)
         alone = paged_attention_generation(
@@ -159,13 +146,7 @@ def test_strides_of_query_and_cache_are_honoured(
 ) -> None:
     """A query cut out of a fused QKV output, and a cache stored head before token."""
     cache = make_cache(
-        generator,
-        [40, 7],
-        num_kv_heads=2,
-        head_dim=64,
-        tokens_per_block=16,
-        dtype=torch.float32,
-        device=device,
+        generator, [40, 7], num_kv_heads=2, head_dim=64, tokens_per_block=16, device=device
     )
     fused = torch.randn(2, 8, 64, generator=generator).to(device)
     query = fused[:, 2:6]
@@ -181,30 +162,13 @@ def test_strides_of_query_and_cache_are_honoured(
 def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
     """An e4m3 cache read with its scales equals the same cache dequantised."""
     cache = make_cache(
-        generator,
-        [33, 64, 150],
-        num_kv_heads=2,
-        head_dim=64,
-        tokens_per_block=32,
-        dtype=torch.float32,
-        device=device,
+        generator, [33, 64, 150], num_kv_heads=2, head_dim=64, tokens_per_block=32, device=device
     )
+    fp8, read_back = cache.in_fp8(0.5, 0.25)
     for num_heads in (2, 8):
         query = torch.randn(3, num_heads, 64, generator=generator).to(device, torch.bfloat16)
-        key = (cache.key / 0.5).to(torch.float8_e4m3fn)
-        value = (cache.value / 0.25).to(torch.float8_e4m3fn)
         out = paged_attention_generation(
-            query,
-            key,
-            value,
-            cache.block_tables,
-            cache.lengths,
-            0.125,
-            key_scale=0.5,
-            value_scale=0.25,
-        )
-        read_back = PagedCache(
-            key.float() * 0.5, value.float() * 0.25, cache.block_tables, cache.lengths
+            query, *fp8.memory, cache.lengths, 0.125, key_scale=0.5, value_scale=0.25
         )
         expected = expected_rows(query, read_back, 0.125)
         assert_attention_close(out, expected)
@@ -212,16 +176,10 @@ def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
 
 def test_workspace_of_the_caller(device: torch.device, generator: torch.Generator) -> None:
     cache = make_cache(
-        generator,
-        [400],
-        num_kv_heads=1,
-        head_dim=64,
-        tokens_per_block=64,
-        dtype=torch.float32,
-        device=device,
+        generator, [400], num_kv_heads=1, head_dim=64, tokens_per_block=64, device=device
     )
     query = torch.randn(1, 2, 64, generator=generator).to(device)
-    arguments = (query, cache.key, cache.value, cache.block_tables, cache.lengths, 0.125)
+    arguments = (query, *cache.memory, cache.lengths, 0.125)
     workspace = torch.full((workspace_size(1, 2, 64, 3),), float("nan"), device=device)
     out = paged_attention_generation(*arguments, workspace=workspace, num_splits=3)
     assert_attention_close(out, expected_rows(query, cache, 0.125))

@@ -73,9 +73,7 @@ def test_generation_attention(
         device=torch.device("cpu"),
     ).without_nan()
     query = _random(generator, len(lengths), 6, 24)
-    answer = reference.paged_attention_generation(
-        query, cache.key, cache.value, cache.block_tables, cache.lengths, 0.3, window
-    )
+    answer = reference.paged_attention_generation(query, *cache.memory, cache.lengths, 0.3, window)
     expected = torch.cat(
         [
             attention_oracle(query[row : row + 1], cache, row, 0.3, window)
@@ -102,9 +100,7 @@ def test_long_chunk_is_cut_into_tiles(
     query = _random(generator, 30, 2, 8)
     answer = reference.paged_attention_context(
         query,
-        cache.key,
-        cache.value,
-        cache.block_tables,
+        *cache.memory,
         torch.tensor([0, 30]),
         cache.lengths,
         0.4,
@@ -125,9 +121,7 @@ def test_other_sequences_may_hold_nan(generator: torch.Generator) -> None:
     cache.value[cache.block_tables[1, :5].long()] = torch.nan
     cache.block_tables[0, 1:] = cache.block_tables[1, 0]  # stale entries past the end
     query = _random(generator, 2, 2, 8)
-    answer = reference.paged_attention_generation(
-        query, cache.key, cache.value, cache.block_tables, cache.lengths, 1.0
-    )
+    answer = reference.paged_attention_generation(query, *cache.memory, cache.lengths, 1.0)
     assert_attention_close(answer[:1], attention_oracle(query[:1], cache, 0, 1.0))
     assert answer[1].isnan().all()
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inflight_scheduler import BeamSearch, FinishReason, ScheduledBatch, SlotSetup
+from inflight_scheduler import (
+    BeamSearch,
+    ContextChunk,
+    FinishReason,
+    ScheduledBatch,
+    SlotSetup,
+)
 
 VOCAB_SIZE = 11
 EMPTY = -1
@@ -92,6 +98,7 @@ class SlotState:
     table: list[int] = field(default_factory=list)
     num_cached: int = 0
     last_token: int = EMPTY
+    is_open: bool = False  # drafts ran: how many of them count is not known here
 
 
 class FakeEngine:
@@ -112,7 +119,7 @@ class FakeEngine:
         self.candidates: dict[int, list[tuple[int, float]]] = {}
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token per last context chunk, then one per generation slot."""
+        """The tokens of last context chunks, draft runs and generation slots."""
         self._copy(batch)
         self._move(batch)
         self.candidates = {}
@@ -124,35 +131,42 @@ class FakeEngine:
                 table += [EMPTY] * new.index  # what beams share comes with the first move
             assert new.index == len(table), "a hole in a block table"
             table.append(new.block_id)
+        for told in batch.verified:
+            state = self.slots[told.slot]
+            assert state.is_open, "told what is known"
+            state.num_cached, state.last_token, state.is_open = told.num_cached, told.token, False
         drawn = []
         for chunk in batch.context_chunks:
             state = self.slots[chunk.slot]
             if state.num_cached == 0:
                 state.num_cached = chunk.start  # the rest is in blocks that are reused
             assert chunk.start == state.num_cached
-            self._write(state, chunk.tokens)
-            if chunk.is_last:
-                drawn.append(self._draw(state))
+            drawn += self._run(state, chunk)
+        for run in batch.draft_runs:
+            state = self.slots[run.slot]
+            assert state.is_open or (run.start, run.tokens) == (
+                state.num_cached,
+                (state.last_token,),
+            )
+            state.num_cached = run.start
+            drawn += self._run(state, run)
         for slot in batch.generation_slots:
+            assert not self.slots[slot].is_open, "nobody has told how many drafts were right"
             self._write(self.slots[slot], (self.slots[slot].last_token,))
             drawn.append(self._draw(self.slots[slot]))
         return drawn
 
-    def verify(self, slot: int, guesses: Sequence[int]) -> list[int]:
-        """The tokens after the last one drawn, as far as ``guesses`` are right.
-
-        All guesses are written, right or wrong (the wrong ones are written over later); in a
-        window only the right ones, since the others would take the place of what is still seen.
-        """
-        state, drawn = self.slots[slot], list[int]()
-        if self.window_size is None:
-            num_cached = state.num_cached
-            self._write(state, guesses)
-            state.num_cached = num_cached
-        for guess in guesses:
-            if guess != state.last_token:
-                break
-            self._write(state, (guess,))
+    def _run(self, state: SlotState, run: ContextChunk) -> list[int]:
+        """Write the tokens and draw behind the last one; all drafts likewise, right or wrong (the
+        wrong ones are written over later). In a window the wrong ones would take the place of what
+        is still seen, so nothing is done behind the first of them."""
+        self._write(state, run.tokens)
+        drawn = [self._draw(state)] if run.is_last else []
+        for index, draft in enumerate(run.drafts):
+            state.is_open = True
+            if self.window_size is not None and draft != drawn[-1]:
+                return drawn + [EMPTY] * (len(run.drafts) - index)
+            self._write(state, (draft,))
             drawn.append(self._draw(state))
         return drawn
 

@@ -11,12 +11,15 @@ from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
     BlockManager,
+    ContextChunk,
     ContextChunking,
     ContextChunkingPolicy,
     ContextTooLong,
+    FinishReason,
     InvalidDecision,
     LlmRequest,
     MicroBatchScheduler,
+    VerifiedSlot,
     check_decision,
     refusal_reason,
 )
@@ -121,8 +124,10 @@ class TestPlan:
         request.num_chunk_drafts = 1
         batch = planner.plan([request], [])
         assert (request.num_draft_tokens, manager.num_blocks_of(1)) == (1, 2)
-        planner.update(batch, [1])
+        assert batch.context_chunks[0].drafts == (0,)
+        planner.update(batch, [1, 2])
         assert request.num_draft_tokens == 0, "they are verified"
+        assert request.tokens[3:] == [1], "it was wrong"
 
     def test_a_first_chunk_takes_room_for_all(self) -> None:
         manager = BlockManager(8, 2)
@@ -147,8 +152,8 @@ class TestPlan:
         assert active.num_with_drafts == 1
         batch = planner.plan([], active.generation)
         assert len(batch.new_blocks) == 3
-        planner.update(batch, [1])
-        request.add_new_token(1)  # one of them was right
+        planner.update(batch, [0, 1, 2, 3, 4])  # one of them was right
+        assert request.tokens[2:] == [1, 0, 1]
         assert (active.num_with_drafts, request.num_draft_tokens) == (0, 0)
         for num_blocks in (4, 4, 4, 4, 5):
             active.check_integrity()
@@ -166,8 +171,68 @@ class TestPlan:
         planner.update(planner.plan([plain, guessing], []), [1, 1])
         for _ in range(3):  # tokens 3 to 5 of the plain one
             drafting(guessing, 1 if plain.num_tokens == 3 else 0)
-            planner.update(planner.plan([], active.generation), [1, 1])
+            batch = planner.plan([], active.generation)
+            planner.update(batch, [1] * batch.num_drawn)
         assert (plain.num_cached_tokens, manager.num_blocks_of(1)) == (5, 2)
+
+    def test_only_drafts_that_can_become_tokens_run(self) -> None:
+        planner = BatchPlanner(BlockManager(8, 2), 2)
+        request = make_request(1, 2, 3, num_drafts=6)
+        batch = planner.plan([request], [])
+        assert batch.context_chunks[0].drafts == (0, 0), "a third token comes in any case"
+        planner.update(batch, [0, 0, 5])
+        assert (request.tokens[2:], request.finish_reason) == ([0, 0, 5], FinishReason.LENGTH)
+        assert (request.num_verified_drafts, request.num_accepted_drafts) == (2, 2)
+
+    def test_the_run_of_a_generation_and_where_its_slot_stands_then(self) -> None:
+        planner = BatchPlanner(BlockManager(8, 2), 3)
+        first, second = make_request(1, 2, 9), make_request(2, 3, 9)
+        planner.update(planner.plan([first, second], []), [4, 6])
+        second.set_draft_tokens([7, 8])
+        batch = planner.plan([], [first, second])
+        assert first.seq_slot is not None
+        assert second.seq_slot is not None
+        slots = (first.seq_slot, second.seq_slot)
+        assert (batch.generation_slots, batch.verified) == (slots[:1], ())
+        assert batch.draft_runs == (ContextChunk(slots[1], 3, (6,), True, (7, 8)),)
+        assert (batch.num_tokens, batch.num_context_tokens, batch.num_drawn) == (4, 0, 4)
+        assert planner.token_owners(batch) == [second] * 3 + [first]
+        assert planner.update(batch, [7, 9, 1, 5]) == [second, first]
+        assert (second.tokens[3:], first.tokens[2:]) == ([6, 7, 9], [4, 5])
+        second.set_draft_tokens([3])
+        batch = planner.plan([], [second])
+        assert (batch.verified, batch.draft_runs[0].start) == ((), 5), "the run says it"
+        planner.update(batch, [3, 2])
+        batch = planner.plan([], [first, second])
+        assert batch.verified == (VerifiedSlot(slots[1], 7, 2),)
+        planner.update(batch, [0, 0])
+        assert planner.plan([], [first, second]).verified == (), "told once"
+
+    def test_nothing_comes_after_the_end(self) -> None:
+        planner = BatchPlanner(BlockManager(8, 2), 2)
+        request = make_request(1, 2, 9, end_id=6, num_drafts=3)
+        planner.update(planner.plan([request], []), [0, 0, 6, 1])
+        assert request.tokens[2:] == [0, 0, 6]
+        assert (request.finish_reason, request.num_accepted_drafts) == (FinishReason.END_ID, 2)
+        request = make_request(2, 2, 9, end_id=0, num_drafts=3)
+        planner.update(planner.plan([request], []), [0, 0, 0, 1])
+        assert (request.tokens[2:], request.num_accepted_drafts) == ([0], 1)
+
+    def test_a_block_is_kept_as_far_as_tokens_count(self) -> None:
+        manager = BlockManager(8, 2, enable_reuse=True)
+        planner = BatchPlanner(manager, 2)
+        request = make_request(1, 3, 9, num_drafts=4)
+        planner.update(planner.plan([request], []), [0, 0, 5, 5, 5])
+        assert manager.num_blocks_of(1) == 4
+        request.finish(FinishReason.CANCELLED)
+        planner.release(request)
+        assert manager.num_idle_blocks == 2, "five tokens are cached, the sixth is not"
+
+    def test_one_draw_of_a_row_that_failed(self) -> None:
+        planner = BatchPlanner(BlockManager(8, 2), 2)
+        request = make_request(1, 2, 9, num_drafts=2)
+        planner.update(planner.plan([request], []), [0, -1, 0])
+        assert request.tokens[2:] == [0, -1]
 
     def test_a_pause_drops_them(self) -> None:
         request = running(1, 3)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play
+from scheduler.recording.recorded import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    RecordedWorld,
+    play,
+    small_settings,
+)
 from scheduler.world import generating, make_request
 
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
-    ContextChunking,
-    ContextChunkingPolicy,
     LlmRequest,
     RequestScheduler,
     SimpleScheduler,
@@ -190,27 +195,11 @@ class CheckedWorld(RecordedWorld):
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
 @hypothesis_settings(max_examples=40, deadline=None)
-@given(
-    num_blocks=st.integers(2, 16),
-    tokens_per_block=st.sampled_from([1, 2, 4]),
-    max_batch_size=st.integers(1, 8),
-    max_num_tokens=st.none() | st.integers(4, 40),
-    chunking=st.none()
-    | st.builds(ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)),
-    seed=st.integers(0, 2**16),
-)
+@given(settings=small_settings, seed=st.integers(0, 2**16))
 def test_whoever_did_not_run_has_a_true_reason(
-    policy: CapacitySchedulerPolicy,
-    num_blocks: int,
-    tokens_per_block: int,
-    max_batch_size: int,
-    max_num_tokens: int | None,
-    chunking: ContextChunking | None,
-    seed: int,
+    policy: CapacitySchedulerPolicy, settings: Settings, seed: int
 ) -> None:
-    settings = Settings(
-        policy, num_blocks, tokens_per_block, max_batch_size, max_num_tokens, chunking
-    )
+    settings = replace(settings, policy=policy)
     play(settings, num_requests=15, seed=seed, world=CheckedWorld(settings))
 
 

@@ -117,7 +117,6 @@ class World:
         self.num_pauses = 0
         self.num_running = 0  # in the last plan, encoders included
         self.num_right_guesses = 0
-        self._guesses: dict[int, list[tuple[LlmRequest, int, tuple[int, ...]]]] = {}
 
     def arrive(self, request: LlmRequest) -> None:
         """It gets its place."""
@@ -165,11 +164,9 @@ class World:
             assert 0 <= num_left <= num_free, f"more {name} were taken than was estimated"
         for request in encoders:
             request.finish_encoder()
-        self._remember_guesses(batch, context, generation)
         self.num_pauses += len(paused)
         limit = self.scheduler.micro_batch_scheduler.max_num_tokens
-        num_guesses = sum(len(guesses) for _, _, guesses in self._guesses[batch.iteration])
-        assert limit is None or batch.num_tokens + num_guesses <= limit
+        assert limit is None or batch.num_tokens <= limit
         return batch
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
@@ -182,17 +179,10 @@ class World:
         """Execute, update and release."""
         tokens = self.engine.execute(batch)
         advanced = self.planner.update(batch, tokens, self.engine.candidates)
-        for request, slot, guesses in self._guesses.pop(batch.iteration):
-            if request.seq_slot == slot and not request.is_finished:
-                assert not request.draft_tokens
-                right = self.engine.verify(slot, guesses[: request.num_remaining_tokens])
-                for token in right:
-                    request.add_new_token(token)
-                    self.num_right_guesses += 1
-                    if request.is_finished:
-                        break
         for request in advanced:
+            assert not request.draft_tokens, "they are verified"
             if request.is_finished:
+                self.num_right_guesses += request.num_accepted_drafts
                 self.end(request)
         if self._is_checked:
             self.check_invariants()
@@ -309,19 +299,6 @@ class World:
     def _give_back(self, request: LlmRequest) -> None:
         for manager in (*self.windows, *self.cross):
             manager.free(request.request_id)
-
-    def _remember_guesses(
-        self,
-        batch: ScheduledBatch,
-        context: Sequence[LlmRequest],
-        generation: Sequence[LlmRequest],
-    ) -> None:
-        last = [r for r, c in zip(context, batch.context_chunks, strict=True) if c.is_last]
-        self._guesses[batch.iteration] = [
-            (request, request.seq_slot, request.draft_tokens)
-            for request in [*last, *generation]
-            if request.draft_tokens and request.seq_slot is not None
-        ]
 
     def _check_policy(self, decision: Decision) -> None:
         capacity = self.scheduler.capacity_scheduler

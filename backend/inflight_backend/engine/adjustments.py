@@ -20,6 +20,7 @@ from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
 from inflight_backend.engine.ops import Ops
+from inflight_backend.engine.slot_memory import adjustment_shapes
 from inflight_backend.engine.slots import SamplingInputs
 from inflight_kernels.reference import COUNT_UNIT
 from inflight_scheduler import SamplingParams, SlotSetup
@@ -39,11 +40,7 @@ class Adjustments:
         self._vocab_size = vocab_size
         self._features = np.zeros(num_slots, dtype=np.int32)
         self._is_used = False
-        self._shapes = {
-            "counts": ((num_slots + 1, vocab_size), torch.int32),
-            "bias": ((num_slots + 1, vocab_size), torch.float32),
-            "history": ((num_slots + 1, max_seq_len), torch.int32),
-        }
+        self._shapes = adjustment_shapes(num_slots, vocab_size, max_seq_len)
         self._tables: dict[str, Tensor] = {}
         self._slot_to_words: dict[int, list[tuple[int, ...]]] = {}
         self._words = self._send_words()
@@ -177,7 +174,8 @@ class Adjustments:
 
     def _table(self, name: str) -> Tensor:
         if name not in self._tables:
-            shape, dtype = self._shapes[name]
+            shape, _ = self._shapes[name]
+            dtype = torch.float32 if name == "bias" else torch.int32
             self._tables[name] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._tables[name]
 

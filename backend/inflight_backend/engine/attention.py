@@ -6,7 +6,6 @@ step looks like, and answers with an object that runs one layer after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -81,7 +80,10 @@ class TorchAttention:
     reads_past_the_end = True
     is_capturable = False
 
-    def __init__(self, pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> None:
+    def __init__(
+        self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool
+    ) -> None:
+        assert not is_deterministic, "resolve() chooses another backend, or refuses"
         self._pool = pool
         self._cos_sin = cos_sin
         self._eps = model.rms_norm_eps
@@ -134,15 +136,24 @@ class _TorchStep:
         return self.backend.attend(layer, (query, key, value), norms, self.plans, self.inputs)
 
 
-def _make_triton(pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> AttentionBackend:
+def _make_triton(
+    pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool
+) -> AttentionBackend:
     from inflight_backend.engine.triton_attention import TritonAttention  # needs triton
 
-    return TritonAttention(pool, model, cos_sin)
+    return TritonAttention(pool, model, cos_sin, is_deterministic=is_deterministic)
 
 
-ATTENTION_BACKENDS: dict[str, Callable[[KvPool, ModelConfig, Tensor], AttentionBackend]] = {
+class _MakeBackend(Protocol):
+    def __call__(
+        self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool
+    ) -> AttentionBackend: ...
+
+
+ATTENTION_BACKENDS: dict[str, _MakeBackend] = {
     "torch": TorchAttention,
     "triton": _make_triton,
 }
-"""Name -> maker from a pool, a model and its table of cosines and sines (`rope.make_cos_sin`);
+"""Name -> maker from a pool, a model, its table of cosines and sines (`rope.make_cos_sin`) and
+whether a row's result must not depend on the others (`deterministic`);
 `EngineConfig.attention_backend` chooses."""

@@ -12,7 +12,7 @@ other link that leaves the folder is refused, so a checkpoint cannot make us rea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inflight_backend.engine.json_reader import JsonReader
+from inflight_backend.engine.layers import Parameter
+from inflight_backend.engine.loading import make_target
 from inflight_backend.engine.parameters import ParameterSpec, Source
 from inflight_backend.errors import CheckpointError
 
@@ -100,22 +102,28 @@ class Checkpoint:
         dtype: torch.dtype,
         device: str,
         on_progress: OnProgress | None = None,
-    ) -> dict[str, Tensor]:
-        """Every parameter by name, on the device; tensors go there one at a time."""
+        *,
+        is_fp8: bool = False,
+    ) -> dict[str, Parameter]:
+        """Every parameter by name, on the device; tensors go there one at a time.
+
+        With ``is_fp8`` the weights of linears are quantised on their way, some rows at a time, so
+        that the device never holds more than the end state and a part of one tensor.
+        """
         total = sum(self._entries[src.name].num_bytes for spec in specs for src in spec.sources)
         done = 0
-        parameters = {}
+        parameters: dict[str, Parameter] = {}
         for spec in specs:
-            parameter = _allocate(spec, dtype, device)
+            target = make_target(spec, dtype, device, is_fp8=is_fp8)
             row = 0
             for source in spec.sources:
                 end = row + source.shape[0]
-                parameter[row:end].copy_(self._read(source.name))
+                target.put(row, self._read(source.name))
                 row = end
                 done += self._entries[source.name].num_bytes
                 if on_progress is not None:
                     on_progress(done, total)
-            parameters[spec.name] = parameter
+            parameters[spec.name] = target.parameter
         return parameters
 
     def _add_entries(self, file: str, opened: Any, expected: set[str] | None) -> None:
@@ -210,12 +218,6 @@ def _check_entry(source: Source, entry: _Entry) -> None:
             f"{entry.file}: {source.name} is {entry.dtype}, "
             f"supported are {', '.join(_DTYPE_TO_BYTES)}"
         )
-
-
-def _allocate(spec: ParameterSpec, dtype: torch.dtype, device: str) -> Tensor:
-    with suppress(RuntimeError, MemoryError):  # torch says out of memory with a RuntimeError
-        return torch.empty(spec.shape, dtype=dtype, device=device)
-    raise CheckpointError(f"{spec.name}: no memory on {device} for shape {list(spec.shape)}")
 
 
 def _list(what: str, names: Sequence[str]) -> str:

@@ -34,6 +34,8 @@ class EngineConfig:
     ``quantization`` fp8 quantises the linears' weights at load, one scale per row, and what they
     read, one scale per token; ``kv_cache_dtype`` fp8 stores KV in e4m3 without a scale.
     ``cuda_graph_mode`` records generation steps as CUDA graphs where there is a GPU.
+    ``deterministic_mode`` makes what a request draws independent of the others, bit by bit, as far
+    as `deterministic` says.
     """
 
     device: str = "auto"
@@ -49,6 +51,7 @@ class EngineConfig:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cuda_graph_mode: bool = True
+    deterministic_mode: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, _DEVICES)
@@ -147,6 +150,11 @@ def _choose_backend(config: EngineConfig, model: ModelConfig, device: str) -> st
     if backend == "triton" and find_spec("triton") is None:
         raise ConfigurationError(
             "attention_backend is triton, which is not installed; install it, or use torch or auto"
+        )
+    if backend != "triton" and config.deterministic_mode:
+        raise ConfigurationError(
+            f"deterministic_mode needs attention_backend triton, and {backend} was chosen; use a "
+            "GPU, or set deterministic_mode to false"
         )
     if backend != "triton" and config.kv_cache_dtype == _FP8:
         raise ConfigurationError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.attention import AttentionStep, HeadNorms
-from inflight_backend.engine.layers import Activation, Linear
+from inflight_backend.engine.layers import Activation, Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.ops import Ops
 
@@ -31,14 +31,14 @@ class _Layer:
 class Decoder:
     """Weights of a model and the way through them. Holds no state of any request."""
 
-    def __init__(self, config: ModelConfig, parameters: dict[str, Tensor], ops: Ops) -> None:
+    def __init__(self, config: ModelConfig, parameters: dict[str, Parameter], ops: Ops) -> None:
         """Takes ``parameters`` (names of `decoder_parameters`) over: the dict is emptied."""
         self._config = config
         self._ops = ops
-        self._embedding = parameters.pop("embedding")
+        self._embedding = _tensor(parameters.pop("embedding"))
         self._layers = [_take_layer(parameters, layer, ops) for layer in range(config.num_layers)]
-        self._norm = parameters.pop("norm")
-        self._lm_head = Linear(parameters.pop("lm_head", self._embedding))
+        self._norm = _tensor(parameters.pop("norm"))
+        self._lm_head = ops.make_head(_tensor(parameters.pop("lm_head", self._embedding)))
         assert not parameters, f"parameters without a use: {sorted(parameters)}"
 
     def forward(self, tokens: Tensor, attention: AttentionStep, rows: Tensor | None) -> Tensor:
@@ -80,15 +80,23 @@ class Decoder:
         return found.view(num_tokens, config.query_size)
 
 
-def _take_layer(parameters: dict[str, Tensor], layer: int, ops: Ops) -> _Layer:
+def _tensor(parameter: Parameter) -> Tensor:
+    assert isinstance(parameter, Tensor), "only the weights of linears are quantised"
+    return parameter
+
+
+def _take_layer(parameters: dict[str, Parameter], layer: int, ops: Ops) -> _Layer:
+    prefix = f"layers.{layer}."
+
     def take(name: str) -> Tensor:
-        return parameters.pop(f"layers.{layer}.{name}")
+        return _tensor(parameters.pop(prefix + name))
 
     def take_optional(name: str) -> Tensor | None:
-        return parameters.pop(f"layers.{layer}.{name}", None)
+        return take(name) if prefix + name in parameters else None
 
     def take_linear(name: str) -> _Linear:
-        return ops.make_linear(take(f"{name}.weight"), take_optional(f"{name}.bias"))
+        weight = parameters.pop(f"{prefix}{name}.weight")
+        return ops.make_linear(weight, take_optional(f"{name}.bias"))
 
     query_norm, key_norm = take_optional("query_norm"), take_optional("key_norm")
     return _Layer(

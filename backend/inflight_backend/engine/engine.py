@@ -15,6 +15,7 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.ops import make_ops
@@ -39,12 +41,13 @@ from inflight_backend.engine.parameters import (
     ignorable_names,
 )
 from inflight_backend.engine.rope import make_cos_sin
+from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
-from inflight_backend.engine.step_buffer import StepBuffer, StepWords, max_words
+from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
+from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks, masks_of_rows
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -59,7 +62,7 @@ class Engine:
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        parameters: dict[str, Tensor],
+        parameters: dict[str, Parameter],
         capture: Capture | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
@@ -71,7 +74,11 @@ class Engine:
         """
         self.config = config
         self.model_config = model_config
-        self._ops = make_ops(config.attention_backend, config.quantization)
+        self._ops = make_ops(
+            config.attention_backend,
+            config.quantization,
+            is_deterministic=config.deterministic_mode,
+        )
         self._decoder = Decoder(model_config, parameters, self._ops)
         self._adjustments = Adjustments(
             config.num_slots,
@@ -91,7 +98,7 @@ class Engine:
         self._slots = SlotTable(config.num_slots, max_blocks, size, config.device)
         words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.num_slots, config.device)
-        self._reader = TokenReader(config.num_slots, config.device)
+        self._reader = TokenReader(max(config.num_tokens_limit, config.num_slots), config.device)
         self._runner: GraphRunner | None = None
         if memory is None and config.device == "cuda":
             memory = CudaMemory()
@@ -115,7 +122,13 @@ class Engine:
         specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
             checkpoint.check(specs, ignorable_names(model_config), duplicate_names(model_config))
-            parameters = checkpoint.load(specs, config.torch_dtype, config.device, on_progress)
+            parameters = checkpoint.load(
+                specs,
+                config.torch_dtype,
+                config.device,
+                on_progress,
+                is_fp8=config.quantization == "fp8",
+            )
         with torch.inference_mode():
             return cls(config, model_config, parameters, capture)
 
@@ -174,8 +187,13 @@ class Engine:
         """True: plans may ask for `BlockCopy`."""
         return True
 
+    @property
+    def supports_drafts(self) -> bool:
+        """True: plans may have drafts."""
+        return True
+
     def execute(self, batch: ScheduledBatch) -> list[int]:
-        """One token per last context chunk, then one per generation slot, in plan order.
+        """The tokens that `ScheduledBatch` asks for, in its order.
 
         -1 stands for a row whose logits are not finite; the other rows are not affected.
         """
@@ -219,7 +237,7 @@ class Engine:
         self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        if self._runner is not None and not batch.context_chunks:
+        if self._runner is not None and not batch.runs:
             return self._replay(self._runner, batch, words, mask_source)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
@@ -251,7 +269,8 @@ class Engine:
             config.device,
         )
         backend = ATTENTION_BACKENDS[config.attention_backend]
-        return pool, backend(pool, model, self._cos_sin)
+        attention = backend(pool, model, self._cos_sin, is_deterministic=config.deterministic_mode)
+        return pool, attention
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
         """Blocks of the pool, by the rule of `kv_pool`."""
@@ -311,7 +330,30 @@ class Engine:
         slots: Sequence[int],
         mask_source: MaskSource | None,
     ) -> Tensor:
-        """Draw for ``slots``; the tokens are where the next step of their slots finds them."""
+        """Draw for ``slots``; the tokens are where the next step of their slots finds them.
+
+        Logits take room for as many rows as there may be requests: with drafts there can be more
+        rows, which then draw part by part.
+        """
+        size = self.config.num_slots
+        if len(slots) <= size:
+            return self._finish_part(hidden, sampling, slots, mask_source)
+        masks = None if mask_source is None else mask_source()
+        parts = []
+        for start in range(0, len(slots), size):
+            rows = slice(start, start + size)
+            source = None if masks is None else partial(masks_of_rows, masks, rows)
+            part = sampling.part(rows.start, rows.stop)
+            parts.append(self._finish_part(hidden[rows], part, slots[rows], source))
+        return torch.cat(parts)
+
+    def _finish_part(
+        self,
+        hidden: Tensor,
+        sampling: SamplingInputs,
+        slots: Sequence[int],
+        mask_source: MaskSource | None,
+    ) -> Tensor:
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
         has_beams = self._beams.are_in(slots)

@@ -25,6 +25,17 @@ Activation: TypeAlias = Tensor | Quantized
 """What a linear layer reads."""
 
 
+class Fp8Weight(NamedTuple):
+    """A linear's weight as it is kept: ``rows`` [rows, columns], and the dtype it answers in."""
+
+    rows: Quantized
+    dtype: torch.dtype
+
+
+Parameter: TypeAlias = Tensor | Fp8Weight
+"""A parameter of the decoder as it comes from a checkpoint."""
+
+
 class Linear:
     """``x @ weight.T + bias`` for x [num_tokens, columns] and weight [rows, columns].
 
@@ -77,17 +88,18 @@ def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 class Fp8Linear:
     """``x @ weight.T + bias`` in FP8, with a scale per row of the weight and per token.
 
-    The weight is quantised here, so its first form can be freed; each number is
-    rounded to 4 significant bits. On CUDA the product is cuBLAS's or CUTLASS's, in
+    Each number of the weight is rounded to 4 significant bits: when it is loaded (`Fp8Weight`), so
+    that no other form of it is ever kept, or here. On CUDA the product is cuBLAS's or CUTLASS's, in
     bfloat16 out; elsewhere it is taken in float32, for tests. Both dimensions of the weight must
     be multiples of 16 on CUDA (`config.resolve` sees to it).
     """
 
     __slots__ = ("_bias", "_dtype", "_weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self._dtype = weight.dtype
-        self._weight = quantize(weight)
+    def __init__(self, weight: Parameter, bias: Tensor | None = None) -> None:
+        if isinstance(weight, Tensor):
+            weight = Fp8Weight(quantize(weight), weight.dtype)
+        self._weight, self._dtype = weight
         self._bias = bias
 
     def __call__(self, x: Quantized) -> Tensor:

@@ -33,9 +33,11 @@ class PendingOutputs:
         """The same as numbers; NaN stands for a row whose logits are not finite."""
         outputs = StepOutputs()
         for ids, values in self.log_probs:
-            outputs.log_probs.update(zip(ids, values.tolist(), strict=True))
+            for request_id, value in zip(ids, values.tolist(), strict=True):
+                outputs.log_probs.setdefault(request_id, []).append(value)
         for ids, rows in self.logits:
-            outputs.generation_logits.update(zip(ids, as_array(rows), strict=True))
+            for request_id, row in zip(ids, as_array(rows), strict=True):
+                outputs.generation_logits.setdefault(request_id, []).append(row)
         outputs.context_logits += [
             ContextLogits(request_id, start, as_array(rows))
             for request_id, start, rows in self.contexts
@@ -87,7 +89,7 @@ class Observer:
         for chunk in chunks:
             if self._wants_context[chunk.slot]:
                 found.append((first, chunk))
-            first += len(chunk.tokens)
+            first += chunk.num_tokens
         return found
 
     def keep_draw(self, slots: Sequence[int], logits: Tensor, tokens: Tensor) -> None:

@@ -29,7 +29,8 @@ class Ops:
     final_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Activation]
     to_activation: Callable[[Tensor], Activation]
-    make_linear: Callable[[Tensor, Tensor | None], Callable[[Any], Tensor]]
+    make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
+    make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
     greedy: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     adjust_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
@@ -49,6 +50,7 @@ TORCH_OPS = Ops(
     silu_mul=reference.silu_mul,
     to_activation=_identity,
     make_linear=Linear,
+    make_head=Linear,
     greedy=reference.greedy,
     sample=reference.sample,
     adjust_logits=reference.adjust_logits,
@@ -58,12 +60,18 @@ TORCH_OPS = Ops(
 )
 
 
-def make_ops(backend: str, quantization: str) -> Ops:
-    """The table for an attention backend ("torch", "triton") and quantization ("none", "fp8")."""
+def make_ops(backend: str, quantization: str, *, is_deterministic: bool = False) -> Ops:
+    """The table for an attention backend ("torch", "triton") and quantization ("none", "fp8");
+    ``is_deterministic`` (triton only): with linears whose rows do not depend on the batch."""
     if backend == "triton":
         from inflight_backend.engine.triton_ops import FP8_TRITON_OPS, TRITON_OPS  # needs triton
 
-        return FP8_TRITON_OPS if quantization == "fp8" else TRITON_OPS
+        ops = FP8_TRITON_OPS if quantization == "fp8" else TRITON_OPS
+        if is_deterministic:
+            from inflight_backend.engine.deterministic import with_invariant_linears
+
+            ops = with_invariant_linears(ops, is_fp8=quantization == "fp8")
+        return ops
     return FP8_TORCH_OPS if quantization == "fp8" else TORCH_OPS
 
 

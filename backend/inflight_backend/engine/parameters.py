@@ -31,6 +31,11 @@ class ParameterSpec:
         rows = sum(source.shape[0] for source in self.sources)
         return (rows, *self.sources[0].shape[1:])
 
+    @property
+    def is_linear(self) -> bool:
+        """True for the weight of a linear in a layer: what FP8 quantises. Not the head."""
+        return self.name.startswith("layers.") and len(self.shape) == 2
+
 
 def decoder_parameters(config: ModelConfig) -> list[ParameterSpec]:
     """All parameters of the decoder, in the order in which a step uses them."""

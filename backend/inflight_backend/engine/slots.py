@@ -12,7 +12,8 @@ none, whatever runs in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
 from inflight_backend.engine.attention import AttentionInputs, HostLengths
-from inflight_backend.engine.step_buffer import NUM_COLUMNS, StepWords
+from inflight_backend.engine.slot_memory import slot_table_shapes
+from inflight_backend.engine.step_buffer import StepWords
 from inflight_scheduler import ScheduledBatch
 
 
@@ -45,6 +47,14 @@ class SamplingInputs:
     is_all_greedy: bool
     may_forbid_end: bool
 
+    def part(self, start: int, end: int) -> SamplingInputs:
+        """The rows from ``start`` to ``end``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {
+            name: value[start:end] for name, value in values.items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -66,17 +76,21 @@ class SlotTable:
     def __init__(self, num_slots: int, max_blocks: int, tokens_per_block: int, device: str) -> None:
         self._tokens_per_block = tokens_per_block
         self._padding_slot = num_slots
-        num_rows = num_slots + 1
-        self._parameters = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
-        self._block_tables = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        self._cached_lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        integers = {4: torch.int32, 8: torch.int64}
+        tables = {
+            name: torch.zeros(shape, dtype=integers[size], device=device)
+            for name, (shape, size) in slot_table_shapes(num_slots, max_blocks).items()
+        }
+        self._parameters = tables["parameters"]
+        self._block_tables = tables["block_tables"]
+        self._cached_lengths = tables["cached_lengths"]
+        self._last_tokens = tables["last_tokens"]
         self._host_lengths = np.zeros(num_slots, dtype=np.int64)
         self._host_is_greedy = np.zeros(num_slots, dtype=np.bool_)
         self._host_min_end = np.zeros(num_slots, dtype=np.int64)
 
     def set_up(self, batch: ScheduledBatch, words: StepWords) -> None:
-        """Take over the setups and the new blocks of a plan."""
+        """Take over the setups, the new blocks and the verified slots of a plan."""
         if batch.setups:
             self._parameters[words.setup_slots.long()] = words.setup_rows
         for setup in batch.setups:
@@ -86,6 +100,12 @@ class SlotTable:
             self._block_tables[words.block_slots.long(), words.block_indices.long()] = (
                 words.block_ids
             )
+        if batch.verified:
+            verified = words.verified_slots.long()
+            self._cached_lengths[verified] = words.verified_lengths.long()
+            self._last_tokens[verified] = words.verified_tokens.long()
+        for each in batch.verified:
+            self._host_lengths[each.slot] = each.num_cached
 
     def move(self, batch: ScheduledBatch, words: StepWords) -> None:
         """Carry out the moves of beams; comes before `set_up`, which adds new blocks."""
@@ -120,9 +140,11 @@ class SlotTable:
         attention = self._advance(batch, words, slots, token_slots, positions)
         return StepInputs(
             tokens=tokens,
-            sample_rows=words.sample_rows.long() if batch.context_chunks else None,
+            sample_rows=words.sample_rows.long() if batch.runs else None,
             attention=attention,
-            sampling=self.sampling(words.sample_slots.long(), *self._sampling_flags(batch)),
+            sampling=self.sampling(
+                words.sample_slots.long(), *self._sampling_flags(batch), words.sample_lags
+            ),
         )
 
     def begin_generation(self, generation_slots: Tensor) -> StepInputs:
@@ -174,7 +196,7 @@ class SlotTable:
         """Slot, id and position of every token: context chunks, then generations."""
         slots = words.generation_slots.long()
         tokens, positions = self._last_tokens[slots], self._cached_lengths[slots]
-        if not batch.context_chunks:
+        if not batch.runs:
             return slots, tokens, positions
         starts = words.query_starts.long()
         num_tokens = len(words.tokens)
@@ -201,14 +223,15 @@ class SlotTable:
         positions: Tensor,
     ) -> AttentionInputs:
         """Book the tokens of this step as cached, on both sides."""
-        num_chunks = len(batch.context_chunks)
+        runs = batch.runs
+        num_chunks = len(runs)
         generations = np.array(batch.generation_slots, dtype=np.int64)
         lengths = np.ones(num_chunks + len(generations), dtype=np.int64)
-        for index, chunk in enumerate(batch.context_chunks):
-            lengths[index] = len(chunk.tokens)
-            self._host_lengths[chunk.slot] = chunk.start + len(chunk.tokens)
+        for index, run in enumerate(runs):
+            lengths[index] = run.num_tokens
+            self._host_lengths[run.slot] = run.start + run.num_tokens
         self._host_lengths[generations] += 1
-        chunk_slots = np.array([chunk.slot for chunk in batch.context_chunks], dtype=np.int64)
+        chunk_slots = np.array([run.slot for run in runs], dtype=np.int64)
         host_contexts = self._host_lengths[np.concatenate((chunk_slots, generations))]
 
         num_context_tokens = len(words.tokens)
@@ -235,13 +258,24 @@ class SlotTable:
     def _sampling_flags(self, batch: ScheduledBatch) -> tuple[bool, bool]:
         """Whether all rows are greedy, and whether some row's end may have to wait."""
         slots = drawing_slots(batch)
-        may_forbid_end = (self._host_min_end[slots] > self._host_lengths[slots]).any()
+        most_drafts = max((len(run.drafts) for run in batch.runs), default=0)
+        may_forbid_end = (self._host_min_end[slots] > self._host_lengths[slots] - most_drafts).any()
         return bool(self._host_is_greedy[slots].all()), bool(may_forbid_end)
 
     def sampling(
-        self, slots: Tensor, is_all_greedy: bool = False, may_forbid_end: bool = True
+        self,
+        slots: Tensor,
+        is_all_greedy: bool = False,
+        may_forbid_end: bool = True,
+        lags: Tensor | None = None,
     ) -> SamplingInputs:
-        """What the next draw of ``slots`` [N] needs; the flags are on the safe side by default."""
+        """What the next draw of ``slots`` [N] needs; the flags are on the safe side by default.
+
+        ``lags`` [N], or [0] for none: see `StepWords`.
+        """
+        positions = self._cached_lengths[slots]
+        if lags is not None and len(lags):
+            positions = positions - lags
         rows = self._parameters[slots]
         floats = rows.view(torch.float32)
         return SamplingInputs(
@@ -252,7 +286,7 @@ class SlotTable:
             top_p=floats[:, columns.TOP_P],
             min_p=floats[:, columns.MIN_P],
             seeds=rows.view(torch.int64)[:, columns.SEED],
-            positions=self._cached_lengths[slots],
+            positions=positions,
             end_ids=rows[:, columns.END_ID].long(),
             min_end_positions=rows[:, columns.MIN_END_POSITION],
             is_all_greedy=is_all_greedy,
@@ -261,7 +295,7 @@ class SlotTable:
 
 
 def drawing_slots(batch: ScheduledBatch) -> list[int]:
-    """The slots that draw a token in ``batch``, in plan order."""
-    slots = [chunk.slot for chunk in batch.context_chunks if chunk.is_last]
+    """The slots of the rows that draw a token in ``batch``, in plan order."""
+    slots = [run.slot for run in batch.runs for _ in range(run.num_drawn)]
     slots += batch.generation_slots
     return slots

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.slot_memory import NUM_COLUMNS
 from inflight_backend.engine.token_reader import new_event
 from inflight_scheduler import ScheduledBatch, SlotSetup
 
@@ -22,7 +23,6 @@ from inflight_scheduler import ScheduledBatch, SlotSetup
 SEED, TEMPERATURE, TOP_K, TOP_P, END_ID, MIN_END_POSITION = 0, 2, 3, 4, 5, 6
 MIN_P, INITIAL_TOP_P, TOP_P_DECAY, TOP_P_MIN, TOP_P_RESET_ID = 7, 8, 9, 10, 11
 REPETITION_PENALTY, PRESENCE_PENALTY, FREQUENCY_PENALTY, NO_REPEAT_NGRAM_SIZE = 12, 13, 14, 15
-NUM_COLUMNS = 16
 
 _Words = npt.NDArray[np.int32]
 _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
@@ -30,11 +30,12 @@ _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepWords:
-    """The words of a plan on the device, int32, in sections.
+    """The words of a plan on the device, int32, in sections; chunks are all runs of the plan.
 
     ``generation_slots`` are the first words of the buffer. ``sample_rows`` are the packed rows of
-    the last tokens of last chunks, ``sample_slots`` the slots of all rows that draw a token: last
-    chunks, then generations.
+    all that draw a token, ``sample_slots`` their slots: last chunks (the last token and drafts),
+    then generations. ``sample_lags`` says how many tokens of its run follow each of those rows; it
+    is empty if none does.
     """
 
     generation_slots: Tensor  # [num_generations]
@@ -56,6 +57,10 @@ class StepWords:
     query_starts: Tensor  # [num_chunks + 1]
     sample_rows: Tensor  # [num_samples]
     sample_slots: Tensor
+    sample_lags: Tensor  # [num_samples] or [0]
+    verified_slots: Tensor  # [num_verified]
+    verified_lengths: Tensor
+    verified_tokens: Tensor
 
 
 class StepBuffer:
@@ -106,29 +111,22 @@ class StepBuffer:
         return StepWords(self._device[:num_generations], *views)
 
 
-def max_words(max_batch_size: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
-    """Words of the largest plan: every slot set up and moved, a chunk and a copied block, its
-    whole block table assigned (slots may share blocks, so there can be more assignments than
-    blocks), every token prompt, and the slots of generations, which always take their room."""
-    words_per_slot = NUM_COLUMNS + 14 + 3 * max_blocks_per_slot
-    return max_batch_size * words_per_slot + max_num_tokens + 1
-
-
 def _sections(batch: ScheduledBatch) -> list[_Words]:
     """The fields of `StepWords` after the first, in order, as flat arrays."""
-    chunks = batch.context_chunks
-    lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int32)
+    chunks, verified = batch.runs, batch.verified
+    lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     query_starts = np.concatenate((np.zeros(1, dtype=np.int32), lengths.cumsum(dtype=np.int32)))
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
-    is_last = np.array([chunk.is_last for chunk in chunks], dtype=np.bool_)
+    num_drawn = np.array([chunk.num_drawn for chunk in chunks], dtype=np.int32)
+    lags = _lags(num_drawn)
     generation_slots = np.array(batch.generation_slots, dtype=np.int32)
     first_generation = int(query_starts[-1])
     generation_rows = np.arange(
         first_generation, first_generation + len(generation_slots), dtype=np.int32
     )
     new_blocks = batch.new_blocks
-    tokens = [np.array(chunk.tokens, dtype=np.int32) for chunk in chunks]
+    tokens = [np.array(chunk.tokens + chunk.drafts, dtype=np.int32) for chunk in chunks]
     return [
         np.array([setup.slot for setup in batch.setups], dtype=np.int32),
         _setup_rows(batch.setups).reshape(-1),
@@ -143,8 +141,12 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         starts,
         starts + lengths,
         query_starts,
-        np.concatenate(((query_starts[1:] - 1)[is_last], generation_rows)),
-        np.concatenate((slots[is_last], generation_slots)),
+        np.concatenate((np.repeat(query_starts[1:] - 1, num_drawn) - lags, generation_rows)),
+        np.concatenate((np.repeat(slots, num_drawn), generation_slots)),
+        np.concatenate((lags, np.zeros_like(generation_slots))) if lags.any() else _NO_WORDS,
+        np.array([each.slot for each in verified], dtype=np.int32),
+        np.array([each.num_cached for each in verified], dtype=np.int32),
+        np.array([each.token for each in verified], dtype=np.int32),
     ]
 
 
@@ -152,6 +154,13 @@ def _move_columns(batch: ScheduledBatch) -> list[_Words]:
     """Slot, parent, token and block of every move."""
     moves = [(move.slot, move.parent, move.token, move.own_block) for move in batch.beam_moves]
     return list(np.array(moves, dtype=np.int32).reshape(-1, 4).T)
+
+
+def _lags(num_drawn: _Words) -> _Words:
+    """For runs that draw so many tokens: how many drafts follow each row that draws."""
+    ends = num_drawn.cumsum(dtype=np.int32)
+    rows = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)
+    return np.repeat(ends, num_drawn) - rows - 1
 
 
 def _setup_rows(setups: tuple[SlotSetup, ...]) -> _Words:

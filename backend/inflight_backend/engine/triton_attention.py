@@ -1,7 +1,8 @@
 """The attention backend in the Triton language; importing this needs triton.
 
-Context chunks and generations of a mixed step are two launches, each with the tile that suits it.
-A step of generations alone reads nothing from the host, so that a CUDA graph can hold it.
+Context chunks and generations of a mixed step are two launches, each of the kernel that suits it;
+`docs/gpu.md` gives the figures of the compiled code behind that choice. A step of generations alone
+reads nothing from the host, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from inflight_kernels.paged_attention_context import paged_attention_context
 from inflight_kernels.paged_attention_generation import paged_attention_generation
 from inflight_kernels.rope_write_kv import rope_write_kv
 
+DETERMINISTIC_SPLITS = 16
+"""Splits of a row in the deterministic mode: a row of 2,048 tokens fills 16 programs per KV head,
+as many as a batch of 8 of an 8B needs on 132 multiprocessors; a large batch pays for combining."""
+
 
 class TritonAttention:
     """Kernels on the memory of one pool, whose KV may be FP8."""
@@ -25,7 +30,11 @@ class TritonAttention:
     reads_past_the_end = False
     is_capturable = True
 
-    def __init__(self, pool: KvPool, model: ModelConfig, cos_sin: Tensor) -> None:
+    def __init__(
+        self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool = False
+    ) -> None:
+        # Then splits and tiles depend on a row's own length, not on the batch.
+        self._num_splits = DETERMINISTIC_SPLITS if is_deterministic else None
         self._pool = pool
         self._cos_sin = cos_sin
         self._eps = model.rms_norm_eps
@@ -73,7 +82,7 @@ class TritonAttention:
             inputs.context_lengths[:count],
             self._scale,
             self._windows[layer],
-            max_query_len=longest,
+            max_query_len=longest if self._num_splits is None else None,
         )
 
     def attend_generation(self, layer: int, query: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -86,6 +95,7 @@ class TritonAttention:
             inputs.context_lengths[first:],
             self._scale,
             self._windows[layer],
+            num_splits=self._num_splits,
         )
 
 

@@ -74,6 +74,10 @@ class AnswerGuides:
         """Those of ``owners`` that are guided, with their places."""
         return [(row, each) for row, each in enumerate(owners) if each.request_id in self._answers]
 
+    def is_guided(self, request_id: int) -> bool:
+        """True for a request that was added."""
+        return request_id in self._answers
+
     def __bool__(self) -> bool:
         return bool(self._answers)
 

@@ -40,6 +40,14 @@ def serve(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="Failures in a row after which a server is started again.")
     ] = _DEFAULT.max_restarts,
+    max_connection_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Age at which a gRPC connection takes no new streams; open ones may last as long "
+            "again. It ends streams that nobody reads; 0: never.",
+        ),
+    ] = _DEFAULT.max_connection_seconds,
     add: AddOption = None,
     decoupled: DecoupledOption = True,
     verbose: Annotated[
@@ -61,6 +69,7 @@ def serve(
                 parameters=parse_overrides(set_ or (), folder),
                 drain_seconds=drain_seconds,
                 max_restarts=max_restarts,
+                max_connection_seconds=max_connection_seconds,
                 is_verbose=verbose,
                 is_decoupled=decoupled,
                 models=chosen_models(add or ()),

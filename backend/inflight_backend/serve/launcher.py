@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -53,7 +52,6 @@ def run(settings: ServeSettings) -> None:
             command = _prepare(settings, install, workspace)
 
             def serve(attempt: Attempt) -> None:
-                _keep_recording(settings, attempt)
                 with BackendScratch(workspace.scratch_note) as scratch:
                     log_file = None if settings.is_verbose else workspace.log_file
                     server = _start(command, env, log_file)
@@ -61,14 +59,6 @@ def run(settings: ServeSettings) -> None:
 
             policy = RestartPolicy(settings.max_restarts)
             Supervisor(workspace, signals, policy).run(serve)
-
-
-def _keep_recording(settings: ServeSettings, attempt: Attempt) -> None:
-    """Give the recording of the server that failed another name: a new one replaces the file."""
-    name = settings.parameters.get("record_file")
-    if name and attempt.number > 1:
-        with suppress(FileNotFoundError):
-            Path(name).rename(f"{name}.{attempt.number - 1}")
 
 
 def _start(command: list[str], env: dict[str, str], log_file: Path | None) -> ServerProcess:
@@ -99,9 +89,17 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         f"--exit-timeout-secs={_EXIT_TIMEOUT_SECONDS}",
         f"--grpc-keepalive-time={_KEEPALIVE_MS}",
         f"--grpc-keepalive-timeout={_KEEPALIVE_TIMEOUT_MS}",
+        *_connection_age(settings.max_connection_seconds),
         *(f"--{name}-address={settings.host}" for name in ("http", "grpc", "metrics")),
         *(f"{option}={port}" for option, port in settings.ports.items()),
     ]
+
+
+def _connection_age(seconds: float) -> tuple[str, ...]:
+    """What ends a gRPC stream whose client never reads: nothing else in Triton notices."""
+    milliseconds = round(1000 * seconds)
+    names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
+    return tuple(f"{name}={milliseconds}" for name in names if milliseconds)
 
 
 class Run:
@@ -168,7 +166,7 @@ class Run:
             time.sleep(_POLL_SECONDS)
 
     def _drain(self) -> None:
-        """Let running requests finish within the drain time, then end them with what they have."""
+        """Let running requests finish within the drain time, then end them with an error."""
         seconds = self._settings.drain_seconds
         typer.echo(
             f"stopping: running requests may finish within {seconds:g} s (Ctrl-C: stop them now)",

@@ -12,7 +12,6 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 PARENT = Path("/tmp")
 _PATTERN = "python_env_*"
@@ -36,12 +35,7 @@ class BackendScratch:
     def __enter__(self) -> BackendScratch:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.look()
         self.release()
 

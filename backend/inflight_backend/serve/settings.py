@@ -29,7 +29,8 @@ _ANY_ADDRESS = "0.0.0.0"
 class ServeSettings:
     """One run of the launcher. ``parameters`` are the values of ``--set``, checked.
 
-    ``is_decoupled`` False: one response per request, no streaming.
+    ``max_connection_seconds``: of a gRPC connection, and again as long for the streams that are
+    still open on it; 0: for ever. ``is_decoupled`` False: one response per request, no streaming.
     """
 
     model: Path = DEMO_MODEL
@@ -40,6 +41,7 @@ class ServeSettings:
     parameters: dict[str, str] = field(default_factory=dict)
     drain_seconds: float = 30.0
     max_restarts: int = 5
+    max_connection_seconds: float = 3600.0
     is_verbose: bool = False
     is_decoupled: bool = True
     models: tuple[str, ...] = DEFAULT_MODELS

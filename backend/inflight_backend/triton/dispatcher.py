@@ -180,6 +180,7 @@ class ResponseDispatcher:
             answer.stream.send({answer.name: tensor}, is_final=True)
         except Exception:
             _logger.exception("sending an answer failed")
+            answer.stream.abandon("the answer could not be sent")
 
     def _send_stats(self, stats: list[str]) -> None:
         tensor = np.array([[text.encode() for text in stats]], dtype=np.object_)

@@ -50,7 +50,7 @@ _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-_QUESTIONS = ("why", "recording", "describe")
+_QUESTIONS = ("why", "recording", "describe", "ready")
 
 
 class Frontend:
@@ -84,9 +84,19 @@ class Frontend:
         self._inspector: Inspector | None = None
         self._why_queued = ""
         self._describe_load: Callable[[], str] = str
+        self._why_not_ready: Callable[[], str] = str
 
-    def start(self, manager: GptManager, description: ModelDescription) -> None:
-        """Connect to the batch manager; comes before the first request."""
+    def start(
+        self,
+        manager: GptManager,
+        description: ModelDescription,
+        why_not_ready: Callable[[], str] = str,
+    ) -> None:
+        """Connect to the batch manager; comes before the first request.
+
+        ``why_not_ready`` says why requests sent now will not be served; "" if they will.
+        """
+        self._why_not_ready = why_not_ready
         self._limits, self._wake = manager.limits, manager.wake
         self._max_num_sequences = manager.max_num_requests
         self._stats_json = lambda: manager.stats_json
@@ -129,10 +139,8 @@ class Frontend:
         else:
             self._wake()
 
-    def stop_all(self) -> None:
-        """Stop every request in flight and end every feed of statistics."""
-        for number in list(self._live):
-            self.stop_group(number)
+    def end_feeds(self) -> None:
+        """End every feed of statistics."""
         for feed in list(self._feeds):
             self._end_feed(feed)
 
@@ -142,8 +150,9 @@ class Frontend:
             numbers = self._groups.get(number, [number])  # the end of the stream forgets them
             stream.abort(message)
             self._stop_each(numbers)
-        for feed in list(self._feeds):
-            self._end_feed(feed)
+        self.end_feeds()
+        if self._inspector is not None:
+            self._inspector.fail_all(message)
 
     def end_overdue(self) -> None:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
@@ -242,7 +251,11 @@ class Frontend:
 
     def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         assert self._inspector is not None, "start() comes before the first request"
-        if read_flag(inputs, "describe"):
+        if read_flag(inputs, "ready"):
+            if reason := self._why_not_ready():
+                raise CapacityExceeded(reason)
+            stream.send({}, is_final=True)
+        elif read_flag(inputs, "describe"):
             self._inspector.answer_description(stream)
         elif read_flag(inputs, "recording"):
             self._inspector.answer_recording(stream)
@@ -273,9 +286,13 @@ class Frontend:
         self._dispatcher.unsubscribe(feed)
 
     def _refuse(self, stream: ResponseStream, error: Exception) -> None:
-        for error_class, code in _ERROR_CODES:
-            if isinstance(error, error_class):
-                stream.send_error(str(error), code)
-                return
+        if stream.is_closed:
+            _logger.exception("an answer could not be sent", exc_info=error)
+            stream.abandon("the answer could not be sent")
+            return
+        codes = (code for error_class, code in _ERROR_CODES if isinstance(error, error_class))
+        if (code := next(codes, None)) is not None:
+            stream.fail(str(error), code)
+            return
         _logger.exception("a request could not be read", exc_info=error)
-        stream.send_error("the request could not be read")
+        stream.fail("the request could not be read")

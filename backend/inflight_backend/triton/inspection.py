@@ -47,6 +47,8 @@ class Inspector:
         self._arrivals = arrivals
         self._dispatcher = dispatcher
         self._is_recording = threading.Lock()
+        self._waiting: set[ResponseStream] = set()  # for the loop of the batch manager
+        self._waiting_lock = threading.Lock()
 
     def answer_why(self, number: int | None, stream: ResponseStream) -> None:
         """Send why the request ``number`` waits; None for one that is not in flight."""
@@ -62,6 +64,7 @@ class Inspector:
             )
             self._dispatcher.answer(stream, "why", json.dumps(answer))
             return
+        self._wait(stream, True)
         self._manager.why(number).add_done_callback(lambda done: self._send_why(stream, done))
 
     def answer_description(self, stream: ResponseStream) -> None:
@@ -72,25 +75,39 @@ class Inspector:
         """Send the recording; `CapacityExceeded` while another one is put together."""
         if not self._is_recording.acquire(blocking=False):
             raise CapacityExceeded("another recording is being put together; try again later")
+        self._wait(stream, True)
         self._manager.recording().add_done_callback(
             lambda done: threading.Thread(
                 target=self._send_recording, args=(stream, done), name="Recording", daemon=True
             ).start()
         )
 
+    def fail_all(self, message: str) -> None:
+        """End every question that waits for the loop with an error: the loop does not move."""
+        with self._waiting_lock:
+            waiting, self._waiting = self._waiting, set()
+        for stream in waiting:
+            stream.abort(message)
+
+    def _wait(self, stream: ResponseStream, is_waiting: bool) -> None:
+        with self._waiting_lock:
+            (self._waiting.add if is_waiting else self._waiting.discard)(stream)
+
     def _send_why(self, stream: ResponseStream, done: Future[dict[str, Any]]) -> None:
+        self._wait(stream, False)
         error = done.exception()
         if error is not None:
             _logger.error("a request could not be explained", exc_info=error)
-            stream.send_error("the request could not be explained")
+            stream.fail("the request could not be explained")
         else:
             self._dispatcher.answer(stream, "why", json.dumps(done.result()))
 
     def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
+        self._wait(stream, False)
         try:
             self._dispatcher.answer(stream, "recording", "".join(done.result()))
         except Exception:
             _logger.exception("a recording could not be put together")
-            stream.send_error("the recording could not be put together")
+            stream.fail("the recording could not be put together")
         finally:
             self._is_recording.release()

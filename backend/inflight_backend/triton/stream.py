@@ -100,6 +100,14 @@ class ResponseStream:
         """End the stream with an error."""
         self._send(self._factory.error(message, code), True)
 
+    def fail(self, message: str, code: str = "INTERNAL") -> None:
+        """End the stream with an error; never raise."""
+        try:
+            self.send_error(message, code)
+        except Exception:
+            _logger.exception("an error could not be sent")
+            self.abandon(message)
+
     def abandon(self, message: str) -> None:
         """After a send that raised: try once more to end the stream, and never raise."""
         with self._lock:

@@ -8,6 +8,7 @@ thread cannot run (code that never gives the interpreter lock back), its beat st
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import threading
 import time
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _logger = logging.getLogger(__name__)
+
+_STDERR = 2
 
 BEAT_SECONDS = 1.0
 """How often the model process shows that it lives, at least."""
@@ -72,7 +75,8 @@ class Watchdog:
             return
         self._is_stalled = is_stalled
         if is_stalled:
-            _logger.error("nothing has moved for %g s", self._stall_seconds)
+            _logger.error("nothing has moved for %g s; this is where all are:", self._stall_seconds)
+            self._safely(lambda: faulthandler.dump_traceback(_STDERR))
             self._safely(self._watched.on_stall)
         else:
             _logger.warning("things move again after a stall")

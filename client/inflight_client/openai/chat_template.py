@@ -2,7 +2,8 @@
 
 The environment is the one in which `transformers` renders templates (`apply_chat_template`), since
 templates are written for it: sandboxed and immutable Jinja, blocks trimmed, loop controls, `tojson`
-without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` blocks.
+without HTML escapes, `raise_exception`, `strftime_now`, and `{% generation %}` blocks. Beyond that
+it is bounded, since a template comes with a checkpoint that somebody else has made.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from inflight_client.errors import InvalidArgument
+from inflight_client.openai.bounded_jinja import (
+    MAX_SECONDS,
+    BoundedEnvironment,
+    join_bounded,
+    time_limit,
+)
 
 _DEFAULT = "default"
 
@@ -28,7 +34,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`InvalidArgument` if ``source`` is not a Jinja template."""
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
@@ -44,14 +50,16 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt that asks for the next message; `ValueError` if the template refuses them."""
+        pieces = self._template.generate(
+            **self._special_tokens,
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+        )
         try:
-            return self._template.render(
-                **self._special_tokens,
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-            )
+            with time_limit(MAX_SECONDS):
+                return join_bounded(pieces)
         except (TemplateError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise ValueError(str(error)) from None
 

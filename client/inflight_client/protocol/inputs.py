@@ -11,7 +11,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("input_lengths", "INT32", "number of ids of the prompt that count")),
     honoured(scalar("request_output_len", "INT32", "maximum number of new tokens")),
     honoured(scalar("num_return_sequences", "INT32", "sequences to return for the prompt")),
-    ragged("draft_input_ids", "INT32", (-1,), "draft tokens for speculative decoding"),
+    honoured(ragged("draft_input_ids", "INT32", (-1,), "guesses at how the answer begins")),
     ragged("decoder_input_ids", "INT32", (-1,), "decoder prompt of an encoder-decoder model"),
     scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids"),
     ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"),
@@ -153,6 +153,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
     ),
     TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
+    TensorSpec("ready", "BOOL", (1,), "error unless requests will be served now", is_honoured=True),
     TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
     TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
     # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
@@ -182,6 +183,7 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "streaming",
         "stats",
         "describe",
+        "ready",
         "why",
         "recording",
         "text_input",

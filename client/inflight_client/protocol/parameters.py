@@ -121,6 +121,12 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "cuda_graph_mode", "bool", "true", "generation steps on a GPU are recorded and replayed"
     ),
     ParameterSpec(
+        "deterministic_mode",
+        "bool",
+        "false",
+        "answers do not depend on the batch, bit by bit; slower, needs attention_backend triton",
+    ),
+    ParameterSpec(
         "overlap_scheduler",
         "choice",
         "auto",
@@ -189,6 +195,37 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "auto",
         "what guides answers; auto: llguidance if it is installed and the model has a tokenizer",
         ("auto", "llguidance", "none"),
+    ),
+    ParameterSpec(
+        "speculative_decoding_mode",
+        "choice",
+        "none",
+        "who guesses tokens ahead; ngram: they are looked up in the text so far",
+        ("none", "ngram"),
+    ),
+    ParameterSpec(
+        "max_draft_len",
+        "int",
+        "8",
+        "draft tokens of a request in one step, draft_input_ids included",
+        minimum=0,
+        maximum=1024,
+    ),
+    ParameterSpec(
+        "max_matching_ngram_size",
+        "int",
+        "4",
+        "ngram: tokens that are compared to find an earlier place like the end of the text",
+        minimum=2,
+        maximum=64,
+    ),
+    ParameterSpec(
+        "speculative_disable_by_batch_size",
+        "int",
+        "16",
+        "ngram: nothing is guessed while more requests are active",
+        minimum=1,
+        maximum=65536,
     ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),

@@ -23,6 +23,9 @@ _logger = logging.getLogger(__name__)
 _WRITE_PERIOD_SECONDS = 0.25
 _MAX_BACKLOG = 100_000  # iterations; minutes behind: this disk will not catch up
 
+MAX_KEPT = 9
+"""So many older recordings are kept beside a new one."""
+
 
 class RecordingFile:
     """A `RecordingSink` that appends to nothing: an existing file is replaced.
@@ -91,6 +94,27 @@ class RecordingFile:
             self._has_failed = True
             self._pending.clear()
             _logger.warning("the recording %s ends here: %s", self._path, reason)
+
+
+def set_aside(path: Path) -> None:
+    """Make ``path`` free for a new recording: an older one becomes NAME.1, and NAME.1 NAME.2, ...
+
+    Whoever starts to record calls it, not who starts the process: Triton may start a model process
+    again by itself. One that holds no iteration is not kept, so that a server which fails again and
+    again does not push out what it recorded before. ``OSError`` if a file cannot be renamed.
+    """
+    if not path.is_file() or _is_without_iteration(path):
+        return
+    for number in range(MAX_KEPT, 0, -1):
+        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+        if newer.exists():
+            newer.replace(path.with_name(f"{path.name}.{number}"))
+
+
+def _is_without_iteration(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.readline(MAX_LINE_BYTES)
+        return not file.read(1)
 
 
 class RecordingReader:

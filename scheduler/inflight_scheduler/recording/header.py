@@ -162,10 +162,8 @@ def _read_chunking(fields: Any) -> ContextChunking | None:
 
 
 def _read_state(fields: Any) -> RequestState:
-    values = read_row(fields, "active", 9, 10)
-    pending_place = 0
-    if len(values) > 9:
-        pending_place = read_integer(values[9], "active", 0, MAX_NUM_REQUESTS)
+    values = [*read_row(fields, "active", 9, 11), 0, 0]
+    pending_place = read_integer(values[9], "active", 0, MAX_NUM_REQUESTS)
     numbers = [read_integer(value, "active", 0, MAX_NUM_TOKENS) for value in values[1:7]]
     orig_prompt_len, prompt_len, num_tokens, max_new_tokens, num_computed, num_pauses = numbers
     if not 1 <= orig_prompt_len <= prompt_len <= num_tokens:
@@ -186,6 +184,7 @@ def _read_state(fields: Any) -> RequestState:
         read_priority(values[7]),
         read_integer(values[8], "active", 1, 1024),
         pending_place,
+        read_integer(values[10], "active", 0, MAX_NUM_BLOCKS),
     )
 
 

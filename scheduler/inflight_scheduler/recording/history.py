@@ -155,9 +155,12 @@ class _Follower:
         before = {request.request_id: request for request in simulation.active}
         if iteration.decision is not None:
             simulation.begin(iteration)
+            simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
             self._note(index, lists, iteration)
             simulation.carry_out(lists, iteration)
+        elif iteration.is_settled:
+            simulation.settle(iteration)
         reasons = dict(iteration.ends)
         simulation.end(iteration)
         self._history.is_last_busy.append(not simulation.active)

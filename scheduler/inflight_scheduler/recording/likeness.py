@@ -24,7 +24,8 @@ MAX_STEPS = 10_000
 """Pieces that are looked at for one answer; a recording that needs more was not made by us."""
 
 _INT32 = "i"
-_MIN_REMEMBERED = 2**20  # tokens
+_MIN_TOKENS = 2**20
+_MIN_TEXTS = 2**10
 
 
 class Likeness(NamedTuple):
@@ -54,11 +55,12 @@ class _Node:
 class _Tree:
     """Texts by their beginnings, one tree per salt."""
 
-    __slots__ = ("num_tokens", "roots")
+    __slots__ = ("num_texts", "num_tokens", "roots")
 
     def __init__(self) -> None:
         self.roots: dict[bytes, _Node] = {}
         self.num_tokens = 0
+        self.num_texts = 0  # with tokens of their own; each makes two nodes at most
 
     def find(self, salt: bytes, tokens: Sequence[int], exclude: int) -> Likeness:
         """The longest beginning shared with a text of another owner than ``exclude``."""
@@ -96,6 +98,7 @@ class _Tree:
             if child is None:
                 node.children[tokens[place]] = _Node(array(_INT32, tokens[place:]), owner)
                 self.num_tokens += len(tokens) - place
+                self.num_texts += 1
                 return
             common = _num_common(child.tokens, tokens, place)
             if common < len(child.tokens):
@@ -128,15 +131,24 @@ Text: TypeAlias = tuple[bytes, Sequence[int], int]
 class TextIndex:
     """Finds how far a text agrees with earlier ones.
 
-    It remembers texts of at least four times the tokens of the KV pool: what is forgotten here
-    has long been evicted there, unless it is the text of a request that still waits. Those come
-    from ``active_texts``: salt, tokens and number of each.
+    It remembers four times as many tokens as the KV pool holds, or four times as many texts as that
+    has blocks, whichever are fewer, and forgets from twice that on: memory is bounded also where
+    texts are short. What is forgotten here has long been evicted there, since a text with a full
+    block of its own takes one, unless it is the text of a request that still waits. Those come from
+    ``active_texts``: salt, tokens and number of each.
     """
 
     def __init__(
-        self, num_pool_tokens: int, active_texts: Callable[[], Iterable[Text]] = tuple
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        active_texts: Callable[[], Iterable[Text]] = tuple,
     ) -> None:
-        self._limit = self._max_young = max(4 * num_pool_tokens, _MIN_REMEMBERED)
+        self._limits = (
+            max(4 * num_blocks * tokens_per_block, _MIN_TOKENS),
+            max(4 * num_blocks, _MIN_TEXTS),
+        )
+        self._max_tokens, self._max_texts = self._limits
         self._active_texts = active_texts
         self._young, self._old = _Tree(), _Tree()
 
@@ -147,12 +159,16 @@ class TextIndex:
             old = self._old.find(salt, tokens, number)
             found = max(found, old, key=lambda likeness: likeness.length)
         self._young.add(salt, tokens, number)
-        if self._young.num_tokens > self._max_young:
-            self._old, self._young = self._young, _Tree()
-            for text in self._active_texts():
-                self._young.add(*text)
-            self._max_young = self._young.num_tokens + self._limit
+        if self._young.num_tokens > self._max_tokens or self._young.num_texts > self._max_texts:
+            self._turn()
         return found
+
+    def _turn(self) -> None:
+        self._old, self._young = self._young, _Tree()
+        for text in self._active_texts():
+            self._young.add(*text)
+        self._max_tokens = self._young.num_tokens + self._limits[0]
+        self._max_texts = self._young.num_texts + self._limits[1]
 
     def numbers(self) -> set[int]:
         """The texts that a later one can be found to be like."""

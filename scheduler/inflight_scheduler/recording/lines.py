@@ -12,7 +12,8 @@ context chunks (id, tokens, id, tokens ...), ``p`` paused ids, ``f`` free blocks
 generates is told when it changes: ``g`` the whole list, or ``-`` who left it and ``+`` who joined
 (place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed, ``z`` 1: the one before
 it did. ``b`` 1: the user's scheduler was overruled by the default. ``l``: with block reuse, who
-goes on like which text (id, text, tokens). ``m``: which row each row of a search went on from
+goes on like which text (id, text, tokens). ``n``: drafts (id, how many, kept, tokens gained,
+id ...). ``s`` 1: overlapped, and no step ran on. ``m``: which row each row of a search went on from
 (id, row, row ...). The header is described in `header`.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
@@ -32,11 +33,13 @@ from inflight_scheduler.recording.header import Header, header_fields, read_head
 from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.records import (
     END_REASONS,
+    MAX_NUM_DRAFTS,
     MAX_NUM_REQUESTS,
     MAX_NUM_TOKENS,
     Arrival,
     Chunk,
     Decision,
+    Drafts,
     End,
     Growth,
     Iteration,
@@ -55,7 +58,7 @@ from inflight_scheduler.recording.values import (
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbm")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbmns")
 
 MAX_NUM_ROWS = 1024
 _NUM_NEEDED = 3
@@ -111,10 +114,13 @@ class LineWriter:
             content["l"] = [[growth.request_id, *growth.likeness] for growth in iteration.growths]
         if iteration.moves:
             content["m"] = [[moves.request_id, *moves.parents] for moves in iteration.moves]
+        if iteration.drafts:
+            content["n"] = [number for drafts in iteration.drafts for number in drafts]
         flags = {
             "y": iteration.has_failed,
             "z": iteration.has_lost,
             "b": iteration.is_by_default,
+            "s": iteration.is_settled,
         }
         content.update((key, 1) for key, is_set in flags.items() if is_set)
         return _dump(content)
@@ -160,6 +166,8 @@ class LineReader:
             ),
             is_by_default="b" in content,
             has_lost="z" in content,
+            drafts=_drafts(read_list(content, "n", 4 * MAX_NUM_REQUESTS)),
+            is_settled="s" in content,
             moves=tuple(_moves(fields) for fields in read_list(content, "m", MAX_NUM_REQUESTS)),
         )
         self._number, self._start_us = number, start_us
@@ -249,6 +257,20 @@ def _arrival(fields: Any) -> Arrival:
         beam_width,
         place,
         Likeness(text, length),
+    )
+
+
+def _drafts(flat: list[Any]) -> tuple[Drafts, ...]:
+    if len(flat) % 4:
+        raise RecordingError("n must hold a request, its drafts (all, kept) and its tokens in turn")
+    return tuple(
+        Drafts(
+            read_id(flat[i], "n"),
+            read_integer(flat[i + 1], "n", 1, MAX_NUM_DRAFTS),
+            read_integer(flat[i + 2], "n", 0, flat[i + 1]),
+            read_integer(flat[i + 3], "n", 0, MAX_NUM_DRAFTS + 1),
+        )
+        for i in range(0, len(flat), 4)
     )
 
 

@@ -6,6 +6,7 @@ nothing is formatted or written here. The calls of one iteration, in order::
     arrived(request) ...                     requests that were accepted
     decided(active, context, ...)            between deciding and carrying out
     carried_out(num_free_blocks)             after carrying out
+    settled()                                if no step runs on (overlapped loop)
     failed()                                 if the step brought no tokens
     lost()                                   if the step before brought none (overlapped loop)
     ended(request, error) ...                requests that ended, for whatever reason
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Protocol
 
+from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.cache_state import CacheState
 from inflight_scheduler.recording.beams import Moves, MoveWatch
 from inflight_scheduler.recording.header import Header
@@ -36,6 +38,7 @@ from inflight_scheduler.recording.records import (
     Arrival,
     Chunk,
     Decision,
+    Drafts,
     End,
     Iteration,
     RequestState,
@@ -85,11 +88,12 @@ class FlightRecorder:
         sink: RecordingSink | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         cache_state: Callable[[], CacheState | None] | None = None,
+        num_blocks_of: Callable[[int], int] = lambda _: 0,
     ) -> None:
         """``clock`` counts nanoseconds.
 
-        ``cache_state`` is that of the `BlockManager`: without it, a ring with block reuse that has
-        dropped its beginning cannot be replayed.
+        ``cache_state`` and ``num_blocks_of`` are those of the `BlockManager`: without them a ring
+        that has dropped its beginning cannot be replayed after block reuse, or after drafts.
         """
         self.settings = settings
         self._software = software
@@ -103,16 +107,18 @@ class FlightRecorder:
         self._came_ns: dict[int, int] = {}
         self._ends: list[End] = []
         self._cache_state = cache_state
+        self._num_blocks_of = num_blocks_of
         self._texts: RecordedTexts | None = None
         if settings.enable_reuse:
-            self._texts = RecordedTexts(settings.num_blocks * settings.tokens_per_block)
+            self._texts = RecordedTexts(settings.num_blocks, settings.tokens_per_block)
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
         self._generation_ids = _NO_GENERATION
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
-        self._has_failed = self._has_lost = False
+        self._has_failed = self._has_lost = self._is_settled = False
+        self._drafting: list[tuple[LlmRequest, int, int, int]] = []  # (see `_with_drafts`)
         self._is_by_default = False
         self._move_watch = MoveWatch()
         self._moves: tuple[Moves, ...] = ()
@@ -161,6 +167,8 @@ class FlightRecorder:
         ):
             self._generation_ids = tuple([request.request_id for request in generation_requests])
         self._generation = generation_requests
+        if not isinstance(active_requests, ActiveRequests) or active_requests.num_with_drafts:
+            self._drafting = _with_drafts(active_requests)
         self._decision = Decision(
             tuple([Chunk(r.request_id, r.context_chunk_size) for r in context_requests]),
             self._generation_ids,
@@ -170,6 +178,13 @@ class FlightRecorder:
     def carried_out(self, num_free_blocks: int) -> None:
         """What the decision has left of the free blocks."""
         self._num_free_blocks = num_free_blocks
+
+    def settled(self) -> None:
+        """No step runs on: all tokens are there when this iteration ends."""
+        if self._ends:
+            self._decided_ns = self._clock()
+            self._note_early_ends()
+        self._is_settled = True
 
     def failed(self) -> None:
         """The step that was decided brought no tokens."""
@@ -192,7 +207,8 @@ class FlightRecorder:
 
     def finish_iteration(self) -> None:
         """Close the record; nothing happens if nothing happened."""
-        if self._decision is None and not self._arrivals and not self._ends:
+        is_silent = self._decision is None and not self._arrivals and not self._ends
+        if is_silent and not self._is_settled:
             return
         decided_ns = self._decided_ns
         if self._decision is None:
@@ -241,10 +257,18 @@ class FlightRecorder:
             () if self._texts is None else self._texts.take_growths(),
             self._is_by_default and self._decision is not None,
             self._has_lost,
+            tuple(
+                [
+                    Drafts(request.request_id, num, num_kept, request.num_tokens - num_before)
+                    for request, num, num_kept, num_before in self._drafting
+                ]
+            ),
+            self._is_settled,
             self._moves,
         )
-        self._arrivals, self._ends, self._places, self._moves = [], [], {}, ()
-        self._has_failed = self._has_lost = False
+        self._arrivals, self._ends, self._places, self._drafting = [], [], {}, []
+        self._has_failed = self._has_lost = self._is_settled = False
+        self._moves = ()
         segment = self._segments[-1]
         segment.iterations.append(iteration)
         segment.num_numbers += _num_numbers(iteration)
@@ -298,11 +322,28 @@ class FlightRecorder:
         places = _token_places(self._running)
         states = tuple(
             [
-                RequestState.of(r, places[r.request_id] if r.num_pending_tokens else 0)
+                RequestState.of(
+                    r,
+                    places[r.request_id] if r.num_pending_tokens else 0,
+                    self._num_blocks_of(r.request_id) if _has_guessed(r) else 0,
+                )
                 for r in requests
             ]
         )
         self._segments.append(_Segment(states, mark, num_numbers=9 * len(states)))
+
+
+def _with_drafts(requests: Sequence[LlmRequest]) -> list[tuple[LlmRequest, int, int, int]]:
+    """Who has drafts: how many, how many of them run, and how many tokens there are before."""
+    return [
+        (request, request.num_draft_tokens, request.num_chunk_drafts, request.num_tokens)
+        for request in requests
+        if request.draft_tokens
+    ]
+
+
+def _has_guessed(request: LlmRequest) -> bool:
+    return request.num_verified_drafts > 0 or request.num_draft_tokens > 0
 
 
 def _token_places(decision: Decision | None) -> dict[int, int]:
@@ -331,6 +372,7 @@ def _places(
 def _num_numbers(iteration: Iteration) -> int:
     """Ids held by the record; who generates counts fully, although it is mostly shared."""
     number = 8 + 6 * len(iteration.arrivals) + 2 * len(iteration.ends)
+    number += 4 * len(iteration.drafts)
     if iteration.decision is not None:
         number += 2 * len(iteration.decision.context) + len(iteration.decision.paused)
     return number

@@ -21,6 +21,9 @@ MAX_NUM_BLOCKS = 2**22
 MAX_NUM_REQUESTS = 2**16
 """Requests in flight at once, at most (the bound of ``max_batch_size``)."""
 
+MAX_NUM_DRAFTS = 2**12
+"""Drafts of one request in one step, at most."""
+
 MAX_NUM_TOKENS = 2**24
 """Tokens of one request, at most (the bound of ``max_seq_len``)."""
 
@@ -81,7 +84,8 @@ class RequestState(NamedTuple):
     ``prompt_len`` includes what a pause has turned into prompt and ``max_new_tokens`` counts from
     there, as in `LlmRequest`. ``num_computed`` are the tokens of the context that were computed.
     ``pending_place``: the last token is that of a step which ran, at that place among its
-    tokens, from 1; 0 if no step ran for the request.
+    tokens, from 1; 0 if no step ran for the request. ``num_blocks`` it held, where drafts had taken
+    more than its tokens need; else 0.
     """
 
     request_id: int
@@ -94,9 +98,10 @@ class RequestState(NamedTuple):
     priority: float = 0.5
     beam_width: int = 1
     pending_place: int = 0
+    num_blocks: int = 0
 
     @classmethod
-    def of(cls, request: LlmRequest, pending_place: int = 0) -> RequestState:
+    def of(cls, request: LlmRequest, pending_place: int = 0, num_blocks: int = 0) -> RequestState:
         """The state of ``request`` now."""
         return cls(
             request.request_id,
@@ -109,6 +114,7 @@ class RequestState(NamedTuple):
             request.priority,
             request.beam_width,
             pending_place,
+            num_blocks,
         )
 
 
@@ -188,13 +194,26 @@ class Growth(NamedTuple):
     likeness: Likeness
 
 
+class Drafts(NamedTuple):
+    """A request had ``num_drafts`` when it was decided, of which ``num_kept`` had room.
+
+    ``num_gained`` tokens came of its step; 0 if it did not run, or not to the end of its context.
+    """
+
+    request_id: int
+    num_drafts: int
+    num_kept: int
+    num_gained: int
+
+
 class Iteration(NamedTuple):
     """One pass of the loop: arrivals, then the decision, the step, then the ends.
 
     ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
     ``has_failed`` tells of a step that brought no tokens, ``has_lost`` (overlapped) of the step
-    before, which took this one with it. ``is_by_default``: the decision of the
-    user's scheduler was refused, and the default made this one. ``moves``: how beams went on before
+    before, which took this one with it. ``is_by_default``: the decision of the user's scheduler was
+    refused, and the default made this one. ``drafts`` are of all who had some, and ``is_settled``
+    (overlapped) says that no step ran on after this iteration. ``moves``: how beams went on before
     the decision. ``growths`` are known when requests
     give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
     recording was started; ``num_free_blocks`` is after the decision was carried out.
@@ -211,4 +230,6 @@ class Iteration(NamedTuple):
     growths: tuple[Growth, ...] = ()
     is_by_default: bool = False
     has_lost: bool = False
+    drafts: tuple[Drafts, ...] = ()
+    is_settled: bool = False
     moves: tuple[Moves, ...] = ()

@@ -89,6 +89,7 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
         simulation.arrive(arrival)
     if iteration.decision is not None:
         simulation.begin(iteration)
+        simulation.draft(iteration)
         lists = simulation.decide() if simulation.active else _NOBODY
         divergence = _compare(iteration.number, iteration.decision, as_decision(lists))
         if divergence is not None:
@@ -101,6 +102,8 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
                 str(iteration.num_free_blocks),
                 str(num_free_blocks),
             )
+    elif iteration.is_settled:
+        simulation.settle(iteration)
     simulation.end(iteration)
     return None
 

@@ -1,7 +1,7 @@
 """The scheduler run again: requests without text, the same rules, the same books of blocks.
 
 `Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
-recorded ones: `arrive`, `decide`, then `carry_out` (which also runs the step), then `end`.
+recorded ones: `arrive`, `draft`, `decide`, then `carry_out` (which also runs the step), then `end`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Simulation:
         )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        self._drafting: set[int] = set()  # who had drafts at the last decision
         self._book: TextBook | None = None
         if settings.enable_reuse:
             self._book = TextBook() if cache is None else make_book(cache)
@@ -166,6 +167,32 @@ class Simulation:
         request.beams.step = BeamStep(moves.parents, step.tokens)
         self.block_manager.follow_beams(request, moves.parents)
 
+    def draft(self, iteration: Iteration) -> None:
+        """Who has drafts when ``iteration`` is decided."""
+        drafts = {each.request_id: each for each in iteration.drafts}
+        for request_id in self._drafting - drafts.keys():
+            if request_id in self._by_id:
+                self._by_id[request_id].set_draft_tokens(())
+        for each in iteration.drafts:
+            request = self._by_id.get(each.request_id)
+            if request is None:
+                raise RecordingError(f"request {each.request_id} has drafts, but it is not active")
+            self._set_drafts(request, each.num_drafts)
+            request.num_chunk_drafts = each.num_kept
+        self._drafting = set(drafts)
+
+    def _set_drafts(self, request: LlmRequest, num_drafts: int) -> None:
+        has_context_room = request.is_context_init_state and request.seq_slot is not None
+        if has_context_room and num_drafts > request.num_draft_tokens:
+            # Its first chunk, before the recording began, has taken room for them.
+            num_tokens = request.prompt_len + min(num_drafts, request.max_new_tokens)
+            num_blocks = self.block_manager.num_blocks_of(request.request_id)
+            if num_blocks * self.settings.tokens_per_block < num_tokens:
+                raise RecordingError(f"request {request.request_id} has no room for its drafts")
+            request.draft_tokens = (0,) * num_drafts
+        elif num_drafts != request.num_draft_tokens:
+            request.set_draft_tokens((0,) * num_drafts)
+
     def decide(self) -> Lists:
         """What the scheduler decides now; nothing changes but the sizes of context chunks."""
         assert self.scheduler is not None, "this simulation only follows"
@@ -207,16 +234,34 @@ class Simulation:
         batch = self.planner.plan(*lists)
         num_free_blocks = self.block_manager.num_free_blocks
         ends = {} if iteration is None else dict(iteration.ends)
-        run = self._run_overlapped if self.settings.is_overlapped else self._run
+        is_settled = iteration is not None and iteration.is_settled
+        if is_settled and self._running is not None:
+            raise RecordingError("nothing runs on after this iteration, but a step ran before it")
+        is_overlapped = self.settings.is_overlapped and not is_settled
+        run = self._run_overlapped if is_overlapped else self._run
         advanced = self._settled + run(batch, iteration, ends)
         self._settled = []
+        return Step(num_free_blocks, *self._end_by_tokens(advanced, ends))
+
+    def settle(self, iteration: Iteration) -> Step:
+        """An iteration without a decision, in which the tokens of the step that ran have come."""
+        self._grow(iteration)
+        ends = dict(iteration.ends)
+        advanced = self._run_overlapped(ScheduledBatch(iteration=0), iteration, ends)
+        num_free_blocks = self.block_manager.num_free_blocks
+        return Step(num_free_blocks, *self._end_by_tokens(advanced, ends))
+
+    def _end_by_tokens(
+        self, advanced: list[LlmRequest], ends: dict[int, str]
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """``advanced``, and those of them that end with it."""
         ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
         for request in ended:
             is_broken = ends.get(request.request_id) == NOT_FINITE
             if is_broken and isinstance(request.tokens, MadeUpText):
                 request.tokens.is_broken = True
         self.forget(ended)
-        return Step(num_free_blocks, advanced, ended)
+        return advanced, ended
 
     def _run(
         self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
@@ -225,9 +270,22 @@ class Simulation:
         if iteration is not None and iteration.has_failed:
             self._discard(batch, ends)
             return []
-        num_tokens = len(batch.generation_slots)
-        num_tokens += sum(chunk.is_last for chunk in batch.context_chunks)
-        return self.planner.update(batch, [0] * num_tokens)
+        return self.planner.update(batch, self._tokens(batch, iteration))
+
+    def _tokens(self, batch: ScheduledBatch, iteration: Iteration | None) -> list[int]:
+        """What the engine may have drawn: drafts are 0, and so are the draws that confirm them."""
+        if batch.num_drafts == 0:
+            return [0] * batch.num_drawn
+        assert iteration is not None, "there are drafts in recordings only"
+        gained = {drafts.request_id: drafts.num_gained for drafts in iteration.drafts}
+        owners = self.planner.token_owners(batch)
+        tokens: list[int] = []
+        for run in batch.runs:
+            if run.num_drawn > 0:
+                num_right = max(gained.get(owners[len(tokens)].request_id, 0) - 1, 0)
+                drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
+                tokens += drawn[: run.num_drawn]
+        return tokens + [0] * len(batch.generation_slots)
 
     def _run_overlapped(
         self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
@@ -263,7 +321,7 @@ class Simulation:
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:
         """The other ends of ``iteration``; returns the requests."""
-        if iteration.decision is None:
+        if iteration.decision is None and not iteration.is_settled:
             self._grow(iteration)
         ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
         self.forget(ended)
@@ -327,7 +385,11 @@ class Simulation:
         if text_number is None:
             request.tokens = MadeUpText(state.num_tokens)
             num_cached = max(state.prompt_len, request.num_cached_tokens)
-            blocks = self.block_manager.allocate(state.request_id, num_cached)
+            num_tokens = max(num_cached, state.num_blocks * self.settings.tokens_per_block)
+            blocks = self.block_manager.allocate(state.request_id, num_tokens)
+            has_room = has_room and state.num_blocks <= (
+                self.block_manager.get_blocks_at_completion(request)
+            )
             has_room = has_room and blocks is not None
         if not has_room:
             raise RecordingError("the requests at the start hold more than there is")

@@ -54,8 +54,8 @@ class CacheMark:
 class RecordedTexts:
     """Owner of the numbers of texts; the request ids are those of active requests."""
 
-    def __init__(self, num_pool_tokens: int) -> None:
-        self._index = TextIndex(num_pool_tokens, self._active_texts)
+    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
+        self._index = TextIndex(num_blocks, tokens_per_block, self._active_texts)
         self._num_texts = 0
         self._active: dict[int, LlmRequest] = {}
         self._likenesses: dict[int, Likeness] = {}

@@ -12,7 +12,7 @@ from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.latency import Latencies
 from inflight_scheduler.recording.records import Arrival, Iteration
-from inflight_scheduler.recording.simulation import Lists, Simulation
+from inflight_scheduler.recording.simulation import Lists, Simulation, Step
 from inflight_scheduler.request import LlmRequest
 
 MAX_NUM_JOBS = 1_000_000
@@ -111,18 +111,23 @@ class _Collector:
             latencies.arrived(arrival.request_id, came_us)
         if iteration.decision is not None:
             simulation.begin(iteration)
+            simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
             latencies.decided(lists)
             load = load_of(lists)
-            step = simulation.carry_out(lists, iteration)
-            end_us = start_us + iteration.step_us
-            for request in step.advanced:
-                latencies.advanced(request.request_id, end_us)
-            for request in step.ended:
-                self._end(request)
+            self._apply(simulation.carry_out(lists, iteration), start_us + iteration.step_us)
             if not iteration.has_failed and simulation.active:
                 self._last = (start_us, load)
+        elif iteration.is_settled:
+            self._apply(simulation.settle(iteration), start_us + iteration.step_us)
         for request in simulation.end(iteration):
+            self._end(request)
+
+    def _apply(self, step: Step, end_us: int) -> None:
+        """What a step has brought, and whom it has ended."""
+        for request in step.advanced:
+            self._workload.latencies.advanced(request.request_id, end_us)
+        for request in step.ended:
             self._end(request)
 
     def finish(self) -> RecordedWorkload:

@@ -54,6 +54,22 @@ def test_greedy_equals_transformers(variant: str, folder: Callable[[str], Path])
     assert driver.generate([Job(prompt) for prompt in prompts], 4, chunk_size=5) == expected
 
 
+def test_drafts_change_no_token(folder: Callable[[str], Path]) -> None:
+    """Runs of several tokens over a border of blocks, beside a context and a plain step; steps
+    that are replayed go on where they end."""
+    checkpoint = folder("qwen2-window")
+    prompts = make_prompts()
+    expected = [oracle_tokens(checkpoint, prompt, 6) for prompt in prompts]
+    driver = EngineDriver(load_recorded(checkpoint)[0])
+    first, second, third = jobs = [Job(prompt) for prompt in prompts]
+    driver.step({first: 0, second: 0}, (), {second: [*expected[1][:3], 0, 0]})
+    driver.step({third: 0}, [second, first], {first: expected[0][1:5], third: [0, 0]})
+    assert (len(first.generated), len(second.generated)) == (6, 5)
+    driver.step({}, [second, third])
+    for job, answer in zip(jobs, expected, strict=True):
+        assert job.generated == answer[: len(job.generated)]
+
+
 def load_recorded(checkpoint: Path) -> tuple[Engine, Rerun | None]:
     """An engine that replays: CUDA graphs on a GPU, else what stands for them."""
     capture = None if DEVICE == "cuda" else Rerun()

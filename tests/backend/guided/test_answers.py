@@ -20,14 +20,14 @@ from inflight_backend.guided import compiler as compiler_module
 from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_backend.text import TextCodec
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 from inflight_scheduler.recording.files import open_recording
 from inflight_scheduler.recording.replay import replay
 
-DEMO = Path(__file__).parents[3] / "backend" / "inflight_backend" / "demo_model"
-CODEC = TextCodec(DEMO)
+CODEC = TextCodec(DEMO_MODEL)
 END = CODEC.end_id
 BOTH = (OverlapScheduler.OFF, OverlapScheduler.ON)
 SCHEMA = {
@@ -67,7 +67,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights with the demo's tokenizer, and ids the tokenizer has not."""
     folder = write_checkpoint(tmp_path_factory.mktemp("random") / "model", vocab_size=270)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
+        shutil.copy(DEMO_MODEL / name, folder / name)
     return folder
 
 
@@ -159,7 +159,7 @@ def test_requests_without_a_guide_get_what_they_would_get_alone(random_model: Pa
 
 @pytest.mark.parametrize("folder_name", ["random", "demo"])
 def test_schemas(folder_name: str, random_model: Path) -> None:
-    folder = random_model if folder_name == "random" else DEMO
+    folder = random_model if folder_name == "random" else DEMO_MODEL
     requests = [
         ask(10 * i + j, "json_schema", json.dumps(schema), **values)
         for i, schema in enumerate(ALL_SCHEMAS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from inflight_backend.guided.guide import (
     read_guide,
 )
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.serve.settings import DEMO_MODEL
 
 
 def ask(guide_type: Any, guide: Any = None) -> InferenceRequest:
@@ -115,13 +115,12 @@ def test_without_llguidance_everything_else_runs(monkeypatch: pytest.MonkeyPatch
     from inflight_backend.errors import ConfigurationError
     from inflight_backend.guided import service
 
-    folder = Path(__file__).parents[3] / "backend" / "inflight_backend" / "demo_model"
     monkeypatch.setattr(service, "find_spec", lambda name: None)
-    made = service.GuideService(service.GuidedDecodingConfig(), folder, 270, can_mask=True)
+    made = service.GuideService(service.GuidedDecodingConfig(), DEMO_MODEL, 270, can_mask=True)
     with pytest.raises(InvalidRequest, match="llguidance is not installed"):
         made.start(Guide(GuideType.JSON))
     config = service.GuidedDecodingConfig("llguidance")
     with pytest.raises(ConfigurationError, match="guided_decoding_backend is llguidance"):
-        service.GuideService(config, folder, 270, can_mask=True)
+        service.GuideService(config, DEMO_MODEL, 270, can_mask=True)
     with pytest.raises(ConfigurationError, match="choose one of auto, llguidance, none"):
         service.GuidedDecodingConfig("xgrammar")

@@ -6,9 +6,12 @@ import io
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
-from fakes import FakeRequest, FakeSender
-from triton_harness import WAIT, Server, error_of, wait_until_queued
+import pytest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakeRequest, FakeSender
+from triton_harness import WAIT, Server, error_of, wait_until, wait_until_queued
 
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
@@ -103,3 +106,55 @@ def test_the_recording_can_be_fetched_and_replays(server: Server) -> None:
     assert str(replay(reader)) == "identical, 12 iterations (3 requests, 0 pauses)"
     again = answer_of(server.ask(recording=True), "recording")
     assert again == text
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stats": True, "streaming": False},
+        {"stop": True},
+        {"why": True},
+        {"describe": True},
+        {"recording": True},
+        {},  # refused: no prompt
+    ],
+)
+def test_an_answer_that_cannot_be_sent_is_no_silence(
+    server: Server, values: dict[str, Any]
+) -> None:
+    """A send that raises, for want of shared memory say, is followed by an error."""
+    sender = FakeSender()
+    failures = [RuntimeError("no shared memory")]
+
+    def fail_once(response: Any = None, flags: int = 0) -> None:
+        if failures:
+            raise failures.pop()
+        FakeSender.send(sender, response, flags)
+
+    sender.send = fail_once  # type: ignore[method-assign]
+    server.send("a", sender=sender, **values)
+    assert sender.is_final.wait(WAIT)
+    error_of(sender)
+
+
+def test_questions_to_a_loop_that_is_stuck_end_with_an_error(
+    make_server: MakeServer, gate: threading.Event
+) -> None:
+    is_stuck = threading.Event()
+
+    def wait(batch: ScheduledBatch) -> None:
+        if not gate.is_set():
+            is_stuck.set()
+        assert gate.wait(WAIT)
+
+    server = make_server(CountingEngine(before_step=wait), stall_seconds="0.3")
+    running = server.send("a", input_ids=[1], request_output_len=200, streaming=True)
+    assert running.has_response.wait(WAIT)
+    gate.clear()
+    assert is_stuck.wait(WAIT)
+    for sender in [server.send("a", why=True), server.send(recording=True)]:
+        assert sender.is_final.wait(WAIT)
+        assert error_of(sender)[0].startswith("the server makes no progress")
+    gate.set()
+    wait_until(server.model.is_ready)
+    assert answer_of(server.ask(recording=True), "recording")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,12 +9,13 @@ import pytest
 from fakes import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.postprocessing_model import Postprocessor
 from inflight_backend.triton.preprocessing_model import Preprocessor
 from inflight_backend.triton.text_model import read_switch, respond
 
-CODEC = TextCodec(Path(__file__).parents[3] / "backend/inflight_backend/demo_model")
+CODEC = TextCodec(DEMO_MODEL)
 BEGIN, END = 0, 1
 PREPROCESS = Preprocessor(CODEC, adds_special_tokens=True)
 POSTPROCESS = Postprocessor(CODEC, skips_special_tokens=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import WAIT, Server, error_of, ids_of, text_of
+from triton_harness import WAIT, Server, error_of, ids_of, text_of, wait_until
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
@@ -34,6 +34,24 @@ def test_tokens_stream_in_contract_shapes(server: Server) -> None:
         output_ids, sequence_length = (t.as_numpy() for t in response.output_tensors)
         assert output_ids.dtype == sequence_length.dtype == np.int32
         assert output_ids.shape == (1, 1, int(sequence_length[0, 0]))
+
+
+def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -> None:
+    values: dict[str, Any] = {
+        "input_ids": [1, 2, 3],
+        "request_output_len": 8,
+        "return_perf_metrics": True,
+    }
+    sender = server.ask(draft_input_ids=[4, 5, 6, 9], streaming=True, **values)
+    first = sender.responses[0].output_tensors[0].as_numpy()
+    assert first.reshape(-1).tolist()[:4] == [4, 5, 6, 7]  # later tokens may have joined them
+    assert ids_of(sender) == list(range(4, 12))
+    last = {t.name(): t.as_numpy().item() for t in sender.responses[-1].output_tensors[2:]}
+    assert (last["total_draft_tokens"], last["total_accepted_draft_tokens"]) == (4, 3)
+    assert last["acceptance_rate"] == 0.75
+    text, code = error_of(server.ask(draft_input_ids=[4] * 9, **values))
+    assert "'draft_input_ids' holds 9 tokens, more than max_draft_len = 8" in text
+    assert code == FakePbUtils.TritonError.INVALID_ARG
 
 
 def test_whole_answer_is_one_response_with_the_prompt(server: Server) -> None:
@@ -222,17 +240,21 @@ def test_drain_refuses_new_requests_and_finishes_running_ones(
 
 
 @pytest.mark.case(126)
-def test_the_end_of_the_drain_time_stops_what_still_runs(
+def test_the_end_of_the_drain_time_ends_what_still_runs_with_an_error(
     server: Server, gate: threading.Event
 ) -> None:
     sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
     assert sender.has_response.wait(WAIT)
     gate.clear()
     server.drain_file.write_text("stop")
-    wait_for_phase(server, "draining")
-    gate.set()
-    wait_for_phase(server, "drained")
+    wait_for_phase(server, "drained")  # though the step does not return
     assert sender.is_final.is_set()
+    error = sender.responses[-1].error
+    assert error is not None
+    assert error.code == FakePbUtils.TritonError.UNAVAILABLE
+    assert str(error) == "the server is shutting down: this answer is not complete"
+    gate.set()
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
 
 
 def wait_for_phase(server: Server, phase: str) -> None:

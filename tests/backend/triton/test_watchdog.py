@@ -123,6 +123,7 @@ def test_a_device_that_fails_every_step_is_not_ready_until_one_succeeds(
         text, _ = error_of(server.ask(input_ids=[1], request_output_len=5, streaming=True))
         assert text == "the engine failed while it ran this request"
     assert not server.model.is_ready()
+    assert error_of(server.ask(ready=True))[0] == "one step after the other fails"
     wait_until(lambda: phase_of(server) == "unhealthy")
     is_lost[0] = False
     assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
@@ -155,5 +156,9 @@ def test_the_beat_renews_the_status_file(make_server: MakeServer) -> None:
 
 def test_draining_is_not_ready(make_server: MakeServer) -> None:
     server = make_server(CountingEngine())
+    assert server.ask(ready=True).responses[0].error is None
     server.drain_file.write_text("")
     wait_until(lambda: not server.model.is_ready())
+    text, code = error_of(server.ask(ready=True))  # what a probe sees of it on every Triton
+    assert text.startswith("the server is shutting down")
+    assert code == FakePbUtils.TritonError.UNAVAILABLE

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from inflight_client.errors import InvalidArgument
+from inflight_client.openai import chat_template
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -68,6 +70,47 @@ def test_renders_as_transformers_does(name: str) -> None:
 def test_what_a_template_refuses_is_a_value_error(source: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         ChatTemplate(source, TOKENS).render(CHAT)
+
+
+@pytest.mark.case(107)
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ strftime_now.__globals__.x }}", "unsafe"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "longer",
+        ),
+        ("{% for i in range(99999) %}{{ 'x' * 500000 }}{% endfor %}", "more than"),
+        ("{{ 'x' * 10**9 }}", "result of '\\*'"),
+        ("{{ 9 ** 999999999 }}", "result of '\\*\\*'"),
+        ("{{ '%0999999999d' % 1 }}", "result of '%'"),
+        ("{{ 'x'.ljust(10**9) }}", "too long"),
+        ("{{ '{:>999999999}'.format(1) }}", "too long"),
+        ("{{ 'x' | center(10**9) }}", "too long"),
+        ("{{ ('x' * 10**6).replace('x', 'x' * 10**6) }}", "too long"),
+        ("{{ ('x' * 10**6) | replace('x', 'x' * 10**6) }}", "too long"),
+        ("{{ '%0999999999d' | format(1) }}", "too long"),
+        (
+            "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+            "{% endfor %}",
+            "result of '~'",
+        ),
+        (
+            "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}"
+            "{% endfor %}",
+            "result of '\\+'",
+        ),
+    ],
+)
+def test_hostile_templates_end_soon_and_small(
+    source: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    with pytest.raises(ValueError, match=reason):
+        ChatTemplate(source, TOKENS).render(CHAT)
+    assert sys.gettrace() is None
 
 
 def test_a_broken_template_says_where() -> None:

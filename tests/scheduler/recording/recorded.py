@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import strategies as st
 from scheduler.fake_engine import draw
 from scheduler.world import make_request
 
@@ -16,6 +17,8 @@ from inflight_scheduler import (
     BatchPlanner,
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
     FinishReason,
     LlmRequest,
     RequestScheduler,
@@ -30,6 +33,20 @@ from inflight_scheduler.recording.simulation import Lists, scheduler_of
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+
+chunkings = st.none() | st.builds(
+    ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)
+)
+small_settings = st.builds(
+    Settings,
+    policy=st.just(GUARANTEED),
+    num_blocks=st.integers(2, 16),
+    tokens_per_block=st.sampled_from([1, 2, 4]),
+    max_batch_size=st.integers(1, 8),
+    max_num_tokens=st.none() | st.integers(4, 40),
+    chunking=chunkings,
+)
+"""Of worlds in which everything soon runs short; each policy takes its turn in them."""
 
 
 class RecordedWorld:
@@ -204,5 +221,6 @@ def tiny_ring() -> Iterator[None]:
         patch.setattr(recorder_module, "SEGMENT_ITERATIONS", 5)
         patch.setattr(recorder_module, "NUM_SEGMENTS", 3)
         patch.setattr(texts, "MIN_PARTS", 3)
-        patch.setattr(likeness, "_MIN_REMEMBERED", 0)
+        patch.setattr(likeness, "_MIN_TOKENS", 0)
+        patch.setattr(likeness, "_MIN_TEXTS", 0)
         yield

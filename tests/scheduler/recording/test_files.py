@@ -9,7 +9,12 @@ import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, play
 
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.files import RecordingFile, open_recording
+from inflight_scheduler.recording.files import (
+    MAX_KEPT,
+    RecordingFile,
+    open_recording,
+    set_aside,
+)
 from inflight_scheduler.recording.lines import MAX_LINE_BYTES
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
@@ -44,6 +49,27 @@ def test_a_full_disk_ends_the_recording_with_one_warning(
     assert len(world.finished) == 100
     [record] = caplog.records
     assert "/dev/full ends here" in record.getMessage()
+
+
+def test_older_recordings_are_kept_and_few(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for number in range(MAX_KEPT + 4):
+        set_aside(path)
+        path.write_text(f"header\niteration of {number}\n")
+    kept = sorted(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    assert len(kept) == MAX_KEPT + 1
+    assert path.read_text().endswith("of 12\n")
+    assert (tmp_path / "r.jsonl.1").read_text().endswith("of 11\n")
+    assert (tmp_path / f"r.jsonl.{MAX_KEPT}").read_text().endswith("of 3\n")
+
+
+@pytest.mark.parametrize("text", ["", "header\n", "hea"])
+def test_a_recording_of_nothing_pushes_nothing_out(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(text)
+    set_aside(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["r.jsonl"]
+    set_aside(Path("/dev/full"))  # what is no file is written to as it is
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_every_pair_agrees_as_far_as_the_real_pair(
     parts: list[tuple[list[int], list[int], bool]], grows_later: bool
 ) -> None:
     """Prompts come, then answers are added, at once or when all prompts are known."""
-    index, book = TextIndex(64), TextBook()
+    index, book = TextIndex(16, 4), TextBook()
     real: list[list[int]] = []
     pending: list[tuple[int, list[int], list[int]]] = []
 
@@ -59,15 +59,15 @@ def test_every_pair_agrees_as_far_as_the_real_pair(
 
 
 def test_texts_with_other_salts_are_never_alike() -> None:
-    index = TextIndex(64)
+    index = TextIndex(16, 4)
     assert index.add(b"a", [1, 2, 3], 0) == NO_LIKENESS
     assert index.add(b"b", [1, 2, 3], 1) == NO_LIKENESS
     assert index.add(b"a", [1, 2, 4], 2) == Likeness(0, 2)
 
 
 def test_old_texts_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likeness, "_MIN_REMEMBERED", 100)
-    index = TextIndex(1)
+    monkeypatch.setattr(likeness, "_MIN_TOKENS", 100)
+    index = TextIndex(1, 1)
     index.add(b"", [1] * 20, 0)
     index.add(b"", [2] * 20, 1)
     for number in range(2, 40):
@@ -76,6 +76,16 @@ def test_old_texts_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.Mo
         assert index.add(b"", [2] * 21, 1000 + number).length >= 20
     assert index.add(b"", [1] * 20, 99) == NO_LIKENESS
     assert index._young.num_tokens + index._old.num_tokens <= 2 * 100 + 40
+
+
+@pytest.mark.case(84)
+def test_many_short_texts_are_as_few_as_blocks_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token each: by their tokens a million of them would be kept, 300 bytes each."""
+    monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
+    index = TextIndex(50, 64)
+    for number in range(5000):
+        index.add(b"", [number], number)
+    assert len(index.numbers()) <= 2 * 200 + 2
 
 
 @pytest.mark.case(112)

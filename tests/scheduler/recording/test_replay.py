@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from scheduler.recording.recorded import (
     GUARANTEED,
     MAX_UTILIZATION,
     RecordedWorld,
+    chunkings,
     play,
     read,
+    small_settings,
     tiny_ring,
 )
 from scheduler.world import make_request
@@ -23,7 +26,6 @@ from scheduler.world import make_request
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
-    ContextChunkingPolicy,
     RequestScheduler,
 )
 from inflight_scheduler.recording import recorder as recorder_module
@@ -35,19 +37,10 @@ from inflight_scheduler.recording.simulation import Simulation
 SMALL = Settings(MAX_UTILIZATION, num_blocks=12, tokens_per_block=4, max_batch_size=6)
 
 
-chunkings = st.none() | st.builds(
-    ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)
-)
-
-
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
 @hypothesis_settings(max_examples=80, deadline=None)
 @given(
-    num_blocks=st.integers(2, 16),
-    tokens_per_block=st.sampled_from([1, 2, 4]),
-    max_batch_size=st.integers(1, 8),
-    max_num_tokens=st.none() | st.integers(4, 40),
-    chunking=chunkings,
+    settings=small_settings,
     reuse=st.sampled_from([(False, False), (True, False), (True, True)]),
     seed=st.integers(0, 2**16),
     is_equal=st.booleans(),
@@ -57,25 +50,18 @@ chunkings = st.none() | st.builds(
 @pytest.mark.case(113)
 def test_replay_of_our_own_recording_is_identical(
     policy: CapacitySchedulerPolicy,
-    num_blocks: int,
-    tokens_per_block: int,
-    max_batch_size: int,
-    max_num_tokens: int | None,
-    chunking: ContextChunking | None,
+    settings: Settings,
     reuse: tuple[bool, bool],
     seed: int,
     is_equal: bool,
     is_overlapped: bool,
     fault_rate: float,
 ) -> None:
-    settings = Settings(
-        policy,
-        num_blocks,
-        tokens_per_block,
-        max_batch_size,
-        max_num_tokens,
-        chunking,
-        *reuse,
+    settings = replace(
+        settings,
+        policy=policy,
+        enable_reuse=reuse[0],
+        may_copy_blocks=reuse[1],
         is_overlapped=is_overlapped,
     )
     priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)

@@ -1,0 +1,105 @@
+"""What processes hold over time, and whether that is flat: a claim that can fail.
+
+A process grows for a while before it can be judged: the ring of the recorder fills (8,192
+iterations) and is replaced, torch and malloc keep what was needed once. So the warm-up is told
+apart from what follows, and only that is judged.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from soak_parts.server import MODEL, Footprint
+
+MAX_MB_PER_HOUR = 15.0
+"""100 bytes kept of each request would be 18 MB/h at 50 requests a second."""
+
+MIN_SECONDS = 600.0
+"""Below that a slope says nothing: one allocation of torch is more than it."""
+
+_MAX_GROWTH_MB = 100.0  # where the time is too short for a slope
+_MORE_THREADS = {MODEL: 0}  # tritonserver starts threads of its own for load and keeps them
+_MORE_DESCRIPTORS = {MODEL: 0}
+_OTHERS_MORE = 8
+
+
+@dataclass
+class Samples:
+    """Footprints over time, by program."""
+
+    points: list[tuple[float, Mapping[str, Footprint]]] = field(default_factory=list)
+
+    def add(self, at: float, footprints: Mapping[str, Footprint]) -> None:
+        """Note what the programs held at ``at`` seconds."""
+        self.points.append((at, footprints))
+
+    @property
+    def seconds(self) -> float:
+        """From the first to the last."""
+        return self.points[-1][0] - self.points[0][0] if self.points else 0.0
+
+    def describe(self, program: str) -> dict[str, Any]:
+        """First and last MB (means of a tenth of the points each), slope of a straight line."""
+        points = [(at, held[program].resident_mb) for at, held in self.points if program in held]
+        tenth = max(1, len(points) // 10)
+        fit = statistics.linear_regression([at for at, _ in points], [mb for _, mb in points])
+        return {
+            "seconds": round(points[-1][0] - points[0][0]),
+            "samples": len(points),
+            "first_mb": round(statistics.fmean(mb for _, mb in points[:tenth]), 1),
+            "last_mb": round(statistics.fmean(mb for _, mb in points[-tenth:]), 1),
+            "slope_mb_per_hour": round(fit.slope * 3600, 1),
+        }
+
+
+def judge(
+    warm_up: Samples, steady: Samples, is_warm: bool, num_requests: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The part of the report, and what is wrong.
+
+    ``is_warm``: the warm-up lasted until what fills up was full. ``num_requests``: in the steady
+    time. A slope is judged only where it means something; the report says so.
+    """
+    report: dict[str, Any] = {"is_judged": is_warm and steady.seconds >= MIN_SECONDS}
+    failures: list[str] = []
+    for program in steady.points[-1][1] if len(steady.points) > 2 else ():
+        after = steady.describe(program)
+        growth = after["last_mb"] - after["first_mb"]
+        after["bytes_per_request"] = round(growth * 2**20 / max(num_requests, 1), 1)
+        before = warm_up.describe(program) if len(warm_up.points) > 2 else None
+        report[program] = {"warm_up": before, "steady": after}
+        slope = after["slope_mb_per_hour"]
+        if report["is_judged"] and slope > MAX_MB_PER_HOUR:
+            failures.append(f"{program}: memory grows by {slope:.0f} MB/h")
+        if growth > _MAX_GROWTH_MB:
+            failures.append(f"{program}: grew by {growth:.0f} MB")
+    return report, failures
+
+
+def compare(
+    before: Mapping[str, Footprint], after: Mapping[str, Footprint]
+) -> tuple[dict[str, Any], list[str]]:
+    """Threads and descriptors of two quiet moments: what there is more of, and what is wrong."""
+    report: dict[str, Any] = {}
+    failures: list[str] = []
+    for name in before:
+        threads = after[name].num_threads - before[name].num_threads
+        descriptors = after[name].num_descriptors - before[name].num_descriptors
+        report[name] = {"threads": threads, "descriptors": descriptors}
+        if threads > _MORE_THREADS.get(name, _OTHERS_MORE):
+            failures.append(f"{name}: {threads} more threads")
+        if descriptors > _MORE_DESCRIPTORS.get(name, _OTHERS_MORE):
+            failures.append(f"{name}: {descriptors} more descriptors")
+    return report, failures
+
+
+def loads(values: Sequence[float]) -> dict[str, float]:
+    """Of the machine's load averages (one minute): least, median and most."""
+    return {
+        "min": round(min(values), 1),
+        "median": round(statistics.median(values), 1),
+        "max": round(max(values), 1),
+    }

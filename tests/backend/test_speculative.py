@@ -1,0 +1,239 @@
+"""Speculative decoding through the batch manager: the answers are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
+from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.drafting.config import SpeculativeDecodingConfig
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
+from inflight_scheduler import CapacitySchedulerPolicy
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.replay import replay
+
+NUM_NEW = 24
+NGRAM = SpeculativeDecodingConfig("ngram", max_draft_len=5, max_matching_ngram_size=3)
+ON, OFF = OverlapScheduler.ON, OverlapScheduler.OFF
+
+
+def prompts() -> list[list[int]]:
+    """Two that repeat themselves, three that do not; with lengths around borders of blocks."""
+    dice = random.Random(11)
+    unit = [dice.randrange(VOCAB_SIZE) for _ in range(5)]
+    free = [[dice.randrange(VOCAB_SIZE) for _ in range(length)] for length in (3, 8, 17)]
+    return [unit * 3, unit[1:] * 4 + unit, *free]
+
+
+DRAWS: list[dict[str, Any]] = [
+    {},
+    {"runtime_top_k": 4, "temperature": 0.4, "random_seed": 3},
+    {"runtime_top_p": 0.8, "temperature": 0.7, "random_seed": 4, "min_length": 9},
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},  # gets no drafts
+    {"stop_words_list": [[*range(20, 40)], [*range(1, 21)]]},
+]
+
+
+class TensorRecorder(Recorder):
+    """Keeps all tensors of each response, too."""
+
+    def __init__(self, requests: Sequence[InferenceRequest]) -> None:
+        super().__init__(requests)
+        self.tensors: dict[int, list[dict[str, Any]]] = {}
+
+    def send(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.tensors.setdefault(request_id, []).append({t.name: t.tensor for t in tensors})
+        super().send(request_id, tensors, is_final, error)
+
+    def joined(self, request_id: int, name: str) -> list[float]:
+        """The values of ``name`` over all responses."""
+        found = [each[name].reshape(-1) for each in self.tensors[request_id] if name in each]
+        values: list[float] = np.concatenate(found).tolist()
+        return values
+
+    def last(self, request_id: int, name: str) -> float:
+        """The one value of ``name`` in the final response."""
+        return float(self.tensors[request_id][-1][name].reshape(-1)[0])
+
+
+class Answers(NamedTuple):
+    """Tokens and log probabilities by request, and the statistics of every iteration."""
+
+    tokens: dict[int, list[int]]
+    log_probs: dict[int, list[float]]
+    recorder: TensorRecorder
+
+    def total(self, key: str) -> float:
+        """The sum of a statistic over the iterations."""
+        return float(sum(stats.get(key, 0) for stats in self.recorder.stats))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Any:
+    """8 requests, and blocks of 4 tokens for about three of them."""
+    return Engine.load(
+        folder,
+        EngineConfig(
+            device="cpu", max_batch_size=8, tokens_per_block=4, max_tokens_in_paged_kv_cache=128
+        ),
+    )
+
+
+def make_requests(**values: Any) -> list[InferenceRequest]:
+    """Every prompt with every way to draw; two thirds of them streaming."""
+    pairs = [(prompt, draw) for prompt in prompts() for draw in DRAWS]
+    return [
+        request(
+            number,
+            prompt,
+            NUM_NEW,
+            streaming=number % 3 > 0,
+            exclude_input_in_output=True,
+            return_log_probs=True,
+            return_perf_metrics=True,
+            **draw,
+            **values,
+        )
+        for number, (prompt, draw) in enumerate(pairs)
+    ]
+
+
+def run(
+    engine: Any,
+    requests: Sequence[InferenceRequest],
+    config: SpeculativeDecodingConfig,
+    policy: CapacitySchedulerPolicy = GUARANTEED,
+    overlap: OverlapScheduler = OFF,
+    **options: Any,
+) -> Answers:
+    """Answer all, then replay what was recorded."""
+    params = TrtGptModelOptionalParams(
+        max_batch_size=options.pop("max_batch_size", 8),
+        kv_cache_config=KvCacheConfig(enable_block_reuse=options.pop("reuse", True)),
+        speculative_decoding_config=config,
+        overlap_scheduler=overlap,
+        **options,
+    )
+    recorder = TensorRecorder(requests)
+    with running(recorder, engine, policy, params=params) as manager:
+        recorder.wait_for_finals(*(each.request_id for each in requests))
+        lines = manager.recording().result(timeout=30)
+        result = replay(RecordingReader(BytesIO("".join(lines).encode()), "ring"))
+    assert result.divergence is None, str(result)
+    assert recorder.stats[-1]["Used KV cache blocks"] == 0
+    errors = [error for sent in recorder.responses.values() for _, _, error in sent if error]
+    assert not errors
+    ids = [each.request_id for each in requests]
+    return Answers(
+        {i: recorder.tokens(i) for i in ids},
+        {i: recorder.joined(i, "output_log_probs") for i in ids},
+        recorder,
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Any) -> Answers:
+    """Without a draft."""
+    answers = run(engine, make_requests(), SpeculativeDecodingConfig())
+    assert answers.total("Draft Tokens") == 0
+    assert len({tuple(tokens) for tokens in answers.tokens.values()}) > 15
+    return answers
+
+
+def check_same(answers: Answers, plain: Answers) -> None:
+    assert answers.tokens == plain.tokens
+    for number, log_probs in plain.log_probs.items():
+        assert answers.log_probs[number] == pytest.approx(log_probs, abs=1e-4)
+
+
+@pytest.mark.parametrize("overlap", [OFF, ON], ids=lambda each: each.value)
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION], ids=lambda each: each.name)
+def test_looked_up_drafts_change_no_answer(
+    policy: CapacitySchedulerPolicy, overlap: OverlapScheduler, engine: Any, plain: Answers
+) -> None:
+    """As many at once as the cache holds, or too many: then drafts come and go with the crowd."""
+    num_active = 3 if policy is GUARANTEED else 8
+    answers = run(engine, make_requests(), NGRAM, policy, overlap, max_batch_size=num_active)
+    check_same(answers, plain)
+    assert 0 < answers.total("Accepted Draft Tokens") < answers.total("Draft Tokens")
+    has_paused = answers.total("Paused Requests") > 0
+    assert has_paused == (policy is MAX_UTILIZATION)
+    for number, draw in enumerate(DRAWS * 5):
+        verified = answers.recorder.last(number, "total_draft_tokens")
+        accepted = answers.recorder.last(number, "total_accepted_draft_tokens")
+        assert accepted <= verified
+        assert "repetition_penalty" not in draw or verified == 0
+        rate = answers.recorder.last(number, "acceptance_rate")
+        assert rate == pytest.approx(accepted / max(verified, 1))
+
+
+def test_the_look_up_of_transformers_gives_the_same(folder: Path, engine: Any) -> None:
+    """Its own prompt look-up, an implementation of the same method."""
+    model = load_oracle(folder)
+    num_new = 60  # by then both repeat themselves
+    expected = []
+    for prompt in (prompts()[0], prompts()[2]):
+        with torch.inference_mode():
+            text = model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=num_new,
+                min_new_tokens=num_new,
+                prompt_lookup_num_tokens=5,
+                do_sample=False,
+            )
+        expected.append(text[0, len(prompt) :].tolist())
+    requests = [
+        request(number, prompt, num_new, exclude_input_in_output=True, return_log_probs=True)
+        for number, prompt in enumerate((prompts()[0], prompts()[2]))
+    ]
+    answers = run(engine, requests, NGRAM)
+    assert [answers.tokens[0], answers.tokens[1]] == expected
+    assert answers.total("Accepted Draft Tokens") > 0
+
+
+@pytest.mark.parametrize("overlap", [OFF, ON], ids=lambda each: each.value)
+@pytest.mark.parametrize("num_right", [0, 2, 6])
+def test_the_drafts_of_a_client_change_no_answer(
+    num_right: int, overlap: OverlapScheduler, engine: Any, plain: Answers
+) -> None:
+    """Chunks of 3 tokens; one in three brings none."""
+    requests = make_requests()
+    for each in requests:
+        right = plain.tokens[each.request_id]
+        drafts = [*right[:num_right], *((token + 1) % VOCAB_SIZE for token in right[num_right:6])]
+        if each.request_id % 3:
+            each.set_tensor("draft_input_ids", np.array([drafts], dtype=np.int32))
+    answers = run(
+        engine,
+        requests,
+        SpeculativeDecodingConfig(max_draft_len=6),
+        MAX_UTILIZATION if num_right else GUARANTEED,
+        overlap,
+        enable_chunked_context=True,
+        context_chunk_unit=9,
+    )
+    check_same(answers, plain)
+    verified = {i: answers.recorder.last(i, "total_draft_tokens") for i in plain.tokens}
+    accepted = {i: answers.recorder.last(i, "total_accepted_draft_tokens") for i in plain.tokens}
+    assert all(verified[i] == 0 for i in plain.tokens if i % 3 == 0)
+    assert max(accepted.values()) == num_right
+    assert answers.total("Draft Tokens") == sum(verified.values()) > 0
+    assert answers.total("Accepted Draft Tokens") == sum(accepted.values())

@@ -1,0 +1,180 @@
+"""Recordings of steps with drafts are decided again, exactly, and can be followed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from scheduler.fake_engine import VOCAB_SIZE, draw
+from scheduler.recording.recorded import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    RecordedWorld,
+    play,
+    read,
+    tiny_ring,
+)
+
+from inflight_scheduler import ContextChunking, LlmRequest, ScheduledBatch
+from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.history import build_history
+from inflight_scheduler.recording.lines import LineReader, LineWriter
+from inflight_scheduler.recording.records import Decision, Drafts, Iteration, Settings
+from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.simulation import Lists
+from inflight_scheduler.recording.workload import read_workload
+
+
+class DraftingWorld(RecordedWorld):
+    """Some get drafts, right ones and wrong ones; then nothing overlaps (see `OverlappedSteps`)."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        super().__init__(settings)
+        self.dice = random.Random(seed)
+        self.num_accepted = 0
+        self.recorder._num_blocks_of = self.manager.num_blocks_of
+
+    def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
+        if self.running is None or self.dice.random() < 0.2:
+            self._guess()
+        if not self.active.num_with_drafts:
+            return super().iterate(stops, fault)
+        self.recorder.settled()
+        if self.running is not None:
+            before, self.running = self.running, None
+            for request in self.planner.settle(before, self._draw(before)):
+                if request.is_finished:
+                    self.end(request)
+            self.recorder.finish_iteration()
+            return [], [], []
+        is_overlapped, self.is_overlapped = self.is_overlapped, False
+        lists = super().iterate(stops, "failed" if fault else "")
+        self.is_overlapped = is_overlapped
+        return lists
+
+    def end(self, request: LlmRequest, error: str = "") -> None:
+        self.num_accepted += request.num_accepted_drafts
+        super().end(request, error)
+
+    def _guess(self) -> None:
+        budget = self.scheduler.micro_batch_scheduler.max_num_tokens or 2**20  # type: ignore[attr-defined]
+        for request in self.active:
+            is_fresh = request.is_context_init_state and request.seq_slot is None
+            if request.num_pending_tokens or not (
+                is_fresh or request.is_generation_in_progress_state
+            ):
+                continue
+            limit = budget - (request.prompt_len if is_fresh else 1)
+            text = list(request.tokens)
+            for _ in range(self.dice.randint(0, max(0, min(4, limit)))):
+                is_right = self.dice.random() < 0.7
+                text.append(draw(text, -1, 0) if is_right else self.dice.randrange(VOCAB_SIZE))
+            request.set_draft_tokens(text[request.num_tokens :])
+
+    def _draw(self, batch: ScheduledBatch) -> list[int]:
+        owners, tokens = self.planner.token_owners(batch), list[int]()
+        for run in (run for run in batch.runs if run.is_last):
+            text = owners[len(tokens)].tokens[: run.start + len(run.tokens)]
+            ends = range(len(run.drafts) + 1)
+            tokens += [draw([*text, *run.drafts[:end]], -1, 0) for end in ends]
+        plain = owners[len(tokens) :]
+        return tokens + [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in plain]
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(
+    policy=st.sampled_from([GUARANTEED, MAX_UTILIZATION]),
+    num_blocks=st.integers(3, 16),
+    tokens_per_block=st.sampled_from([1, 2, 4]),
+    max_num_tokens=st.none() | st.integers(4, 40),
+    chunking=st.none() | st.just(ContextChunking(unit_size=3)),
+    reuse=st.sampled_from([(False, False), (True, True)]),
+    seed=st.integers(0, 2**16),
+    has_faults=st.booleans(),
+    has_wrapped=st.booleans(),
+)
+def test_replay_is_identical(
+    is_overlapped: bool,
+    policy: object,
+    num_blocks: int,
+    tokens_per_block: int,
+    max_num_tokens: int | None,
+    chunking: ContextChunking | None,
+    reuse: tuple[bool, bool],
+    seed: int,
+    has_faults: bool,
+    has_wrapped: bool,
+) -> None:
+    settings = Settings(
+        policy,  # type: ignore[arg-type]
+        num_blocks,
+        tokens_per_block,
+        5,
+        max_num_tokens,
+        chunking,
+        *reuse,
+        is_overlapped=is_overlapped,
+    )
+
+    def text() -> str:
+        world = DraftingWorld(settings, seed)
+        rate = 0.05 if has_faults else 0.0
+        return play(settings, num_requests=12, seed=seed, world=world, fault_rate=rate).text
+
+    if has_wrapped:
+        with tiny_ring():
+            recording = text()
+    else:
+        recording = text()
+    result = replay(read(recording))
+    assert result.divergence is None, str(result)
+    history = build_history(read(recording))
+    assert history.num_iterations == result.num_iterations
+    read_workload(read(recording))
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_that_drafts_are_recorded_at_all(is_overlapped: bool) -> None:
+    settings = Settings(MAX_UTILIZATION, 12, 4, 5, is_overlapped=is_overlapped)
+    world = DraftingWorld(settings, 3)
+    play(settings, num_requests=20, seed=3, world=world)
+    iterations = list(read(world.text))
+    gained = [each.num_gained for iteration in iterations for each in iteration.drafts]
+    assert sum(gain - 1 for gain in gained if gain) >= world.num_accepted > 20
+    num_settled = sum(iteration.is_settled for iteration in iterations)
+    assert 0 < num_settled < len(iterations)
+    assert any(i.is_settled and i.decision is None for i in iterations) == is_overlapped
+
+
+def test_drafts_come_back_as_they_were_written() -> None:
+    writer, reader = LineWriter(), LineReader()
+    drafts = (Drafts(1, 4, 4, 3), Drafts(9, 8, 2, 0))
+    iteration = Iteration(
+        1, 2, 3, (), Decision((), (1,), ()), 4, (), drafts=drafts, is_settled=True
+    )
+    line = writer.iteration(iteration)
+    assert '"n":[1,4,4,3,9,8,2,0],"s":1' in line
+    assert reader.iteration(line) == iteration
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        ("[1,2]", "n must hold a request, its drafts"),
+        ("[1,0,0,0]", "n is 0"),
+        ("[1,2,3,0]", "n is 3"),
+        ("[1,9999999,1,1]", "must be between 1 and 4096"),
+        ("[7,1,1,1]", "request 7 has drafts, but it is not active"),
+    ],
+)
+def test_what_cannot_be(drafts: str, message: str) -> None:
+    settings = Settings(GUARANTEED, 12, 4, 6)
+    header, first, *rest = play(settings, num_requests=2).text.splitlines(keepends=True)
+    first = first.replace("}", f',"n":{drafts}}}')
+    with pytest.raises(RecordingError, match=message.replace("(", "\\(")):
+        replay(read(header + first + "".join(rest)))

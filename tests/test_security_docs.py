@@ -1,0 +1,28 @@
+"""docs/security.md names what runs in a server, with the versions that are pinned."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVELOPMENT = "dev"
+
+
+def test_every_dependency_of_a_server_is_listed_with_its_pin() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    part = project.partition("\ndependencies = [")[2].partition("\n[project.scripts]")[0]
+    for_servers = part.partition(f"\n{DEVELOPMENT} = [")[0]
+    needed = {
+        re.split(r"[\[<>=]", name)[0] for name in re.findall(r'"([a-z0-9-]+[^"]*)"', for_servers)
+    }
+    pins = dict(
+        re.findall(
+            r'^([a-z0-9-]+)==([^ \n]+)(?: ; python_version >= "3.11")?$',
+            (ROOT / "constraints.txt").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
+    )
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| ([a-z0-9-]+) \| ([0-9][^ ]*) \|", page, re.MULTILINE))
+    assert listed == {name: pins[name] for name in needed}

@@ -1,0 +1,144 @@
+"""The figures of docs/reliability.md, from the reports under benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+
+_MODEL, _SERVER = "triton_python_backend_stub", "tritonserver"
+
+
+def render() -> str:
+    """A part for each report there is."""
+    parts = [
+        part(json.loads(path.read_text(encoding="utf-8")))
+        for name, part in (("soak", _soak), ("reload", _reload), ("tiny_requests", _tiny))
+        if (path := RESULTS / f"{name}.json").exists()
+    ]
+    return "\n".join(["## Measured\n", *parts])
+
+
+def _soak(result: dict[str, Any]) -> str:
+    parts = result["policies"]
+    rows = [
+        ("load of the machine, least / median / most", *(_load(part) for part in parts)),
+        ("requests before any process was killed", *(_count(part, "load") for part in parts)),
+        ("requests while processes were killed", *(_count(part, "kills") for part in parts)),
+        ("of the first, by outcome", *(_outcomes(part["load"]) for part in parts)),
+        ("of the second", *(_outcomes(part["kills"]) for part in parts)),
+        ("final responses of a request read to its end", *(_finals(part) for part in parts)),
+        ("statistics asked beside; unanswered; slowest", *(_questions(part) for part in parts)),
+        ("leaked requests, blocks, ids, regions, files", *(_leaks(part) for part in parts)),
+        ("more threads / descriptors: model, server", *(_threads(part) for part in parts)),
+        ("model process, MB in the warm-up", *(_memory(part, _MODEL, "warm_up") for part in parts)),
+        ("model process, MB after it", *(_memory(part, _MODEL, "steady") for part in parts)),
+        ("tritonserver, MB after it", *(_memory(part, _SERVER, "steady") for part in parts)),
+        ("seconds until served again", *(_recoveries(part) for part in parts)),
+    ]
+    failures = "; ".join(result["failures"]) or "none"
+    return (
+        f"### {result['minutes']:g} minutes of mixed load\n\n"
+        f"{result['workers']} clients on {result['settings']['max_batch_size']} places and a "
+        "quarter of the KV cache that those can need. The warm-up lasts until the recorder's ring "
+        "has been replaced once; "
+        f"flat means less than {result['max_slope_mb_per_hour']:g} MB/h after it.\n\n"
+        + _table(("", *(part["policy"] for part in parts)), rows)
+        + f"\nBroken promises: **{failures}**. {_origin(result, 'soak')}\n"
+    )
+
+
+def _reload(result: dict[str, Any]) -> str:
+    growth = next(value for key, value in result.items() if key.startswith("growth_mb_since"))
+    return (
+        f"### {result['reloads']} reloads\n\n"
+        f"Load, answer, unload on a plain tritonserver: {growth:+.1f} MB of the server since the "
+        f"fifth, {result['more_threads']:+d} threads, {result['more_descriptors']:+d} descriptors, "
+        f"{result['regions_left']} regions of shared memory left; a load took "
+        f"{result['load_seconds_p50']:g} s (median; load of the machine {_load(result)}). "
+        f"Broken promises: **{'; '.join(result['failures']) or 'none'}**. "
+        f"{_origin(result, 'reload')}\n"
+    )
+
+
+def _tiny(result: dict[str, Any]) -> str:
+    memory = result["resident_mb"]
+    return (
+        f"### {result['requests']:,} requests of one token\n\n"
+        "Through the whole model process but the engine, which counts: "
+        f"{memory[0]:.1f} MB after the warm-up, {memory[-1]:.1f} MB at the end, "
+        f"{result['growth_bytes_per_request']:.2f} bytes per request. "
+        f"{_origin(result, 'tiny_requests')}\n"
+    )
+
+
+def _count(part: dict[str, Any], phase: str) -> str:
+    return f"{part[phase]['requests']:,}"
+
+
+def _load(part: dict[str, Any]) -> str:
+    load = part["load_average"]
+    return f"{load['min']:g} / {load['median']:g} / {load['max']:g}"
+
+
+def _outcomes(phase: dict[str, Any]) -> str:
+    told = [f"{count:,} {what}" for what, count in phase["outcomes"].items()]
+    return "<br>".join([*told, f"**{phase['wrong']} wrong**"])
+
+
+def _finals(part: dict[str, Any]) -> str:
+    told = []
+    for phase in ("load", "kills"):
+        finals = part[phase]["finals_per_request_read_to_its_end"]
+        told += [
+            f"{number} in {times:,} of {sum(finals.values()):,}" for number, times in finals.items()
+        ]
+    return "<br>".join(told)
+
+
+def _questions(part: dict[str, Any]) -> str:
+    asked = part["questions"]
+    return f"{asked['asked']:,}; {asked['not_answered']}; {asked['seconds_max']:g} s"
+
+
+def _leaks(part: dict[str, Any]) -> str:
+    counts = [count for count in part["leaks"].values() if isinstance(count, int)]
+    return str(sum(counts))
+
+
+def _threads(part: dict[str, Any]) -> str:
+    held = [part["leaks"][name] for name in (_MODEL, _SERVER)]
+    return ", ".join(f"{each['threads']:+d} / {each['descriptors']:+d}" for each in held)
+
+
+def _memory(part: dict[str, Any], program: str, phase: str) -> str:
+    held = part["memory"][program][phase]
+    told = f"{held['first_mb']:.0f} to {held['last_mb']:.0f} in {held['seconds'] / 60:.0f} min"
+    if phase == "warm_up":
+        return told
+    judged = "" if part["memory"]["is_judged"] else " (too short to be judged)"
+    return f"{told}, {held['slope_mb_per_hour']:+.1f} MB/h{judged}"
+
+
+def _recoveries(part: dict[str, Any]) -> str:
+    return "<br>".join(
+        f"{each['what']}: {each['seconds_until_served_again']:.0f}" for each in part["recoveries"]
+    )
+
+
+def _origin(result: dict[str, Any], name: str) -> str:
+    note = f"Note: {result['note']}. " if result.get("note") else ""
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    return (
+        f"{note}`{result['command'].partition(' --note')[0]}`, {result['date']}, commit "
+        f"{result['commit']}, {result['processor']}, {result['cores']} cores; {versions}. "
+        f"[{name}.json](../benchmarks/results/{name}.json)"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
