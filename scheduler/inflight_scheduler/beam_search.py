@@ -14,7 +14,7 @@ The search is over when W hypotheses have finished and, unless ``early_stopping`
 beat the worst of them any more: by the tokens it has now, or, with an ``early_stopping`` that is
 neither 0 nor 1 and a ``length_penalty`` above 0, by as many as it may get.
 
-It runs on the host: some ten microseconds per beam and step, and O(tokens) of copying.
+It runs on the host: some 20 to 30 us per beam and step (4 to 10 beams), and O(tokens) of copying.
 """
 
 from __future__ import annotations
