@@ -68,3 +68,15 @@ def move_beams(
                 copies.append(BlockCopy(tables[parent][-1], own_block))
             moves.append(BeamMove(slot + row, slot + parent, token, own_block))
     return moves
+
+
+def search(request: LlmRequest, candidates: Candidates, manager: BlockManager) -> None:
+    """A step has run: which beams go on, and the tables they go on with."""
+    assert request.beams is not None
+    assert request.seq_slot is not None
+    num_rows = 1 if request.beams.step is None else request.beam_width
+    slots = range(request.seq_slot, request.seq_slot + num_rows)
+    has_gone_on = request.advance_beams([candidates.get(slot, ()) for slot in slots])
+    if has_gone_on and not request.is_finished:
+        assert request.beams.step is not None
+        manager.follow_beams(request, request.beams.step.parents)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import cast
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.batch import (
@@ -45,9 +44,11 @@ from inflight_scheduler.beam_planning import (
     append_beam_blocks,
     move_beams,
     open_beams,
+    search,
     set_up_rows,
 )
 from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, slots_of
 from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
 from inflight_scheduler.slot_pool import SlotPool
 from inflight_scheduler.verification import add_verified_tokens, fitting_drafts
@@ -162,7 +163,7 @@ class BatchPlanner:
         """
         if batch.is_empty:
             return []
-        _check_num_tokens(batch, tokens)
+        check_num_tokens(batch, tokens)
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
         # Read before contexts join: the same list means that nobody has left since the plan.
@@ -226,7 +227,7 @@ class BatchPlanner:
         """
         if batch.is_empty:
             return []
-        _check_num_tokens(batch, tokens)
+        check_num_tokens(batch, tokens)
         owners = self.token_owners(batch)
         del self._planned[batch.iteration]
         self._advanced.remove(batch.iteration)
@@ -236,7 +237,7 @@ class BatchPlanner:
                 if request.beams is None:
                     request.settle_token(token)
                 else:
-                    self._search(request, candidates)
+                    search(request, candidates, self.block_manager)
                 settled.append(request)
                 if token < 0:
                     self.block_manager.forget(request.request_id)
@@ -259,7 +260,7 @@ class BatchPlanner:
 
     def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
         """A step that runs already, of which ``requests`` expect the tokens, in this order."""
-        batch = ScheduledBatch(iteration=self._iteration, generation_slots=_slots_of(requests))
+        batch = ScheduledBatch(iteration=self._iteration, generation_slots=slots_of(requests))
         self._planned[batch.iteration] = ([], list(requests))
         self._advanced.add(batch.iteration)
         return batch
@@ -338,7 +339,7 @@ class BatchPlanner:
         if request.is_last_context_chunk and request.num_chunk_drafts < request.num_draft_tokens:
             request.set_draft_tokens(request.draft_tokens[: request.num_chunk_drafts])
         num_tokens = self.block_manager.num_tokens_after_step(request)
-        self._grow(request, slot, num_tokens, new_blocks)
+        grow(request, slot, num_tokens, new_blocks, self.block_manager)
         if request.beams is not None and first_own < len(new_blocks):
             new_blocks += open_beams(request, slot, self.block_manager)
         if request.request_id in sources:
@@ -362,7 +363,7 @@ class BatchPlanner:
         if request.beams is None:
             request.add_new_token(drawn[0])
         else:
-            self._search(request, candidates)
+            search(request, candidates, self.block_manager)
         self.block_manager.store(request)
         return 1
 
@@ -377,7 +378,13 @@ class BatchPlanner:
         for request in drafting:
             slot = request.seq_slot
             assert slot is not None
-            self._grow(request, slot, self.block_manager.num_tokens_after_step(request), new_blocks)
+            grow(
+                request,
+                slot,
+                self.block_manager.num_tokens_after_step(request),
+                new_blocks,
+                self.block_manager,
+            )
             last = (request.tokens[-1],)
             start = request.num_cached_tokens
             runs.append(ContextChunk(slot, start, last, True, fitting_drafts(request)))
@@ -389,10 +396,10 @@ class BatchPlanner:
         if not self._unverified:
             return ()
         told = [request for request in requests if request.seq_slot in self._unverified]
-        self._unverified.difference_update(_slots_of(told))
+        self._unverified.difference_update(slots_of(told))
         return tuple(
             VerifiedSlot(slot, request.num_cached_tokens, request.tokens[-1])
-            for request, slot in zip(told, _slots_of(told), strict=True)
+            for request, slot in zip(told, slots_of(told), strict=True)
         )
 
     def _plan_generation(
@@ -403,12 +410,12 @@ class BatchPlanner:
         if active is not None and self._is_everybody(requests) and active.num_with_drafts == 0:
             due: Sequence[LlmRequest] = active.due_requests()
             if requests is not self._generation:
-                self._generation, self._generation_slots = requests, _slots_of(requests)
+                self._generation, self._generation_slots = requests, slots_of(requests)
             slots = self._generation_slots
         else:
             num_places_left = manager.num_places_left
             due = [r for r in requests if num_places_left(r) == 0 or r.draft_tokens]
-            slots = _slots_of(requests)
+            slots = slots_of(requests)
         for request in due:
             slot = request.seq_slot
             assert slot is not None
@@ -416,70 +423,23 @@ class BatchPlanner:
                 new_blocks += append_beam_blocks(request, slot, manager)
                 continue
             if request.draft_tokens or manager.window_size is not None:
-                self._grow(request, slot, manager.num_tokens_after_step(request), new_blocks)
+                grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
                 continue
             appended = manager.append_block(request.request_id)
-            assert appended is not None, _no_room(request, request.num_tokens, manager)
+            assert appended is not None, no_room(request, request.num_tokens, manager)
             new_blocks.append(BlockAssignment(slot, *appended))
         return slots
 
     def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
         """The step has run, and the text goes on with ``token``, or as the search has it."""
         if request.beams is not None:
-            self._search(request, candidates)
+            search(request, candidates, self.block_manager)
             return
         _drop_drafts(request)
         request.add_new_token(token)
-
-    def _search(self, request: LlmRequest, candidates: Candidates) -> None:
-        """Which beams go on, and the tables they go on with."""
-        assert request.beams is not None
-        assert request.seq_slot is not None
-        num_rows = 1 if request.beams.step is None else request.beam_width
-        slots = range(request.seq_slot, request.seq_slot + num_rows)
-        has_gone_on = request.advance_beams([candidates.get(slot, ()) for slot in slots])
-        if has_gone_on and not request.is_finished:
-            assert request.beams.step is not None
-            self.block_manager.follow_beams(request, request.beams.step.parents)
-
-    def _grow(
-        self, request: LlmRequest, slot: int, num_tokens: int, new_blocks: list[BlockAssignment]
-    ) -> None:
-        first_index = self.block_manager.num_blocks_of(request.request_id)
-        block_ids = self.block_manager.allocate(request.request_id, num_tokens)
-        assert block_ids is not None, _no_room(request, num_tokens, self.block_manager)
-        new_blocks.extend(
-            BlockAssignment(slot, index, block_id)
-            for index, block_id in enumerate(block_ids, start=first_index)
-        )
-
-
-def _check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
-    if len(tokens) != batch.num_drawn:
-        raise ValueError(
-            f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
-            f"expected {batch.num_drawn}"
-        )
 
 
 def _drop_drafts(request: LlmRequest) -> None:
     """The step has verified them."""
     if request.draft_tokens:
         request.set_draft_tokens(())
-
-
-def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
-    return (
-        f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
-        f"{block_manager.num_free_blocks} blocks are free"
-    )
-
-
-def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
-    slots = tuple([request.seq_slot for request in requests])
-    assert None not in slots, "somebody generates without a slot"
-    slots = cast("tuple[int, ...]", slots)
-    if requests and requests[0].beams is not None:  # then all of them have as many
-        num_rows = requests[0].num_rows
-        return tuple([row for slot in slots for row in range(slot, slot + num_rows)])
-    return slots

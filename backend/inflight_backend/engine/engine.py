@@ -40,6 +40,7 @@ from inflight_backend.engine.parameters import (
     duplicate_names,
     ignorable_names,
 )
+from inflight_backend.engine.restrictions import restrict, send_masks
 from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
@@ -47,7 +48,7 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks, masks_of_rows
+from inflight_backend.step_outputs import MaskSource, StepOutputs, masks_of_rows
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -362,8 +363,8 @@ class Engine:
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
-        masks = None if mask_source is None else self._send_masks(mask_source())
-        self._restrict(logits, sampling, masks)
+        masks = None if mask_source is None else send_masks(mask_source(), self.config.device)
+        restrict(logits, sampling, masks, self._ops)
         if has_beams:
             self._beams.keep(slots, logits, sampling.temperature, self._observer)
             own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
@@ -380,7 +381,7 @@ class Engine:
         if len(hidden) == 0:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
         logits = self._decoder.logits(hidden)
-        self._restrict(logits, sampling, None)
+        restrict(logits, sampling, None, self._ops)
         tokens = self._choose(logits, sampling, has_min_p=False)
         self._slots.store(sampling.slots, tokens)
         return tokens
@@ -391,13 +392,6 @@ class Engine:
         slots, parents = words.move_slots.long(), words.move_parents.long()
         positions = self._slots.lengths(slots)
         self._adjustments.move(slots, parents, words.move_tokens.long(), positions)
-
-    def _restrict(self, logits: Tensor, sampling: SamplingInputs, masks: Tensor | None) -> None:
-        """Put -inf at what rows may not draw now, in place."""
-        if sampling.may_forbid_end:
-            _forbid_end(logits, sampling)
-        if masks is not None:
-            self._ops.mask_logits(logits, masks)  # last: a token they force is drawn
 
     def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
         """A token for every row of logits [num_samples, vocab], which may be changed."""
@@ -412,13 +406,6 @@ class Engine:
             sampling.positions,
             sampling.min_p if has_min_p else None,
         )
-
-    def _send_masks(self, masks: TokenMasks) -> Tensor:
-        """To the device, without waiting for it."""
-        tensor = torch.from_numpy(masks)
-        if self.config.device == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.config.device, non_blocking=True)
 
     def _record_forward(self, slots: Tensor) -> Tensor:
         """What is recorded: the decoder, for generations in ``slots`` [B] int32."""
@@ -443,13 +430,3 @@ class Engine:
         except RuntimeError:
             _logger.warning("generation steps cannot be recorded and run eagerly", exc_info=True)
             return None
-
-
-def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
-    """Put -inf at the end id of rows whose next token comes before their minimum, in place."""
-    end_ids = sampling.end_ids
-    is_forbidden = (end_ids >= 0) & (end_ids < logits.shape[1])
-    is_forbidden &= sampling.positions < sampling.min_end_positions
-    columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]
-    kept = logits.gather(1, columns)
-    logits.scatter_(1, columns, kept.masked_fill(is_forbidden[:, None], -torch.inf))
