@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,18 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Of the largest pieces of work, first to last: with several processes these start first, so that no
-# process waits for another's at the end.
+# The largest pieces of work: with several processes they start first, so that no process waits for
+# another's at the end.
 _FIRST = ("e2e", "test_compile.py", "engine", "kernels")
+
+
+def pytest_configure() -> None:
+    """No deadline for the examples of a property: how long one takes is a fact of the machine."""
+    with suppress(ImportError):
+        from hypothesis import settings
+
+        settings.register_profile("tests", deadline=None)
+        settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
