@@ -45,7 +45,7 @@ class Recorder:
         self.events: list[str] = []
         self.stops: set[int] = set()
         self.stats: list[dict[str, Any]] = []
-        self.tensors: dict[int, list[dict[str, Any]]] = {}
+        self.named_tensors: dict[int, list[dict[str, Any]]] = {}
         self.done = threading.Condition()
         self.on_response: Callable[[int, bool], None] = lambda request_id, is_final: None
 
@@ -64,7 +64,7 @@ class Recorder:
         ids = [i for t in tensors if t.name == "output_ids" for i in t.tensor.reshape(-1).tolist()]
         with self.done:
             self.responses.setdefault(request_id, []).append((ids, is_final, error))
-            self.tensors.setdefault(request_id, []).append({t.name: t.tensor for t in tensors})
+            self.named_tensors.setdefault(request_id, []).append({t.name: t.tensor for t in tensors})
             self.on_response(request_id, is_final)
             self.done.notify_all()
 

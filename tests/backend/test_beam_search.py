@@ -182,7 +182,7 @@ def answers(
     requests.insert(3, request(99, PROMPT, 12))
     recorder = run(folder, requests, *arguments, **params)
     assert len(recorder.tokens(99)) == 12
-    return [beams_of(recorder.tensors[i][-1]) for i in range(len(CASES))], recorder.stats
+    return [beams_of(recorder.named_tensors[i][-1]) for i in range(len(CASES))], recorder.stats
 
 
 def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
@@ -211,7 +211,7 @@ def test_log_probs_are_those_the_beams_were_chosen_by(folder: Path) -> None:
     case = Case(3, 6, length_penalty=1.0)
     beams, scores = search(folder, case, None)
     made = make_request(0, case, None, return_log_probs=True, return_num_output_tokens=True)
-    tensors = run(folder, [made]).tensors[0][-1]
+    tensors = run(folder, [made]).named_tensors[0][-1]
     assert beams_of(tensors) == beams
     log_probs, sums = tensors["output_log_probs"], tensors["cum_log_probs"]
     assert log_probs.shape == (1, 3, 6)
@@ -226,7 +226,7 @@ def test_a_stream_tells_all_beams_so_far_and_a_pause_repeats_none(folder: Path) 
     recorder = run(folder, requests, MAX_UTILIZATION, 84)
     assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
     for request_id, case in enumerate(cases):
-        responses = [beams_of(each) for each in recorder.tensors[request_id]]
+        responses = [beams_of(each) for each in recorder.named_tensors[request_id]]
         assert responses[-1] == search(folder, case, None)[0]
         lengths = [{len(beam) for beam in beams} for beams in responses]
         assert lengths == [{length} for length in range(1, case.num_new + 1)]
@@ -242,7 +242,7 @@ def test_whole_answers_begin_with_the_prompt_and_are_padded(
     requests[1].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
     recorder = run(folder, requests)
     for request_id, num_beams, pad_id in ((0, 4, -1), (1, 3, 7)):
-        ids = recorder.tensors[request_id][0]["output_ids"][0]
+        ids = recorder.named_tensors[request_id][0]["output_ids"][0]
         assert len({len(beam) for beam in beams[:num_beams]}) > 1, "there is something to pad"
         padding = [[pad_id] * (ids.shape[1] - len(case.prompt) - len(beam)) for beam in beams]
         rows = zip(beams[:num_beams], padding, strict=False)
@@ -275,7 +275,7 @@ def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
 def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:
     made = make_request(0, CASES[5], None, streaming=True)
     recorder = run(folder, [made], stop_at=4)
-    last, before = recorder.tensors[0][-1], recorder.tensors[0][-2]
+    last, before = recorder.named_tensors[0][-1], recorder.named_tensors[0][-2]
     assert last["finish_reason"].tolist() == [[b"cancelled"]]
     assert [len(beam) for beam in beams_of(last)] == [4, 4, 4]
     assert beams_of(last) == beams_of(before)
@@ -286,7 +286,7 @@ def test_stop_words_end_a_beam_as_an_end_id_does_but_belong_to_it(folder: Path) 
     free, _ = search(folder, case, None)
     word = free[0][2:4]
     made = make_request(0, case, None, stop_words_list=[word, [2, -1]])
-    beams = beams_of(run(folder, [made]).tensors[0][-1])
+    beams = beams_of(run(folder, [made]).named_tensors[0][-1])
     assert free[0][:4] in beams
     for beam in beams:
         assert all(beam[i : i + 2] != word for i in range(len(beam) - 2)), "nothing follows it"

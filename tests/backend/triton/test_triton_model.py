@@ -356,7 +356,7 @@ def test_load_failure_is_one_line_in_the_status_file(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     with pytest.raises(RuntimeError, match="max_beam_width"):
-        Server(tmp_path, CountingEngine(), max_beam_width="9")
+        Server(tmp_path, CountingEngine(), max_beam_width="65")
     status = read_status(tmp_path / "status.json")
     assert status is not None
     assert status.phase == "failed"
