@@ -64,7 +64,9 @@ class Recorder:
         ids = [i for t in tensors if t.name == "output_ids" for i in t.tensor.reshape(-1).tolist()]
         with self.done:
             self.responses.setdefault(request_id, []).append((ids, is_final, error))
-            self.named_tensors.setdefault(request_id, []).append({t.name: t.tensor for t in tensors})
+            self.named_tensors.setdefault(request_id, []).append(
+                {t.name: t.tensor for t in tensors}
+            )
             self.on_response(request_id, is_final)
             self.done.notify_all()
 
