@@ -95,6 +95,8 @@ class RecordedTexts:
             return  # it ended before it was registered
         if is_last:
             del self._active[request.request_id]
+        if request.beams is not None:
+            return  # only its prompt is kept
         if request.tokens[-1] < 0:
             return
         self._keep(request)
