@@ -9,6 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PYTEST_PROCESSES := -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
+LOAD_TOOLS := $(VENV)/load-tools/.stamp
 STEP = @printf '\n==> %s\n'
 
 .DEFAULT_GOAL := help
@@ -26,7 +27,7 @@ demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, s
 serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: lint  ## everything CI runs; PYTEST_ARGS='-n 0 -k name' passes options to pytest
+test: lint $(LOAD_TOOLS)  ## everything CI runs; PYTEST_ARGS='-n 0 -k name' passes options to pytest
 	$(STEP) pytest
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
@@ -94,4 +95,11 @@ $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
 	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,openai,dev]'
+	@touch $@
+
+# In a folder of their own, which only their processes see: they are no part of the project.
+$(LOAD_TOOLS): load-tools.txt $(DEVELOPMENT)
+	@echo 'Installing perf_analyzer and genai-perf for the tests'
+	@rm -rf $(VENV)/load-tools
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/load-tools -r load-tools.txt
 	@touch $@

@@ -1,8 +1,9 @@
-"""Everything we claim of a GPU, in one command: checks, ceilings, K1-K3, E1-E3, O1.
+"""Everything we claim of a GPU, in one command: checks, ceilings, K1-K3, E1-E4, O1.
 
     python benchmarks/gpu.py              all parts, at most 9 minutes, made for one H200
     python benchmarks/gpu.py --quick      at most 3 minutes: ceilings, checks, E1 and O1, some of K1
     python benchmarks/gpu.py --parts E3   one part with all the time to itself
+    python benchmarks/gpu.py --parts tiles   the ranked attention tiles, for benchmarks.best_tiles
     python benchmarks/gpu.py --dry-run    every part on a CPU with tiny shapes; reports no figures
 
 Each part is a process of its own with a time limit: one that fails, hangs or breaks the CUDA
@@ -27,19 +28,21 @@ ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 
 # Name -> module and function of `gpu_parts`; seconds of a full run and of a quick one (0: left
-# out). Sums: 525 and 170. What later work depends on most comes first.
+# out). Sums: 530 and 170. What later work depends on most comes first; time that a part leaves
+# over goes to the parts behind it, and the whole run ends in time whatever a part does.
 PARTS = {
     "ceilings": ("ceilings.rows", 35, 20),
     "checks": ("checks.rows", 70, 50),
-    "E1/O1": ("steps.rows", 85, 70),
-    "K1": ("kernel_rows.generation_attention", 55, 30),
-    "E3": ("offline.inflight", 115, 0),
-    "E2": ("offline.static", 85, 0),
-    "E4": ("offline.ragged", 60, 0),
+    "E1/O1": ("steps.rows", 80, 70),
+    "K1": ("kernel_rows.generation_attention", 50, 30),
+    "E3": ("offline.inflight", 100, 0),
+    "E2": ("offline.static", 75, 0),
     "K2": ("kernel_rows.context_attention", 35, 0),
-    "K3": ("kernel_rows.token_kernels", 45, 0),
+    "E4": ("offline.ragged", 50, 0),
+    "K3": ("kernel_rows.token_kernels", 35, 0),
+    "tiles": ("kernel_rows.tiles", 0, 0),  # only when named
 }
-_FULL_SECONDS = 525
+_FULL_SECONDS, _QUICK_SECONDS = 530, 170
 
 Row = dict[str, Any]
 
@@ -59,10 +62,11 @@ def main() -> None:
     from gpu_parts.report import describe, write
 
     report: dict[str, Any] = {**describe(options.dry_run, "gpu.py"), "parts": {}}
-    for name in options.parts or PARTS:
-        seconds = _seconds(name, options)
-        if seconds == 0:
-            continue
+    names = [name for name in options.parts or PARTS if _seconds(name, options) > 0]
+    stop_at = time.monotonic() + (_QUICK_SECONDS if options.quick else _FULL_SECONDS)
+    for number, name in enumerate(names):
+        later = sum(_seconds(other, options) for other in names[number + 1 :])
+        seconds = max(_seconds(name, options), stop_at - time.monotonic() - later)
         start = time.monotonic()
         run = run_part if options.dry_run else run_isolated
         rows = list(run(name, options, seconds))
@@ -82,8 +86,11 @@ def _seconds(name: str, options: argparse.Namespace) -> float:
     """Time limit of a part, 0 to leave it out. Parts that are named share the whole time."""
     _, full, quick = PARTS[name]
     if options.parts:
-        return full * _FULL_SECONDS / sum(PARTS[part][1] for part in options.parts)
-    return quick if options.quick and not options.dry_run else full
+        shares = {part: PARTS[part][1] or _FULL_SECONDS for part in options.parts}
+        return _FULL_SECONDS * shares[name] / sum(shares.values())
+    if options.dry_run:
+        return full or 1
+    return quick if options.quick else full
 
 
 def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:

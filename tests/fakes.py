@@ -7,9 +7,9 @@ request is visible in the answer. The real engine and the real server have tests
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -118,25 +118,53 @@ class FakeResponse:
     error: FakeTritonError | None = None
 
 
+class FakeMetric:
+    """``pb_utils.Metric``: the last value, and everything a histogram was given."""
+
+    def __init__(self, family: FakeMetricFamily, key: str) -> None:
+        self._family = family
+        self._key = key
+
+    def set(self, value: float) -> None:
+        """Of a gauge."""
+        self._family.values[self._key] = value
+
+    def observe(self, value: float) -> None:
+        """Of a histogram."""
+        self._family.observed.append(value)
+
+
 class FakeMetricFamily:
-    """``pb_utils.MetricFamily``; remembers the last value of each metric."""
+    """``pb_utils.MetricFamily``; remembers what its metrics were told."""
 
     GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         self.name = name
+        self.kind = kind
         self.values: dict[str, float] = {}
+        self.observed: list[float] = []
+        self.buckets: list[float] = []
         FakePbUtils.families[name] = self
 
-    def Metric(self, labels: dict[str, str]) -> Any:
-        """A metric of this family."""
-        family, key = self, ",".join(f"{k}={v}" for k, v in labels.items())
+    def Metric(self, labels: dict[str, str], buckets: Sequence[float] = ()) -> FakeMetric:
+        """A metric of this family; only histograms have buckets."""
+        assert (self.kind == self.HISTOGRAM) == bool(buckets)
+        self.buckets = list(buckets)
+        return FakeMetric(self, ",".join(f"{k}={v}" for k, v in labels.items()))
 
-        class Gauge:
-            def set(self, value: float) -> None:
-                family.values[key] = value
 
-        return Gauge()
+class FakeLogger:
+    """``pb_utils.Logger``; keeps the lines."""
+
+    lines: ClassVar[list[str]] = []
+
+    @classmethod
+    def log_verbose(cls, line: str) -> None:
+        """A line that Triton writes when it is verbose."""
+        cls.lines.append(line)
 
 
 class FakePbUtils:
@@ -148,6 +176,7 @@ class FakePbUtils:
     TritonModelException = RuntimeError
     InferenceResponse = FakeResponse
     MetricFamily = FakeMetricFamily
+    Logger = FakeLogger
     families: dict[str, FakeMetricFamily]
 
 

@@ -14,13 +14,19 @@ from manager_harness import Recorder, request, running
 
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.triton.metrics import FAMILIES
+from inflight_client.protocol import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
-    "tool", ["write_protocol_docs.py", "write_performance_docs.py", "write_reliability_docs.py"]
+    "tool",
+    [
+        "write_protocol_docs.py",
+        "write_performance_docs.py",
+        "write_reliability_docs.py",
+        "write_compatibility_docs.py",
+    ],
 )
 def test_written_pages_are_up_to_date(tool: str) -> None:
     command = [sys.executable, f"tools/{tool}", "--check"]
@@ -70,7 +76,7 @@ def test_links_of_the_pages_lead_somewhere() -> None:
 
 def test_alerts_of_the_operations_page_name_metrics_that_exist() -> None:
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    families = {name: (label, values) for name, label, values, _ in FAMILIES}
+    families = {family.name: (family.label, family.values) for family in METRICS}
     used = re.findall(r"(nv_trt_llm_\w+)\{(\w+)=\"(\w+)\"\}", page)
     assert len(used) >= 4
     for name, label, value in used:

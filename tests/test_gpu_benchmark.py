@@ -113,10 +113,13 @@ def test_a_part_stops_when_its_time_is_over(
 
 
 def test_times_add_up(gpu: ModuleType) -> None:
-    assert sum(gpu._seconds(name, options()) for name in gpu.PARTS) <= 540
+    full = options(dry_run=False)
+    assert sum(gpu._seconds(name, full) for name in gpu.PARTS) <= gpu._FULL_SECONDS <= 540
     quick = options(quick=True, dry_run=False)
     assert sum(gpu._seconds(name, quick) for name in gpu.PARTS) <= 180
-    assert gpu._seconds("E3", options(parts=["E3"])) == 525
+    alone = options(parts=["E3"], dry_run=False)
+    assert gpu._seconds("E3", alone) == gpu._seconds("tiles", options(parts=["tiles"])) == 530
+    assert gpu._seconds("tiles", options(dry_run=False)) == 0, "only when it is named"
 
 
 def test_ceilings_are_the_largest_that_were_measured(gpu: ModuleType) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "performance.md"
+from page import ROOT, table, write_or_check
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 Result = dict[str, Any]
@@ -55,7 +53,7 @@ def serving(result: Result) -> str:
         "The demo model, once through tritonserver over HTTP and once with the callbacks of "
         "`GptManager` alone.\nServer, model process and client share the cores, so the ratio at "
         "many streams is mostly the price of\nrunning all three on two cores.\n\n"
-    ) + _table(head, rows)
+    ) + table(head, rows, is_numeric=True)
 
 
 def cpu_engine(result: Result) -> str:
@@ -80,10 +78,39 @@ def cpu_engine(result: Result) -> str:
         f"A random Llama of {parameters:.0f} million parameters in float32, "
         f"{result['input_tokens']} tokens in and {result['output_tokens']} out; tokens per second, "
         "medians of\ninterleaved rounds. In brackets: how much faster ours is.\n\n"
-    ) + _table(("requests at once", "inflight", *others), rows)
+    ) + table(("requests at once", "inflight", *others), rows, is_numeric=True)
 
 
-SECTIONS: dict[str, Callable[[Result], str]] = {"serving": serving, "cpu_engine": cpu_engine}
+def speculative(result: Result) -> str:
+    """Prompt look-up on and off."""
+    rows = [
+        (
+            row["text"],
+            str(row["requests"]),
+            f"{row['tokens_per_cpu_second']['off']:.0f}",
+            f"{row['tokens_per_cpu_second']['on']:.0f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['accepted_draft_tokens']} of {row['draft_tokens']}",
+            f"{row['steps']['on']} of {row['steps']['off']}",
+        )
+        for row in result["rows"]
+    ]
+    head = ("text", "requests at once", "off", "on", "speedup", "drafts accepted", "steps")
+    parameters = result["model"]["parameters"] / 1e6
+    return (
+        "## Speculative decoding\n\n"
+        f"Prompt look-up, a random Llama of {parameters:.0f} million parameters in float32, "
+        f"{result['output_tokens']} tokens per request; tokens\nper second of processor time, one "
+        "thread. *repeats*: the text is a cycle, every guess is right; *misleads*: every\npair of "
+        "tokens has been seen, one guess in six is right; *new*: nothing is found.\n\n"
+    ) + table(head, rows, is_numeric=True)
+
+
+SECTIONS: dict[str, Callable[[Result], str]] = {
+    "serving": serving,
+    "cpu_engine": cpu_engine,
+    "speculative": speculative,
+}
 
 
 def render() -> str:
@@ -106,22 +133,9 @@ def _origin(name: str, result: Result) -> str:
     )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " ---: |" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     """Write the page, or with ``--check`` fail if it is not what the results say."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    if not parser.parse_args().check:
-        PAGE.write_text(render(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != render():
-        print("docs/performance.md is out of date: run python tools/write_performance_docs.py")
-        return 1
-    return 0
+    return write_or_check(__doc__, "performance.md", lambda old: render())
 
 
 if __name__ == "__main__":

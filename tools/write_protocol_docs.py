@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
-from pathlib import Path
+
+from page import table, write_or_check
 
 from inflight_client import protocol
 from inflight_client.protocol import ParameterSpec, TensorSpec
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "protocol.md"
 
 HEAD = """\
 # Tensors and parameters
@@ -31,7 +29,7 @@ def render() -> str:
         f"- `{new}` is another name of `{old}`; sending both is an error."
         for new, old in protocol.RENAMED_INPUTS.items()
     )
-    ensemble = _table(
+    ensemble = table(
         ("`ensemble`", f"`{protocol.LLM_MODEL_NAME}`"),
         ((f"`{a}`", f"`{b}`") for a, b in protocol.ENSEMBLE_INPUT_MAP.items()),
     )
@@ -49,7 +47,7 @@ def render() -> str:
             "## Inputs of `ensemble`\n",
             ensemble,
             "## Parameters (`inflight serve --set key=value`)\n",
-            _table(
+            table(
                 ("key", "default", "values", "meaning"),
                 (_parameter_row(spec) for spec in protocol.PARAMETERS),
             ),
@@ -58,7 +56,7 @@ def render() -> str:
 
 
 def _tensor_table(specs: Iterable[TensorSpec]) -> str:
-    return _table(
+    return table(
         ("tensor", "type", "shape", "status", "meaning"), (_tensor_row(spec) for spec in specs)
     )
 
@@ -79,22 +77,9 @@ def _parameter_row(spec: ParameterSpec) -> tuple[str, ...]:
     return (f"`{spec.name}`", spec.default or "not set", values, meaning)
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     """Write the page, or with ``--check`` fail if it is not what the table says."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    if not parser.parse_args().check:
-        PAGE.write_text(render(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != render():
-        print("docs/protocol.md is out of date: run python tools/write_protocol_docs.py")
-        return 1
-    return 0
+    return write_or_check(__doc__, "protocol.md", lambda old: render())
 
 
 if __name__ == "__main__":

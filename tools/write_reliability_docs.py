@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import reliability_figures
+from page import all_tests, write_or_check
 from reliability_cases import SECTIONS, Case
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests"
-PAGE = ROOT / "docs" / "reliability.md"
 MARK = "<!-- the rest: python tools/write_reliability_docs.py -->"
 
 
 def claims() -> dict[int, list[str]]:
     """Case number -> ids of the tests that carry ``@pytest.mark.case(number)``."""
     found: dict[int, list[str]] = defaultdict(list)
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                for number in sorted(_numbers(node)):
-                    found[number].append(f"{path.relative_to(TESTS)}::{node.name}")
+    for test, function in all_tests():
+        for number in sorted(_numbers(function)):
+            found[number].append(test)
     return found
 
 
@@ -80,16 +74,7 @@ def _case_marks(decorator: ast.expr) -> Iterator[ast.Call]:
 
 def main() -> int:
     """Write the table, or with ``--check`` fail if it is not what the tests say."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if not parser.parse_args().check:
-        PAGE.write_text(new, encoding="utf-8")
-    elif old != new:
-        print("docs/reliability.md is out of date: run python tools/write_reliability_docs.py")
-        return 1
-    return 0
+    return write_or_check(__doc__, "reliability.md", page)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 from inflight_backend.beam_validation import check_beam_width
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
+from inflight_backend.draw_rules import NO_TOKEN
 from inflight_backend.errors import InvalidRequest, RefusalText
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.guided.service import GuideService
@@ -50,6 +51,7 @@ from inflight_backend.request_validation import validate
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.stop_words import StopWordWatch
+from inflight_backend.token_lengths import TokenLengths
 from inflight_backend.why import describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -120,10 +122,10 @@ class GptManager:
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
             engine.vocab_size,
-            can_mask=self._batcher.can_mask,
+            can_mask=self._batcher.rules.can_mask,
         )
-        self._guides = self._batcher.guides
-        self._guides.tokenizer_end_id = self._guide_service.end_id
+        self._rules = self._batcher.rules
+        self._rules.guides.tokenizer_end_id = self._guide_service.end_id
         self._preparing = PreparingRequests()
         self.model_type = model_type
         is_v1 = model_type == TrtGptModelType.V1
@@ -147,6 +149,7 @@ class GptManager:
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
         self._stop_words = StopWordWatch()
+        self.lengths = TokenLengths()
         self._gatherer = self._batcher.gatherer
         self._responses: list[_Response] = []
         self._iteration = 0
@@ -357,7 +360,7 @@ class GptManager:
         """Make a request active, guided if it asked for that."""
         if request.guide is not None:
             try:
-                self._guides.add(request.request_id, request.guide.take())
+                self._rules.guides.add(request.request_id, request.guide.take())
             except InvalidRequest as error:
                 self._refuse(request, error)
                 return
@@ -368,6 +371,7 @@ class GptManager:
 
     def _enrol(self, request: InferenceRequest) -> None:
         llm_request = validate(request, self.limits)
+        self._rules.processors.add(request)
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
         if llm_request.beams is None:  # a search looks for them in every beam
@@ -378,12 +382,10 @@ class GptManager:
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
         if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
-            self._end(
-                request,
-                RefusalText(self._guides.error_of(request.request_id))
-                or "no token could be drawn: the model's logits are not finite numbers, or "
-                "'bad_words_list', 'embedding_bias' and the other rules forbid every token",
-            )
+            reason = self._rules.why_no_token(request.request_id)
+            self._end(request, RefusalText(reason) or NO_TOKEN)
+        elif error := self._rules.processors.error_of(request.request_id):
+            self._end(request, RefusalText(error))
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and request.num_generated_tokens > request.num_sent_tokens:
@@ -392,9 +394,11 @@ class GptManager:
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
         self._batcher.planner.release(request)
-        self._guides.discard(request.request_id)
+        self._rules.discard(request.request_id)
         if self._active.remove(request):
             self.health.ended()
+            if not error:
+                self.lengths.ended(request)
             self._stop_words.forget(request)
             self._batcher.recorder.ended(request, error)
             self._responses.append(_Response(request, is_final=True, error=error))
@@ -419,7 +423,7 @@ class GptManager:
             is_intact = self._batcher.is_idle_and_intact() and not was_running
             if self.health.has_failed_again or not is_intact:
                 self._batcher = self._batcher.renewed()
-                self._batcher.guides = self._guides  # of nobody now
+                self._batcher.rules = self._rules  # of nobody now
                 self._steps, self._active = self._batcher.make_steps(), self._batcher.active
                 self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
 

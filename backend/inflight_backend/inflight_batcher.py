@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Protocol
 from inflight_backend.beam_validation import check_engine
 from inflight_backend.drafting.drafter import Drafter
 from inflight_backend.drafting.tally import DraftTally
+from inflight_backend.draw_rules import DrawRules
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.iteration_stats import IterationStats, MemoryUsage, StaticBatchStats
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
-from inflight_backend.step_outputs import MaskSource, StepOutputs, TokenMasks
+from inflight_backend.step_outputs import StepOutputs
 from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
 from inflight_scheduler import (
     ActiveRequests,
@@ -118,6 +118,7 @@ def load_engine(
         quantization=params.quantization,
         attention_backend=params.attention_backend,
         cuda_graph_mode=params.cuda_graph_mode,
+        normalize_log_probs=params.normalize_log_probs,
         deterministic_mode=params.deterministic_mode,
     )
     engine = Engine.load(checkpoint, config, on_progress)
@@ -147,9 +148,7 @@ class InflightBatcher:
         self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
             engine, "take_outputs", None
         )
-        # Engines without it are asked for nothing but free draws.
-        self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
-        self.guides = AnswerGuides(engine.vocab_size)
+        self.rules = DrawRules(engine, params.logits_processors)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
@@ -209,32 +208,15 @@ class InflightBatcher:
             self._drafter is not None and self._drafter.is_on(self.active)
         )
 
-    @property
-    def can_mask(self) -> bool:
-        """True when the engine masks draws, so that answers can be guided."""
-        return self._mask_next is not None
-
-    def guide_next(
+    def prepare_draw(
         self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
     ) -> None:
-        """Have the engine mask the guided rows of ``batch``, which it runs next.
-
-        It asks for the masks when the decoder of ``batch`` runs; the tokens of the step ``before``,
-        which has not been read, are waited for then.
-        """
-        if not self.guides or self._mask_next is None:
-            return
-        rows = self.guides.guided_rows(self.planner.token_owners(batch))
-        if not rows:
-            return
-        owners = [] if before is None else self.planner.token_owners(before[0])
-
-        def masks() -> TokenMasks:
-            tokens = [] if before is None else before[1].read()
-            drawn = zip(owners, tokens, strict=True)
-            return self.guides.masks(rows, {owner.request_id: token for owner, token in drawn})
-
-        self._mask_next(masks)
+        """Have the engine follow the `DrawRules` of ``batch``, which it runs next, given
+        the step ``before`` it, whose tokens have not been read."""
+        if self.rules:
+            owners = self.planner.token_owners
+            unread = None if before is None else (owners(before[0]), before[1])
+            self.rules.prepare(owners(batch), unread)
 
     def is_idle_and_intact(self) -> bool:
         """True when no request is active and every block and slot is accounted for and free."""
@@ -338,7 +320,7 @@ class InflightBatcher:
             config,
             self.block_manager,
             self.engine.max_num_tokens,
-            lambda request: self.guides.is_guided(request.request_id),
+            lambda request: self.rules.has_any(request.request_id),
         )
 
     def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
@@ -422,6 +404,7 @@ class InflightBatcher:
             max_run_seconds=params.max_run_seconds,
             is_observable=self._take_outputs is not None,
             max_beam_width=self.max_beam_width,
+            check_processor=self.rules.processors.check,
             max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
             refusal_reason=partial(
                 refusal_reason,

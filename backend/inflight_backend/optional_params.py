@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.guided.service import GuidedDecodingConfig
+from inflight_backend.logits_processors import (
+    LogitsPostProcessor,
+    check_logits_processors,
+    find_logits_processors,
+)
 from inflight_backend.parameters import ServerParameters
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, ContextChunkingPolicy
@@ -37,6 +43,9 @@ class TrtGptModelOptionalParams:
     ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
     requests that have not started, or not finished, so long after they arrived; None means never.
     A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
+    ``normalize_log_probs``: log probabilities are those among what the filters left, as
+    TensorRT-LLM's default is; here they are the model's own by default.
+    ``logits_processors``: those that requests may choose, by name (see `logits_processors`).
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -57,14 +66,17 @@ class TrtGptModelOptionalParams:
     quantization: str = "none"
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
+    normalize_log_probs: bool = False
     deterministic_mode: bool = False
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
     speculative_decoding_config: SpeculativeDecodingConfig = field(
         default_factory=SpeculativeDecodingConfig
     )
+    logits_processors: Mapping[str, LogitsPostProcessor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_logits_processors(self.logits_processors)
         for name in ("context_chunk_unit", "max_queue_seconds", "max_run_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -107,12 +119,14 @@ class TrtGptModelOptionalParams:
             quantization=parameters.quantization,
             attention_backend=parameters.attention_backend,
             cuda_graph_mode=parameters.cuda_graph_mode,
+            normalize_log_probs=parameters.normalize_log_probs,
             deterministic_mode=parameters.deterministic_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,
             guided_decoding_config=GuidedDecodingConfig(
                 parameters.guided_decoding_backend, parameters.tokenizer_dir
             ),
+            logits_processors=find_logits_processors(parameters.logits_processors),
             speculative_decoding_config=SpeculativeDecodingConfig(
                 parameters.speculative_decoding_mode,
                 parameters.max_draft_len,

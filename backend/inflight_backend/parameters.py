@@ -70,6 +70,8 @@ class ServerParameters:
     max_run_seconds: float | None
     enable_kv_cache_reuse: bool
     guided_decoding_backend: str
+    logits_processors: str | None
+    normalize_log_probs: bool
     speculative_decoding_mode: str
     max_draft_len: int
     max_matching_ngram_size: int

@@ -11,24 +11,30 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.request_values import flag
-from inflight_backend.step_outputs import ContextLogits, Logits, StepOutputs
+from inflight_backend.request_values import flag, integer
+from inflight_backend.step_outputs import ContextLogits, Logits, StepOutputs, TopLogProbs
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams, ScheduledBatch
 
 MAX_LOGITS_BYTES = 2**30
 """Logits of one request, of its prompt or of its answer, that the host keeps at most."""
 
 
+MAX_TOP_LOG_PROBS = 20
+"""Likeliest tokens told beside each token: OpenAI's bound of ``top_logprobs``."""
+
+_FLAGS = [each.name for each in fields(OutputParams) if each.name != "num_top_log_probs"]
+
+
 def read_outputs(request: InferenceRequest) -> OutputParams:
     """What the ``return_...`` inputs ask for."""
-    wanted = {
-        field.name: flag(request, f"return_{field.name}", False) for field in fields(OutputParams)
-    }
+    wanted: dict[str, Any] = {name: flag(request, f"return_{name}", False) for name in _FLAGS}
+    wanted["num_top_log_probs"] = integer(request, "num_top_log_probs", 0, 0, MAX_TOP_LOG_PROBS)
     return OutputParams(**wanted) if any(wanted.values()) else NO_OUTPUTS
 
 
@@ -41,19 +47,22 @@ def check_outputs(
     is_observable: bool,
 ) -> None:
     """Raise `InvalidRequest` for what the engine cannot tell, or not in so many numbers."""
+    if outputs.num_top_log_probs > vocab_size:
+        raise InvalidRequest(f"'num_top_log_probs' is more than the {vocab_size} tokens there are")
     for name, num_rows in (
-        ("log_probs", 0),
-        ("context_logits", prompt_len),
-        ("generation_logits", max_new_tokens),
+        ("return_log_probs", 0),
+        ("num_top_log_probs", 0),
+        ("return_context_logits", prompt_len),
+        ("return_generation_logits", max_new_tokens),
     ):
-        if not getattr(outputs, name):
+        if not getattr(outputs, name.removeprefix("return_")):
             continue
         if not is_observable:
-            raise InvalidRequest(f"'return_{name}' is not supported by the engine of this server")
+            raise InvalidRequest(f"'{name}' is not supported by the engine of this server")
         num_bytes = 4 * num_rows * vocab_size
         if num_bytes > MAX_LOGITS_BYTES:
             raise InvalidRequest(
-                f"'return_{name}' would take {num_rows} tokens x {vocab_size} logits = "
+                f"'{name}' would take {num_rows} tokens x {vocab_size} logits = "
                 f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
             )
 
@@ -68,6 +77,7 @@ class _Gathered:
     num_blocks: int = 0
     num_reused_blocks: int = 0
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
     context_logits: Logits | None = None
     num_sent: int = 0
@@ -148,6 +158,8 @@ def _keep_draw(gathered: _Gathered, outputs: StepOutputs) -> None:
     request_id, num_tokens = gathered.request.request_id, gathered.request.num_generated_tokens
     num_new = num_tokens - len(gathered.log_probs)
     gathered.log_probs += outputs.log_probs.get(request_id, [])[:num_new]
+    num_new = num_tokens - len(gathered.top_log_probs)
+    gathered.top_log_probs += outputs.top_log_probs.get(request_id, [])[:num_new]
     num_new = num_tokens - len(gathered.logits)
     gathered.logits += outputs.generation_logits.get(request_id, [])[:num_new]
 
@@ -169,11 +181,17 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     gathered.num_sent = end
     tensors: list[NamedTensor] = []
     if outputs.log_probs:
-        log_probs = np.array(gathered.log_probs[start:end], dtype=np.float32)
-        gathered.cum_log_prob += float(log_probs.sum(dtype=np.float64))
+        log_probs = gathered.log_probs[start:end]
+        gathered.cum_log_prob += sum(log_probs)
         cumulative = np.array([[gathered.cum_log_prob]], dtype=np.float32)
-        tensors.append(NamedTensor("output_log_probs", log_probs[None, None]))
+        tensors.append(NamedTensor("output_log_probs", np.array([[log_probs]], dtype=np.float32)))
         tensors.append(NamedTensor("cum_log_probs", cumulative))
+    if outputs.num_top_log_probs:
+        tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
+        ids = np.array([ids for ids, _ in tops], dtype=np.int32).reshape(shape)
+        values = np.array([values for _, values in tops], dtype=np.float32).reshape(shape)
+        tensors.append(NamedTensor("top_log_probs", values))
+        tensors.append(NamedTensor("top_log_prob_ids", ids))
     if outputs.generation_logits:
         rows = gathered.logits[start:end]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)

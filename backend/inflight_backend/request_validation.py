@@ -20,6 +20,8 @@ from inflight_backend.drafting.validation import read_drafts
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide, read_guide
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.logits_processors import FIELD as PROCESSOR_FIELD
+from inflight_backend.logits_processors import read_processor_name
 from inflight_backend.request_outputs import check_outputs, read_outputs
 from inflight_backend.request_scheduling import deadline_of, read_cache_salt
 from inflight_backend.request_values import flag, integer, number
@@ -37,6 +39,12 @@ DEFAULT_MAX_TOKENS = 16
 _INT32_MAX = 2**31 - 1
 
 
+def _has_none(request: InferenceRequest) -> None:
+    """The check of a server without logits processors."""
+    if read_processor_name(request):
+        raise InvalidRequest(f"'{PROCESSOR_FIELD}' is not supported by this server")
+
+
 def _guides_nothing(guide: Guide) -> PendingGuide:
     raise InvalidRequest(f"'{TYPE_FIELD}' is not supported by this server")
 
@@ -50,7 +58,8 @@ class RequestLimits:
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
     Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
     ``guided_end_id`` ends the answers of guided requests that send no ``end_id``. At most
-    ``max_draft_len`` drafts may be sent.
+    ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits processors that are
+    not there.
     """
 
     vocab_size: int
@@ -66,6 +75,7 @@ class RequestLimits:
     start_guide: Callable[[Guide], PendingGuide] = _guides_nothing
     guided_end_id: int = -1
     max_draft_len: int = 0
+    check_processor: Callable[[InferenceRequest], None] = _has_none
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
@@ -81,6 +91,7 @@ def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
 def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:
     for name, tensor in request.tensors.items():
         _check_tensor(protocol.INPUT_BY_NAME[name], tensor)
+    limits.check_processor(request)
     guide = read_guide(request)
     tokens = _prompt(request, limits)
     max_new_tokens = integer(request, "request_output_len", DEFAULT_MAX_TOKENS, 1, _INT32_MAX)
@@ -139,7 +150,8 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         max_draft_len=limits.max_draft_len,
         vocab_size=limits.vocab_size,
     )
-    if can_verify(llm_request) and guide is None:  # else it is answered token by token
+    is_free = guide is None and not read_processor_name(request)
+    if can_verify(llm_request) and is_free:  # else it is answered token by token
         llm_request.set_draft_tokens(drafts)
     if (reason := limits.refusal_reason(llm_request)) is not None:
         raise InvalidRequest(reason)

@@ -37,7 +37,7 @@ def make_tensors(
     request.num_sent_tokens += len(ids)
     tensors = [
         NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
-        NamedTensor("sequence_length", _length_tensor(len(ids))),
+        NamedTensor("sequence_length", length_tensor(len(ids))),
     ]
     tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
     if is_final:
@@ -54,7 +54,7 @@ def finish_reason_tensor(reason: FinishReason) -> npt.NDArray[np.object_]:
 
 
 @lru_cache(maxsize=64)
-def _length_tensor(length: int) -> npt.NDArray[np.int32]:
+def length_tensor(length: int) -> npt.NDArray[np.int32]:
     """[[length]], made once: a stream sends the same one with every token."""
     tensor = np.array([[length]], dtype=np.int32)
     tensor.flags.writeable = False

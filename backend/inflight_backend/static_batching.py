@@ -49,6 +49,11 @@ def policy_in_force(
             "enable_chunked_context is true, but gpt_model_type V1 computes contexts whole; "
             "set it to false or use inflight_fused_batching"
         )
+    if params.logits_processors:
+        raise ConfigurationError(
+            "logits_processors are not available with gpt_model_type V1; remove them or use "
+            "inflight_fused_batching"
+        )
     if params.scheduler_class is not None:
         raise ConfigurationError(
             f"scheduler_class = '{params.scheduler_class}' cannot schedule gpt_model_type V1; "

@@ -93,7 +93,7 @@ class PlainSteps:
         if batch.is_empty:
             return StepOutcome(batch)
         try:
-            batcher.guide_next(batch)
+            batcher.prepare_draw(batch)
             tokens = batcher.engine.execute(batch)
             outputs = batcher.take_outputs()
             advanced = batcher.planner.update(batch, tokens, candidates_of(outputs))
@@ -146,7 +146,7 @@ class OverlappedSteps:
         has_failed = False
         if not batch.is_empty:
             try:
-                batcher.guide_next(batch, before if settled is None else None)
+                batcher.prepare_draw(batch, before if settled is None else None)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.advance(batch)
             except Exception:

@@ -159,7 +159,7 @@ class TritonPythonModel:
                     self._frontend.check_cancelled, parameters.cancellation_check_period_ms / 1000
                 ),
                 Chore(
-                    lambda: metrics.update(self._manager.stats_json),
+                    lambda: metrics.update(self._manager.stats_json, self._manager.lengths.take()),
                     parameters.stats_check_period_ms / 1000,
                 ),
                 Chore(self._frontend.end_overdue, _DEADLINE_CHECK_SECONDS),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 
+from inflight_backend.entry_names import find_entry
 from inflight_backend.errors import ConfigurationError
 from inflight_scheduler import InvalidDecision, LlmRequest, LlmRequestState, RequestScheduler
 
@@ -20,15 +20,7 @@ def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
 
     It is called as ``ClassName(block_manager, max_batch_size, max_num_tokens)``.
     """
-    module_name, _, class_name = name.partition(":")
-    if not module_name or not class_name:
-        raise ConfigurationError(
-            f"scheduler_class = '{name}' must have the form package.module:ClassName"
-        )
-    try:
-        scheduler_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"scheduler_class = '{name}': {error}") from None
+    scheduler_class = find_entry("scheduler_class", name, "ClassName")
     if not isinstance(scheduler_class, type) or not issubclass(scheduler_class, RequestScheduler):
         raise ConfigurationError(f"scheduler_class = '{name}' is not a RequestScheduler")
     return scheduler_class

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
+from gpu_parts import engine_checks
 from gpu_parts.common import TINY, Row, Setting, make_engine
 from torch import Tensor
 
@@ -70,9 +72,30 @@ def _checks(setting: Setting) -> Iterator[_Check]:
     yield _Check("copy_blocks", 0.0, partial(_copy, setting))
     yield _Check("fp8 linear", 1e-2, partial(_fp8_linear, setting))
     yield _Check("engine: triton against torch, float32", 0.0, partial(_engines, setting))
+    yield from _engine_checks(setting)
     if not setting.is_dry:
         yield _Check("engine: graphs against eager, bf16", 0.0, partial(_graphs, setting, "none"))
         yield _Check("engine: graphs against eager, fp8", 0.0, partial(_graphs, setting, "fp8"))
+
+
+def _engine_checks(setting: Setting) -> Iterator[_Check]:
+    """Limits: bf16 keeps 8 bits, so a perplexity moves by 1e-3; e4m3 keeps 4, and the logits of a
+    random model of two layers come out 8 % away (measured on a CPU), so 15 % is a fault."""
+    run = engine_checks
+    if _is_there("transformers"):
+        yield _Check("float32 tokens are transformers'", 0.0, partial(run.equal_tokens, setting))
+    yield _Check("perplexity in bf16", 1e-2, partial(run.perplexity, setting, "bfloat16"))
+    yield _Check("no NaN at awkward lengths", 0.0, partial(run.adversarial, setting))
+    yield _Check("fp8 logits", 0.15, partial(run.fp8_logits, setting))
+    if not setting.is_dry:  # the tests have it at a size that an interpreter can do
+        yield _Check("a request alone and among 31", 0.0, partial(run.deterministic, setting))
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -35,27 +35,48 @@ def token_kernels(setting: Setting) -> Iterator[Row]:
     yield from _measured(setting, [f"bench_{name}" for name in names])
 
 
+def tiles(setting: Setting) -> Iterator[Row]:
+    """The ranked tiles beside the chosen ones at the shapes of the targets; the report is what
+    ``python -m benchmarks.best_tiles`` reads."""
+
+    def is_wanted(labels: dict[str, Any]) -> bool:
+        return setting.is_dry or (labels["batch"], labels["context"]) in _TARGETS
+
+    names = ["bench_paged_attention_generation"]
+    yield from _measured(setting, names, is_wanted, has_sweep=True)
+    yield from _measured(setting, ["bench_paged_attention_context"], has_sweep=True)
+
+
+_TARGETS = {(8, 16_384), (32, 4096), (64, 1024), (128, 1024), (256, 1024)}
+
+
 def _measured(
     setting: Setting,
     modules: list[str],
     is_wanted: Callable[[dict[str, Any]], bool] = lambda _: True,
+    *,
+    has_sweep: bool = False,
 ) -> Iterator[Row]:
     harness = import_module("benchmarks.harness")
     ceilings = setting.ceilings
     for name in modules:
         module = import_module(f"benchmarks.{name}")
-        for row in module.rows(harness.Setting(setting.device, setting.is_dry, False)):
+        for row in module.rows(harness.Setting(setting.device, setting.is_dry, has_sweep)):
             if not is_wanted(row.parameters):
                 continue
             floor = max(row.num_bytes / ceilings.read_bytes, row.num_flops / ceilings.bf16_flops)
-            seconds = time_seconds(setting, row.call)
-            peers = {
-                f"{peer}_us": 1e6 * time_seconds(setting, call)
-                for peer, call in row.baselines.items()
-            }
-            labels = {key: str(value) for key, value in row.parameters.items() if key != "chosen"}
+            labels = {"op": name.removeprefix("bench_"), **_labels(row.parameters)}
+            try:
+                seconds = time_seconds(setting, row.call)
+                peers = {
+                    f"{peer}_us": 1e6 * time_seconds(setting, call)
+                    for peer, call in row.baselines.items()
+                    if not has_sweep
+                }
+            except Exception as error:  # one tile or peer that fails leaves the others
+                yield {**labels, "error": f"{type(error).__name__}: {error}"[:200]}
+                continue
             yield {
-                "op": name.removeprefix("bench_"),
                 **labels,
                 **setting.figures(
                     us=1e6 * seconds,
@@ -65,3 +86,12 @@ def _measured(
                     **peers,
                 ),
             }
+
+
+def _labels(parameters: dict[str, Any]) -> Row:
+    """As they are where JSON knows them, tiles as lists."""
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in parameters.items()
+        if key != "chosen"
+    }

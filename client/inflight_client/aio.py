@@ -17,6 +17,7 @@ from inflight_client.client import HEALTH_TIMEOUT
 from inflight_client.encoding import (
     DEFAULT_MAX_TOKENS,
     AnswerCollector,
+    AnswersCollector,
     GenerateOptions,
     describe_call,
     generate_call,
@@ -60,13 +61,38 @@ class AsyncInflightClient:
     ) -> GenerateResult:
         """See `InflightClient.generate`; a cancelled task cancels the request."""
         call = generate_call(
-            self._model, prompt, max_tokens, request_id, options, is_streaming=False
+            self._model,
+            prompt,
+            max_tokens,
+            request_id,
+            options,
+            is_streaming=False,
+            is_single=True,
         )
         answer = AnswerCollector(call)
         async with aclosing(self._transport.infer(call, timeout).receive()) as responses:
             async for response in responses:
                 answer.add(response)
         return answer.result()
+
+    async def generate_many(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerateResult]:
+        """See `InflightClient.generate_many`."""
+        call = generate_call(
+            self._model, prompt, max_tokens, request_id, options, is_streaming=False
+        )
+        answers = AnswersCollector(call, options.get("n", 1))
+        async with aclosing(self._transport.infer(call, timeout).receive()) as responses:
+            async for response in responses:
+                answers.add(response)
+        return answers.results()
 
     def stream(
         self,

@@ -10,6 +10,7 @@ from inflight_client.address import Protocol, default_url, parse_address
 from inflight_client.encoding import (
     DEFAULT_MAX_TOKENS,
     AnswerCollector,
+    AnswersCollector,
     GenerateOptions,
     describe_call,
     generate_call,
@@ -62,13 +63,39 @@ class InflightClient:
         """The whole answer to ``prompt``, text or token ids; without the prompt unless
         ``exclude_input_in_output=False``."""
         call = generate_call(
-            self._model, prompt, max_tokens, request_id, options, is_streaming=False
+            self._model,
+            prompt,
+            max_tokens,
+            request_id,
+            options,
+            is_streaming=False,
+            is_single=True,
         )
         answer = AnswerCollector(call)
         with closing(self._transport.infer(call, timeout).receive()) as responses:
             for response in responses:
                 answer.add(response)
         return answer.result()
+
+    def generate_many(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[GenerateResult]:
+        """``n`` answers to ``prompt``, each as `generate` gives it; with ``seed``, answer i is that
+        of ``seed`` + i."""
+        call = generate_call(
+            self._model, prompt, max_tokens, request_id, options, is_streaming=False
+        )
+        answers = AnswersCollector(call, options.get("n", 1))
+        with closing(self._transport.infer(call, timeout).receive()) as responses:
+            for response in responses:
+                answers.add(response)
+        return answers.results()
 
     def stream(
         self,
@@ -79,7 +106,10 @@ class InflightClient:
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> GenerateStream:
-        """The answer piece by piece. The request is sent when the iteration starts."""
+        """The answer piece by piece; with ``n``, pieces of several (`GenerateChunk.index`).
+
+        The request is sent when the iteration starts.
+        """
         call = generate_call(
             self._model, prompt, max_tokens, request_id, options, is_streaming=True
         )

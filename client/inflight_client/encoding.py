@@ -28,6 +28,9 @@ TEXT_OUTPUTS = ("text_output",)
 FINISH_OUTPUT = "finish_reason"
 """Comes with a whole answer; a stream does without, each tensor costs time."""
 
+INDEX_OUTPUT = "sequence_index"
+"""Comes with every response of a request for several answers."""
+
 _FINISH_REASONS: dict[str, FinishReason] = {
     "end_id": "stop",
     "stop_words": "stop",
@@ -63,6 +66,8 @@ class GenerateOptions(TypedDict, total=False):
     allotted_time_ms: int
     guide_type: str
     guide: str
+    n: int
+    logits_processor: str
 
 
 OPTION_TO_INPUT: dict[str, str] = {
@@ -87,6 +92,8 @@ OPTION_TO_INPUT: dict[str, str] = {
     "allotted_time_ms": "allotted_time_ms",
     "guide_type": "guided_decoding_guide_type",
     "guide": "guided_decoding_guide",
+    "n": "num_return_sequences",
+    "logits_processor": "logits_post_processor_name",
 }
 """Key of `GenerateOptions` -> input tensor."""
 
@@ -121,8 +128,11 @@ def generate_call(
     options: GenerateOptions,
     *,
     is_streaming: bool,
+    is_single: bool = False,
 ) -> InferCall:
     """The request that continues ``prompt``; text is answered with text, ids with ids.
+
+    ``is_single``: the caller has room for one answer, so ``n`` must be 1.
 
     `InvalidArgument` for an unknown option or a value that does not fit its tensor.
     """
@@ -152,6 +162,11 @@ def generate_call(
             raise InvalidArgument(f"{option} is not an option of a request; known are {known}.")
         tensor = OPTION_TO_INPUT[option]
         values[tensor] = _clean_value(option, tensor, value)
+    num_answers = values.get("num_return_sequences", 1)
+    if is_single and num_answers != 1:
+        raise InvalidArgument(f"n = {num_answers}: generate gives one answer; use generate_many.")
+    if num_answers != 1:
+        outputs += (INDEX_OUTPUT,)
     return InferCall(values, outputs, checked_request_id(request_id), model)
 
 
@@ -199,7 +214,8 @@ def read_chunk(response: Response) -> GenerateChunk:
         # Rows may be padded to a common length; only the first `count` ids are the answer.
         token_ids = token_ids[: count[0]]
     texts = response.tensors.get("text_output", ())
-    return GenerateChunk(texts[0] if texts else "", tuple(token_ids))
+    index = sum(response.tensors.get(INDEX_OUTPUT, ()))
+    return GenerateChunk(texts[0] if texts else "", tuple(token_ids), index)
 
 
 def read_stats(response: Response) -> list[dict[str, Any]]:
@@ -235,6 +251,24 @@ def last_answer(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not answers:
         raise ServerError("the server gave no answer: it may be too old for this question.")
     return answers[-1]
+
+
+class AnswersCollector:
+    """Puts the responses of a request for ``n`` answers together, each by its index."""
+
+    def __init__(self, call: InferCall, n: int) -> None:
+        self._answers = [AnswerCollector(call) for _ in range(n)]
+
+    def add(self, response: Response) -> None:
+        """Append what ``response`` carries; `ServerError` for an answer nobody asked for."""
+        index = sum(response.tensors.get(INDEX_OUTPUT, ()))
+        if not 0 <= index < len(self._answers):
+            raise ServerError(f"the server sent answer {index} of {len(self._answers)}.")
+        self._answers[index].add(response)
+
+    def results(self) -> list[GenerateResult]:
+        """The answers so far."""
+        return [answer.result() for answer in self._answers]
 
 
 class AnswerCollector:

@@ -15,11 +15,12 @@ class GenerateChunk:
     """What one response of a stream adds to the answer.
 
     A prompt of text is answered with ``text``, a prompt of token ids with ``token_ids``; the other
-    one is empty.
+    one is empty. ``index``: which of ``n`` answers this belongs to.
     """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

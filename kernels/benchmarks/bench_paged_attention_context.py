@@ -16,6 +16,9 @@ from benchmarks.harness import Call, Row, Setting, main, num_bytes
 from benchmarks.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch, make_batch
 
 _BLOCK = 64
+# What a sweep tries beside the chosen tile, most promising first by the code compiled for sm_90
+# (docs/gpu.md): rows, keys, stages, warps. Tiles of 128 keys, and of 128 rows on 4 warps, spill.
+RANKED = ((64, 64, 3, 4), (128, 32, 5, 8), (128, 64, 3, 8), (64, 64, 5, 4))
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,10 @@ def _variants(setting: Setting, heads: Heads, work: _Work, dtype: torch.dtype) -
         device=setting.device,
     )
     group = heads.num_heads // heads.num_kv_heads
-    chosen = choose_tile(group, heads.head_dim, torch.bfloat16, max(work.query_lens))
-    tiles = {chosen}
-    if setting.has_sweep:
-        tiles |= {ContextTile(128, 64, stages, 8) for stages in (2, 3, 5)}
-        tiles |= {ContextTile(128, 128, 3, 8), ContextTile(64, 64, 3, 4), ContextTile(64, 64, 5, 4)}
-    for tile in sorted(tiles, key=lambda tile: tile != chosen):
+    longest = max(work.query_lens)
+    chosen = choose_tile(group, heads.head_dim, torch.bfloat16, longest, dtype)
+    ranked = RANKED if setting.has_sweep else ()
+    for tile in dict.fromkeys((chosen, *(ContextTile(*fields) for fields in ranked))):
         call = partial(
             paged_attention_context,
             batch.query,

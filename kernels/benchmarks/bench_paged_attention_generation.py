@@ -17,6 +17,12 @@ from benchmarks.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch,
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
 _MAX_CACHE_BYTES = 48 * 2**30
 _BLOCK = 64
+# What a sweep tries beside the chosen tile, most promising first by the code compiled for sm_90
+# (docs/gpu.md): tokens, stages, warps. By cache: plain, FP8. Four stages compile to three's code.
+RANKED = (
+    ((128, 3, 4), (32, 5, 4), (64, 3, 4), (64, 5, 8), (32, 5, 2)),
+    ((32, 5, 4), (64, 5, 8), (32, 5, 2), (64, 3, 4), (128, 3, 4)),
+)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -59,16 +65,9 @@ def _variants(
         device=setting.device,
     )
     paged = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
-    chosen = choose_tile(heads.head_dim, dtype)
-    tiles = {chosen}
-    if setting.has_sweep:
-        tiles |= {
-            GenerationTile(block_n, stages, num_warps)
-            for block_n in (32, 64)
-            for stages in (3, 4, 5)
-            for num_warps in (4, 8)
-        }
-    for tile in sorted(tiles, key=lambda tile: tile != chosen):
+    chosen = choose_tile(heads.head_dim, dtype, heads.num_heads // heads.num_kv_heads)
+    ranked = RANKED[dtype == torch.float8_e4m3fn] if setting.has_sweep else ()
+    for tile in dict.fromkeys((chosen, *(GenerationTile(*fields) for fields in ranked))):
         call = partial(
             paged_attention_generation,
             *paged,

@@ -23,6 +23,11 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(value - 1, 0).bit_length()
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch names it, without its own name."""
+    return str(dtype).removeprefix("torch.")
+
+
 def cdiv(value: int, divisor: int) -> int:
     """Division rounded up."""
     return -(-value // divisor)
@@ -57,8 +62,8 @@ def check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int | None]) ->
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """Raise ValueError naming the argument unless its dtype is one of those given."""
     if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        got = str(tensor.dtype).removeprefix("torch.")
+        allowed = ", ".join(map(dtype_name, dtypes))
+        got = dtype_name(tensor.dtype)
         raise ValueError(f"{name}: dtype must be one of {allowed}; got {got}")
 
 

@@ -34,6 +34,7 @@ from inflight_kernels._paging import (
     tile_rows,
     to_product_dtype,
 )
+from inflight_kernels._tiles import tuned_tile
 
 
 @triton.jit
@@ -196,12 +197,17 @@ class ContextTile:
 
 
 def choose_tile(
-    group: int, head_dim: int, dtype: torch.dtype, max_query_len: int | None
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_query_len: int | None,
+    cache_dtype: torch.dtype | None = None,
 ) -> ContextTile:
     """128 rows feed two warpgroups of wgmma; 64 feed one; 16 suffice for a few draft tokens.
 
     Five stages keep two tiles of K and V ahead (the pipeliner splits them between the block id
     and the tile it leads to); where shared memory or registers are short, three keep one.
+    Long chunks take the tile that was measured to be best, if one was (`_tiles`).
     """
     smallest = max(16, _host.next_power_of_2(group))
     if dtype == torch.float32:  # no tensor cores: small tiles, for checking rather than serving
@@ -214,6 +220,10 @@ def choose_tile(
     if rows <= 64 or (is_wide and not is_hopper):
         num_warps = 8 if is_wide else 4
         return ContextTile(max(smallest, 64), block_n, stages=3, num_warps=num_warps)
+    name = _host.dtype_name(cache_dtype or dtype)
+    tuned = tuned_tile("paged_attention_context", head_dim, group, name)
+    if tuned is not None:
+        return ContextTile(*tuned)
     stages = 5 if is_hopper and not is_wide else 3
     return ContextTile(max(smallest, 128), block_n, stages=stages, num_warps=8)
 
@@ -255,7 +265,7 @@ def paged_attention_context(
         return out.zero_()
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
-    tile = tile or choose_tile(group, head_dim, query.dtype, max_query_len)
+    tile = tile or choose_tile(group, head_dim, query.dtype, max_query_len, key_cache.dtype)
     num_tiles = num_tokens // (tile.block_m // group) + num_sequences
     _paged_attention_context_kernel[(num_kv_heads, num_tiles)](
         out,

@@ -33,6 +33,7 @@ from inflight_kernels._paging import (
     tile_rows,
     to_product_dtype,
 )
+from inflight_kernels._tiles import tuned_tile
 
 # Tokens. A split shorter than the first costs more in the combine than it wins; a split longer
 # than the second is cut even when the batch alone fills the machine, so that one long row in a
@@ -223,13 +224,16 @@ class GenerationTile:
     num_warps: int
 
 
-def choose_tile(head_dim: int, cache_dtype: torch.dtype) -> GenerationTile:
-    """The tile for a shape. Bytes in flight decide the bandwidth reached, so each program keeps
-    two tiles of K and V (about 64 KiB) under way, and two or more programs share a multiprocessor.
+def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> GenerationTile:
+    """The tile for a shape: the one measured to be best (`_tiles`), else by rule.
 
-    The pipeliner splits its stages between two levels of loads (block id, then K and V): five
-    stages are two tiles ahead.
+    Bytes in flight decide the bandwidth reached, so each program keeps two tiles of K and V (about
+    64 KiB) under way, and two or more programs share a multiprocessor. The pipeliner splits its
+    stages between two levels of loads (block id, then K and V): five stages are two tiles ahead.
     """
+    tuned = tuned_tile("paged_attention_generation", head_dim, group, _host.dtype_name(cache_dtype))
+    if tuned is not None:
+        return GenerationTile(*tuned)
     # float32 is multiplied in registers: with four warps they run out.
     num_warps = 8 if cache_dtype == torch.float32 else 4
     is_wide = head_dim > 128 or cache_dtype == torch.float32
@@ -303,7 +307,7 @@ def paged_attention_generation(
     )
     partial, log_sum = _workspace(workspace, query, grid_splits)
     group = num_heads // num_kv_heads
-    tile = tile or choose_tile(head_dim, key_cache.dtype)
+    tile = tile or choose_tile(head_dim, key_cache.dtype, group)
     block_d = _host.next_power_of_2(head_dim)
     common: dict[str, Any] = {
         "num_splits": grid_splits,

@@ -36,7 +36,6 @@ from inflight_scheduler.batch import (
     ContextChunk,
     ScheduledBatch,
     SlotSetup,
-    VerifiedSlot,
 )
 from inflight_scheduler.beam_planning import (
     NO_CANDIDATES,
@@ -51,7 +50,7 @@ from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, slots_of
 from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
 from inflight_scheduler.slot_pool import SlotPool
-from inflight_scheduler.verification import add_verified_tokens, fitting_drafts
+from inflight_scheduler.verification import OpenSlots, add_verified_tokens, fitting_drafts
 
 
 class BatchPlanner:
@@ -65,8 +64,8 @@ class BatchPlanner:
         "_generation",
         "_generation_slots",
         "_iteration",
+        "_open_slots",
         "_planned",
-        "_unverified",
         "active",
         "block_manager",
         "slots",
@@ -89,7 +88,7 @@ class BatchPlanner:
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
-        self._unverified: set[int] = set()  # slots that the engine last saw run with drafts
+        self._open_slots = OpenSlots()
 
     @property
     def num_free_slots(self) -> int:
@@ -137,9 +136,9 @@ class BatchPlanner:
             beam_moves=tuple(moves),
             num_beams=plain[0].num_rows if moves else 1,
             draft_runs=runs,
-            verified=self._tell_verified(plain),
+            verified=self._open_slots.take(plain),
         )
-        self._unverified.update(run.slot for run in batch.runs if run.drafts)
+        self._open_slots.open(batch.runs)
         if not batch.is_empty:
             is_everybody = self._is_everybody(generation_requests)
             generation = generation_requests if is_everybody else list(generation_requests)
@@ -288,7 +287,7 @@ class BatchPlanner:
         self.block_manager.release(request)
         if request.seq_slot is not None:
             self.slots.free(request.seq_slot)
-            self._unverified.discard(request.seq_slot)
+            self._open_slots.forget(request.seq_slot)
             request.seq_slot = None
 
     @property
@@ -390,17 +389,6 @@ class BatchPlanner:
             runs.append(ContextChunk(slot, start, last, True, fitting_drafts(request)))
         slots = {run.slot for run in runs}
         return [*drafting, *(r for r in requests if r.seq_slot not in slots)], tuple(runs)
-
-    def _tell_verified(self, requests: Sequence[LlmRequest]) -> tuple[VerifiedSlot, ...]:
-        """Where those of ``requests`` stand that ran with drafts and now run without."""
-        if not self._unverified:
-            return ()
-        told = [request for request in requests if request.seq_slot in self._unverified]
-        self._unverified.difference_update(slots_of(told))
-        return tuple(
-            VerifiedSlot(slot, request.num_cached_tokens, request.tokens[-1])
-            for request, slot in zip(told, slots_of(told), strict=True)
-        )
 
     def _plan_generation(
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]

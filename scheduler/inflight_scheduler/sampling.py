@@ -69,7 +69,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class OutputParams:
-    """What a request wants to know beside its tokens (TensorRT-LLM's ``OutputConfig``)."""
+    """What a request wants to know beside its tokens (TensorRT-LLM's ``OutputConfig``).
+
+    ``num_top_log_probs``: log probabilities of so many likeliest tokens beside each new one.
+    """
 
     log_probs: bool = False
     context_logits: bool = False
@@ -77,6 +80,7 @@ class OutputParams:
     perf_metrics: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
+    num_top_log_probs: int = 0
 
 
 NO_OUTPUTS = OutputParams()

@@ -14,7 +14,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inflight_scheduler.batch import ContextChunk, VerifiedSlot
 from inflight_scheduler.request import LlmRequest
+
+
+class OpenSlots:
+    """Slots that the engine saw run with drafts last: it does not know how many of them counted."""
+
+    __slots__ = ("_slots",)
+
+    def __init__(self) -> None:
+        self._slots: set[int] = set()
+
+    def open(self, runs: Sequence[ContextChunk]) -> None:
+        """These run now."""
+        self._slots.update(run.slot for run in runs if run.drafts)
+
+    def forget(self, slot: int) -> None:
+        """``slot`` has no owner any more."""
+        self._slots.discard(slot)
+
+    def take(self, requests: Sequence[LlmRequest]) -> tuple[VerifiedSlot, ...]:
+        """Where those of ``requests`` stand that have such a slot; they run without drafts now."""
+        if not self._slots:
+            return ()
+        told = []
+        for request in requests:
+            slot = request.seq_slot
+            if slot is not None and slot in self._slots:
+                self._slots.remove(slot)
+                told.append(VerifiedSlot(slot, request.num_cached_tokens, request.tokens[-1]))
+        return tuple(told)
 
 
 def num_confirmed(drafts: Sequence[int], drawn: Sequence[int]) -> int:

@@ -153,6 +153,20 @@ def test_drafts_follow_what_became_of_the_last_ones() -> None:
     assert world.guess() == [4]
 
 
+def test_who_is_always_wrong_is_left_alone_for_a_while() -> None:
+    world = World()
+    request = world.add(1)
+    numbers = []
+    for new in range(20, 35):
+        for token in (new, 1, 2):
+            numbers += world.guess()
+            world.run(token, *[0] * len(request.draft_tokens))
+    guessed = [number for number in numbers if number]
+    assert guessed[:3] == [4, 2, 1]
+    assert set(guessed[3:]) == {1}
+    assert len(guessed) < 8, "every third step would do with a pair that was seen"
+
+
 def test_they_take_only_what_is_left() -> None:
     """Of the answer, of the token budget, and of the blocks."""
     world = World()

@@ -120,7 +120,6 @@ def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
     [
         ("enable_trt_overlap", "False"),
         ("gpu_weights_percent", "1"),
-        ("normalize_log_probs", "1"),
         ("decoding_mode", ""),
         ("medusa_choices", "${medusa_choices}"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
@@ -49,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("llama"))
 
 
-def make_engine(folder: Path, num_tokens: int = 1024) -> Engine:
+def make_engine(folder: Path, num_tokens: int = 1024, **more: Any) -> Engine:
     return Engine.load(
         folder,
         EngineConfig(
@@ -59,6 +60,7 @@ def make_engine(folder: Path, num_tokens: int = 1024) -> Engine:
             max_num_tokens=64,
             max_seq_len=64,
             max_tokens_in_paged_kv_cache=num_tokens,
+            **more,
         ),
     )
 
@@ -100,7 +102,7 @@ def test_logits_are_those_of_transformers(
                 seed=i,
                 return_context_logits=i % 2 == 0,
                 exclude_input_in_output=True,
-                **(wants if i < 4 else {}),
+                **({**wants, "num_top_log_probs": i} if i < 4 else {}),
             )
             for i, prompt in prompts.items()
         ]
@@ -125,15 +127,68 @@ def test_logits_are_those_of_transformers(
         assert ("context_logits" in last) == (i % 2 == 0)
         if i == 4:
             assert not {"output_log_probs", "cum_log_probs", "generation_logits"} & last.keys()
+            assert not {"top_log_probs", "top_log_prob_ids"} & last.keys()
             continue
         logits = recorder.joined(i, "generation_logits")
         assert logits.shape == (1, 1, NUM_NEW, VOCAB_SIZE)
         np.testing.assert_allclose(logits[0, 0], generation, atol=2e-4)
         expected = torch.from_numpy(generation).log_softmax(-1)[torch.arange(NUM_NEW), answer]
+        tops = torch.from_numpy(generation).log_softmax(-1).topk(i)
+        np.testing.assert_allclose(
+            recorder.joined(i, "top_log_probs")[0, 0], tops.values, atol=2e-4
+        )
+        assert recorder.joined(i, "top_log_prob_ids")[0, 0].tolist() == tops.indices.tolist()
         log_probs = recorder.joined(i, "output_log_probs")
         np.testing.assert_allclose(log_probs[0, 0], expected, atol=2e-4)
         np.testing.assert_allclose(last["cum_log_probs"], [[expected.sum()]], atol=2e-3)
         assert len(recorder.tensors[i]) == (NUM_NEW if is_streaming else 1)
+
+
+# (how it is drawn, the filters of transformers that leave the same tokens)
+FILTERS: tuple[tuple[dict[str, Any], list[tuple[str, Any]]], ...] = (
+    ({"temperature": 0.7, "runtime_top_k": 5}, [("Temperature", 0.7), ("TopK", 5)]),
+    ({"runtime_top_p": 0.6}, [("TopP", 0.6)]),
+    (
+        {"temperature": 1.3, "runtime_top_k": 40, "runtime_top_p": 0.9, "min_p": 0.1},
+        [("Temperature", 1.3), ("TopK", 40), ("TopP", 0.9), ("MinP", 0.1)],
+    ),
+    ({}, []),
+)
+
+
+def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> None:
+    """With ``normalize_log_probs``; greedy rows had one token to draw. Logits stay the model's."""
+    wants: dict[str, Any] = {
+        "return_log_probs": True,
+        "return_generation_logits": True,
+        "num_top_log_probs": 1,
+        "exclude_input_in_output": True,
+    }
+    recorder = TensorRecorder(
+        [
+            request(i, PROMPT, NUM_NEW, seed=i, **drawn, **wants)
+            for i, (drawn, _) in enumerate(FILTERS)
+        ]
+    )
+    with running(recorder, make_engine(folder, normalize_log_probs=True)):
+        recorder.wait_for_finals(*range(len(FILTERS)))
+    for i, (_, filters) in enumerate(FILTERS):
+        answer = recorder.tokens(i)
+        _, logits = oracle(folder, PROMPT, answer)
+        expected = np.zeros(NUM_NEW)
+        rows = torch.from_numpy(logits)
+        own = rows.log_softmax(-1)
+        for name, value in filters:
+            warper = getattr(transformers, f"{name}LogitsWarper")(value)
+            rows = warper(torch.zeros(NUM_NEW, 1, dtype=torch.int64), rows.clone())
+        if filters:
+            expected = rows.log_softmax(-1)[torch.arange(NUM_NEW), answer].numpy()
+        log_probs = recorder.joined(i, "output_log_probs")[0, 0]
+        np.testing.assert_allclose(log_probs, expected, atol=2e-4)
+        np.testing.assert_allclose(
+            recorder.joined(i, "top_log_probs")[0, 0, :, 0], own.max(-1).values, atol=2e-4
+        )
+        np.testing.assert_allclose(recorder.joined(i, "generation_logits")[0, 0], logits, atol=2e-4)
 
 
 def test_numbers_and_times(folder: Path) -> None:
@@ -160,14 +215,19 @@ def test_numbers_and_times(folder: Path) -> None:
     for sent in (first, second):
         assert sent["num_input_tokens"].tolist() == [[17]]
         times = [
-            int(sent[f"{name}_time_ns"].item())
-            for name in ("arrival", "first_scheduled", "first_token", "last_token")
+            int(sent[name].item())
+            for name in (
+                "arrival_time_ns",
+                "first_scheduled_time_ns",
+                "first_token_time_ns",
+                "last_token_time_ns",
+            )
         ]
         assert times == sorted(times)
         assert before < times[0] < times[3] < time.monotonic_ns()
-        drafts = [sent[f"total{kind}_draft_tokens"].item() for kind in ("", "_accepted")]
-        assert [sent["acceptance_rate"].item(), *drafts] == [0, 0, 0]
-    names = [f"kv_cache_{name}_blocks" for name in ("alloc_new", "reused", "alloc_total")]
+        for name in ("acceptance_rate", "total_draft_tokens", "total_accepted_draft_tokens"):
+            assert sent[name].item() == 0
+    names = ["kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks"]
     assert [first[name].item() for name in names] == [6, 0, 6]  # 17 + 5 cached tokens by 4
     assert [second[name].item() for name in names] == [2, 4, 6]
 

@@ -74,9 +74,11 @@ def error_of(**values: Any) -> str:
             {"guided_decoding_guide_type": "json", "end_id": 3},
             "'guided_decoding_guide_type' is not supported by this server",
         ),
+        ({"num_top_log_probs": 21}, "'num_top_log_probs' is 21, outside 0..20"),
+        ({"num_top_log_probs": -1}, "'num_top_log_probs' is -1, outside 0..20"),
     ],
 )
-@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 25, 26, 27, 29, 31, 41)
+@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 25, 26, 27, 29, 31, 38, 41)
 def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
     assert message in error_of(**values)
 

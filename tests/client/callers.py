@@ -22,6 +22,8 @@ class Caller(Protocol):
 
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult: ...
 
+    def generate_many(self, prompt: Prompt, **options: Any) -> list[GenerateResult]: ...
+
     def stream(
         self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
     ) -> list[GenerateChunk]: ...
@@ -49,6 +51,10 @@ class SyncCaller:
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
         with InflightClient(**self._settings) as client:
             return client.generate(prompt, max_tokens, **options)
+
+    def generate_many(self, prompt: Prompt, **options: Any) -> list[GenerateResult]:
+        with InflightClient(**self._settings) as client:
+            return client.generate_many(prompt, **options)
 
     def stream(
         self, prompt: Prompt, max_tokens: int, leave_after: int | None = None, **options: Any
@@ -112,6 +118,13 @@ class AsyncCaller:
         async def run() -> GenerateResult:
             async with AsyncInflightClient(**self._settings) as client:
                 return await client.generate(prompt, max_tokens, **options)
+
+        return asyncio.run(run())
+
+    def generate_many(self, prompt: Prompt, **options: Any) -> list[GenerateResult]:
+        async def run() -> list[GenerateResult]:
+            async with AsyncInflightClient(**self._settings) as client:
+                return await client.generate_many(prompt, **options)
 
         return asyncio.run(run())
 

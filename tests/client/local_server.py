@@ -71,12 +71,17 @@ class LocalTriton:
             yield {"recording": ['{"inflight_recording": 1}\n']}
         elif "input_ids" in values:
             last, count = values["input_ids"][-1], values["request_output_len"]
+            num_answers = values.get("num_return_sequences", 1)
             ids = list(range(last + 1, last + 1 + count))
             for part in [[number] for number in ids] if values["streaming"] else [ids]:
-                tensors: Tensors = {"output_ids": part, "sequence_length": [len(part)]}
-                if values.get("return_finish_reason"):
-                    tensors["finish_reason"] = ["length"]
-                yield tensors
+                for index in reversed(range(num_answers)):  # each ten times the one before
+                    own = [number * 10**index for number in part]
+                    tensors: Tensors = {"output_ids": own, "sequence_length": [len(own)]}
+                    if values.get("return_finish_reason"):
+                        tensors["finish_reason"] = ["length"]
+                    if num_answers > 1:
+                        tensors["sequence_index"] = [index]
+                    yield tensors
         else:
             yield from self._text(arrival)
 

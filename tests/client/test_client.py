@@ -76,6 +76,20 @@ def test_stream_of_tokens(caller: Caller) -> None:
     assert chunks == [GenerateChunk(token_ids=(token,)) for token in (42, 43, 44)]
 
 
+def test_several_answers_to_one_prompt(caller: Caller, local: Local) -> None:
+    results = caller.generate_many([41], n=3, max_tokens=2, request_id="mine", seed=5)
+    assert [result.token_ids for result in results] == [(42, 43), (420, 430), (4200, 4300)]
+    assert {(result.request_id, result.finish) for result in results} == {("mine", "length")}
+    assert local.triton.arrivals[0].values["num_return_sequences"] == 3
+    chunks = caller.stream([7], 2, n=2)
+    assert [(chunk.index, chunk.token_ids) for chunk in chunks] == [
+        (1, (80,)),
+        (0, (8,)),
+        (1, (90,)),
+        (0, (9,)),
+    ]
+
+
 def test_prompt_may_be_included(caller: Caller, local: Local) -> None:
     result = caller.generate("count", 2, exclude_input_in_output=False)
 
@@ -234,6 +248,8 @@ def test_argument_errors_send_nothing(caller: Caller, local: Local) -> None:
         caller.generate("count", 2**32)
     with pytest.raises(InvalidArgument, match="request_id is empty"):
         caller.stop("")
+    with pytest.raises(InvalidArgument, match="n = 2: generate gives one answer"):
+        caller.generate("count", 3, n=2)
     assert local.triton.arrivals == []
 
 

@@ -12,6 +12,7 @@ from tritonclient.utils import serialize_byte_tensor
 
 from inflight_client.encoding import (
     FINISH_OUTPUT,
+    INDEX_OUTPUT,
     OPTION_TO_INPUT,
     TEXT_OUTPUTS,
     TOKEN_OUTPUTS,
@@ -53,6 +54,8 @@ EVERY_OPTION: GenerateOptions = {
     "allotted_time_ms": 2**31 - 1,
     "guide_type": "regex",
     "guide": "[é]+",
+    "n": 2,
+    "logits_processor": "digits",
 }
 
 
@@ -116,9 +119,10 @@ def test_json_carries_the_same_values(name: str) -> None:
 
 
 def test_only_the_outputs_needed_are_requested() -> None:
-    assert ALL_CALLS["text"].outputs == TEXT_OUTPUTS
+    assert ALL_CALLS["text"].outputs == (*TEXT_OUTPUTS, INDEX_OUTPUT)  # two answers
+    assert ALL_CALLS["one token"].outputs == TOKEN_OUTPUTS
     assert ALL_CALLS["whole text"].outputs == (*TEXT_OUTPUTS, FINISH_OUTPUT)
-    assert ALL_CALLS["tokens"].outputs == TOKEN_OUTPUTS
+    assert ALL_CALLS["tokens"].outputs == (*TOKEN_OUTPUTS, INDEX_OUTPUT)
     assert ALL_CALLS["stop"].outputs == ()
     for call in ALL_CALLS.values():
         assert all(OUTPUT_BY_NAME[name].is_honoured for name in call.outputs)

@@ -136,6 +136,18 @@ def test_seeded_answers_repeat(caller: Caller) -> None:
     assert first != caller.generate(PROMPT, 30, **{**settings, "seed": 8}).text
 
 
+def test_several_answers_are_those_of_the_seeds_that_follow(caller: Caller) -> None:
+    settings: dict[str, Any] = {"temperature": 50.0, "top_k": 200}
+    answers = caller.generate_many(PROMPT, n=3, max_tokens=12, seed=7, **settings)
+    alone = [caller.generate(PROMPT, 12, seed=seed, **settings) for seed in (7, 8, 9)]
+    assert [answer.text for answer in answers] == [answer.text for answer in alone]
+    assert len({answer.text for answer in answers}) == 3
+    pieces = ["", ""]
+    for chunk in caller.stream(PROMPT, 12, n=2, seed=7, **settings):
+        pieces[chunk.index] += chunk.text
+    assert pieces == [answer.text for answer in alone[:2]]
+
+
 def test_stop_by_id_from_another_client(caller: Caller, url: str, protocol: Protocol) -> None:
     pieces = []
     with InflightClient(url, protocol=protocol) as client:

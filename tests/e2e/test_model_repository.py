@@ -19,13 +19,17 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.harness import assert_counts, temporary_folder
+from e2e.load_tools import genai_perf_results, run_perf_analyzer, start_genai_perf
 from e2e.plain import PlainServer, plain_server
+from write_compatibility_docs import absent
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
+from inflight_backend.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 
 WAIT = 60.0
+LOAD_TOOL_SECONDS = 400  # genai-perf imports for 10 s of processor time
 KINDS = {"int32": "INT32", "object": "BYTES"}
 
 
@@ -193,72 +197,77 @@ def test_a_client_of_the_relay_that_leaves_ends_its_request(
     wait_until_active(0, 5.0)  # 8,000 tokens take longer
 
 
-# What load tools send, as recorded with the tools themselves: name -> (dtype, shape, value).
-# genai-perf 0.0.16 with --backend tensorrtllm and --backend vllm, deterministic output length;
-# perf_analyzer 2.51.0 with an --input-data file of text_input, max_tokens and stream.
-TOOL_REQUESTS: dict[str, tuple[str, dict[str, tuple[type, object]]]] = {
-    "genai-perf tensorrtllm": (
-        "ensemble",
-        {
-            "text_input": (np.object_, b"1 2 3"),
-            "max_tokens": (np.int32, 16),
-            "min_length": (np.int32, 16),
-            "stream": (np.bool_, True),
-            "exclude_input_in_output": (np.bool_, True),
-        },
-    ),
-    "genai-perf vllm": (
-        "vllm_model",
-        {
-            "text_input": (np.object_, b"1 2 3"),
-            "stream": (np.bool_, True),
-            "exclude_input_in_output": (np.bool_, True),
-            "sampling_parameters": (np.object_, b'{"max_tokens": "16", "min_tokens": "16"}'),
-        },
-    ),
-    "perf_analyzer": (
-        "tensorrt_llm",
-        {
-            "text_input": (np.object_, b"1 2 3"),
-            "max_tokens": (np.int32, 16),
-            "stream": (np.bool_, True),
-        },
-    ),
-}
+PERF_DATA = {"data": [{"text_input": ["1 2 3"], "max_tokens": [12], "stream": [True]}]}
 
 
-@pytest.mark.parametrize("tool", TOOL_REQUESTS)
-def test_load_tools_get_what_they_ask_for(
-    server: PlainServer, is_decoupled: bool, tool: str
-) -> None:
-    model, tensors = TOOL_REQUESTS[tool]
-    inputs = []
-    for name, (dtype, value) in tensors.items():
-        array: np.ndarray[Any, Any] = np.array([[value]], dtype=dtype)
-        kind = {np.object_: "BYTES", np.int32: "INT32", np.bool_: "BOOL"}[dtype]  # type: ignore[index]
-        inputs.append(grpcclient.InferInput(name, [1, 1], kind))
-        inputs[-1].set_data_from_numpy(array)
-    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        # The tools ask these before they send anything.
-        config = client.get_model_config(model, as_json=True)["config"]
-        assert config["max_batch_size"] == 64
-        metadata = client.get_model_metadata(model)
-        assert set(tensors) <= {each.name for each in metadata.inputs}
-        assert client.get_inference_statistics(model).model_stats[0].name == model
-        client.start_stream(callback=lambda result, error: results.put((result, error)))
-        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
-        texts, is_final = [], False
-        while not is_final:
-            result, error = results.get(timeout=WAIT)
-            if not is_decoupled:
-                assert "needs a decoupled deployment" in str(error)
-                break
-            assert error is None
-            output = result.as_numpy("text_output")
-            texts.append("" if output is None else output.item().decode())
-            is_final = result.get_response().parameters["triton_final_response"].bool_param
-        client.stop_stream()
+def test_perf_analyzer(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> None:
+    """gRPC streams where there are streams, as for any decoupled model; whole answers by HTTP."""
+    data = {"data": [{**PERF_DATA["data"][0], "stream": [is_decoupled]}]}
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    common = ["--service-kind=triton", f"--input-data={tmp_path / 'data.json'}"]
+    common += ["--shape=text_input:1", "--shape=max_tokens:1"]
+    common += ["--concurrency-range=4", "--request-count=12"]
+    way = ["-i", "http", "-u", server.http_url.removeprefix("http://")]
     if is_decoupled:
-        assert_counts("1 2 3", "".join(texts))
-        assert len("".join(texts)) == 16
+        way = ["-i", "grpc", "--streaming", "--async", "-u", server.grpc_url]
+    for model in ("ensemble", "tensorrt_llm"):
+        printed, requests = run_perf_analyzer(tmp_path, ["-m", model, *way, *common])
+        assert "Request count: 12" in printed
+        assert len(requests) >= 12
+        num_responses = [len(request["response_timestamps"]) for request in requests]
+        if is_decoupled:
+            assert min(num_responses) > 1  # of 12 tokens; those that pile up travel together
+        else:
+            assert set(num_responses) == {1}
+
+
+GENAI_PERF = {"tensorrtllm": "ensemble", "vllm": "vllm_model"}
+
+
+@pytest.mark.timeout(2 * LOAD_TOOL_SECONDS)
+def test_genai_perf(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> None:
+    """Both shapes in which it speaks to Triton, with the demo model's own tokenizer."""
+    if not is_decoupled:  # its Triton client streams always
+        return
+    options = [f"--tokenizer={DEMO_MODEL}", "--streaming", "-u", server.grpc_url]
+    options += ["--synthetic-input-tokens-mean=24", "--output-tokens-mean=16"]
+    options += ["--output-tokens-mean-deterministic", "--concurrency=2"]
+    options += ["--request-count=6", "--warmup-request-count=1"]
+    runs = {
+        backend: start_genai_perf(
+            tmp_path / backend, ["-m", model, f"--backend={backend}", *options]
+        )
+        for backend, model in GENAI_PERF.items()
+    }
+    for backend, process in runs.items():
+        printed, _ = process.communicate(timeout=LOAD_TOOL_SECONDS)
+        assert process.returncode == 0, printed
+        results = genai_perf_results(tmp_path / backend)
+        assert results["request_count"]["avg"] == 6
+        # The text that came, by the tokenizer: exactly as much as min_length and max_tokens say.
+        assert results["output_sequence_length"]["min"] == 16
+        assert results["output_sequence_length"]["max"] == 16
+        assert results["time_to_first_token"]["avg"] > 0
+        assert results["inter_token_latency"]["avg"] > 0
+
+
+def test_what_a_model_lacks_is_refused_by_name(server: PlainServer, is_decoupled: bool) -> None:
+    """Every tensor of docs/compatibility.md that a model of ours does not have."""
+    questions: list[tuple[str, str, list[str], list[str]]]
+    questions = [(model, name, [name], []) for model, name in absent("inputs")]
+    questions += [(model, name, [], [name]) for model, name in absent("outputs")]
+    assert len(questions) > 50
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(callback=lambda result, error: answers.put(error))
+        for model, name, inputs, outputs in questions:
+            tensors = [grpcclient.InferInput(each, [1, 1], "BYTES") for each in inputs]
+            first = "QUERY" if model == "preprocessing" else "text_input"
+            if not inputs:
+                tensors = [grpcclient.InferInput(first, [1, 1], "BYTES")]
+            for tensor in tensors:
+                tensor.set_data_from_numpy(np.array([[b"1"]], dtype=np.object_))
+            wanted = [grpcclient.InferRequestedOutput(each) for each in outputs]
+            client.async_stream_infer(model, tensors, outputs=wanted)
+            assert f"'{name}'" in str(answers.get(timeout=WAIT)), (model, name)
+        client.stop_stream()

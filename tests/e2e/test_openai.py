@@ -177,6 +177,7 @@ def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
         max_tokens=8,
         n=3,
         logprobs=True,
+        top_logprobs=2,
         temperature=0,
         frequency_penalty=0.0,
     )
@@ -187,6 +188,10 @@ def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
         text = choice.message.content
         assert "".join(row.token for row in choice.logprobs.content) == text
         assert all(-1.0 < row.logprob <= 0.0 for row in choice.logprobs.content)
+        for row in choice.logprobs.content:  # greedy: what was drawn is the likeliest
+            best, second = row.top_logprobs
+            assert (best.token, best.logprob) == (row.token, row.logprob)
+            assert second.logprob < best.logprob
         assert_counts("1 2 3 ", text or "")
     assert done.usage is not None
     assert done.usage.completion_tokens == 24
@@ -194,7 +199,7 @@ def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
 
 def test_streams_of_several_answers(client: openai.OpenAI) -> None:
     stream = client.completions.create(
-        model=MODEL, prompt=["1 2 3", "50 51"], n=2, max_tokens=12, logprobs=0, stream=True
+        model=MODEL, prompt=["1 2 3", "50 51"], n=2, max_tokens=12, logprobs=1, stream=True
     )
     texts, tokens = [""] * 4, [""] * 4
     for chunk in stream:
@@ -202,6 +207,8 @@ def test_streams_of_several_answers(client: openai.OpenAI) -> None:
         texts[choice.index] += choice.text
         if choice.logprobs is not None:
             tokens[choice.index] += "".join(choice.logprobs.tokens or ())
+            likeliest = [token for row in choice.logprobs.top_logprobs or () for token in row]
+            assert likeliest == choice.logprobs.tokens
     assert texts == tokens
     for prompt, text in zip(["1 2 3", "1 2 3", "50 51", "50 51"], texts, strict=True):
         assert_counts(prompt, text)

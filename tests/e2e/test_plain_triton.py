@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 PROMPT = "1 2 3 4"
-NUM_RELOADS = 4  # benchmarks/reload.py does it a hundred times
+NUM_RELOADS = 3  # benchmarks/reload.py does it a hundred times
 
 
 @pytest.fixture(scope="module")
@@ -87,5 +87,5 @@ def test_reloading_does_not_grow(triton: PlainTriton) -> None:
     assert len(set(regions)) == 1
     assert abs(last.num_threads - first.num_threads) <= 2
     assert abs(last.num_descriptors - first.num_descriptors) <= 2
-    assert last.resident_mb - first.resident_mb < 2.0 * (NUM_RELOADS - 2)
+    assert last.resident_mb - first.resident_mb < 3.0
     assert triton.num_regions() == 0

@@ -22,6 +22,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient
+from inflight_client.protocol import METRICS
 from inflight_client.tensors import make_inputs
 
 pytestmark = pytest.mark.e2e
@@ -126,7 +127,31 @@ def test_ensemble_names_a_missing_input(server: ServeProcess) -> None:
 
 
 def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
-    assert "nv_trt_llm_request_metrics" in get(server.metrics_url).text
+    """Integer for integer what the statistics say, once nothing moves; and lengths of requests."""
+    assert "".join(stream_text(server, "1 2 3", 20))
+    with InflightClient(server.grpc_url) as client:
+        deadline = time.monotonic() + 10
+        while True:
+            (stats,) = client.stats(follow=False)
+            page = get(server.metrics_url).text
+            wrong = [
+                (family.name, value)
+                for family in METRICS
+                for value, key in family.values.items()
+                if isinstance(stats.get(key), int)
+                and not key.startswith("Runtime")  # memory in use moves by itself
+                and f'{family.label}="{value}",version="1"}} {stats[key]}\n' not in page
+            ]
+            if not wrong:
+                break
+            assert time.monotonic() < deadline, (wrong, page)
+    for family in METRICS:
+        assert f"# TYPE {family.name} {family.kind}" in page
+    lengths = 'nv_llm_output_token_len_bucket{model="tensorrt_llm",response_metric_type='
+    lengths += '"total_output_tokens",version="1",le='
+    counts = [int(page.partition(f'{lengths}"{le}"}} ')[2].split()[0]) for le in (10, 50, "+Inf")]
+    assert counts == sorted(counts)
+    assert counts[1] > counts[0]  # 20 tokens
 
 
 # A start that cannot work: one line, exit code 1, nothing left.

@@ -3,7 +3,8 @@
 Drafts are worth their cost where the device has room to spare, so only while few requests are
 active and all of them generate. They never make anybody wait: they take what is left of the token
 budget and of the free blocks after everybody's next token. How many a request gets follows what
-became of its last ones: twice as many once all were right, half as many once none was.
+became of its last ones: twice as many once all were right, half as many once none was; and when a
+single one was wrong, none for some steps.
 
 A request whose draws depend on more of the text than its logits do (penalties, no-repeat n-grams,
 bad words of several tokens, a decaying top-p), one that is guided, and one with beams get none:
@@ -25,13 +26,32 @@ def can_verify(request: LlmRequest) -> bool:
     return request.beam_width == 1 and not request.sampling.looks_back
 
 
+_NUM_QUIET_STEPS = 8
+
+
 @dataclass(slots=True)
 class _Guessing:
     request: LlmRequest
     index: NgramIndex
     num_drafts: int
+    num_quiet_steps: int = 0  # to come
     num_verified: int = 0
     num_accepted: int = 0
+
+    def take_result(self, max_draft_len: int) -> None:
+        """Look at what became of the drafts since the last time."""
+        num_verified = self.request.num_verified_drafts - self.num_verified
+        num_accepted = self.request.num_accepted_drafts - self.num_accepted
+        self.num_verified += num_verified
+        self.num_accepted += num_accepted
+        if num_verified == 0:
+            self.num_quiet_steps = max(self.num_quiet_steps - 1, 0)
+        elif num_accepted == num_verified:
+            self.num_drafts = min(2 * self.num_drafts, max_draft_len)
+        elif num_accepted == 0 and self.num_drafts > 1:
+            self.num_drafts //= 2
+        elif num_accepted == 0:
+            self.num_quiet_steps = _NUM_QUIET_STEPS
 
 
 class Drafter:
@@ -75,7 +95,8 @@ class Drafter:
                 continue
             known = guessing[request.request_id] = self._find(request)
             num_drafts = min(known.num_drafts, request.num_remaining_tokens - 1, num_spare_tokens)
-            drafts = known.index.guess(num_drafts) if num_drafts > 0 else []
+            may_guess = num_drafts > 0 and known.num_quiet_steps == 0
+            drafts = known.index.guess(num_drafts) if may_guess else []
             num_blocks = _num_more_blocks(manager, request, drafts)
             if drafts and num_blocks <= num_spare_blocks:
                 request.set_draft_tokens(drafts)
@@ -89,14 +110,11 @@ class Drafter:
         if known is None or known.request is not request:
             index = NgramIndex(request.tokens, self._config.max_matching_ngram_size)
             known = _Guessing(request, index, self._config.max_draft_len)
-        num_verified = request.num_verified_drafts - known.num_verified
-        num_accepted = request.num_accepted_drafts - known.num_accepted
-        if num_verified > 0 and num_accepted == num_verified:
-            known.num_drafts = min(2 * known.num_drafts, self._config.max_draft_len)
-        elif num_verified > 0 and num_accepted == 0:
-            known.num_drafts = max(known.num_drafts // 2, 1)
-        known.num_verified += num_verified
-        known.num_accepted += num_accepted
+            known.num_verified, known.num_accepted = (
+                request.num_verified_drafts,
+                request.num_accepted_drafts,
+            )
+        known.take_result(self._config.max_draft_len)
         return known
 
 

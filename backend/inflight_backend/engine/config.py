@@ -34,6 +34,7 @@ class EngineConfig:
     ``quantization`` fp8 quantises the linears' weights at load, one scale per row, and what they
     read, one scale per token; ``kv_cache_dtype`` fp8 stores KV in e4m3 without a scale.
     ``cuda_graph_mode`` records generation steps as CUDA graphs where there is a GPU.
+    ``normalize_log_probs``: log probabilities are those among what the filters left.
     ``deterministic_mode`` makes what a request draws independent of the others, bit by bit, as far
     as `deterministic` says.
     """
@@ -51,6 +52,7 @@ class EngineConfig:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cuda_graph_mode: bool = True
+    normalize_log_probs: bool = False
     deterministic_mode: bool = False
 
     def __post_init__(self) -> None:

@@ -15,7 +15,6 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +27,13 @@ from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
+from inflight_backend.engine.drawing import (
+    HostRules,
+    edit_logits,
+    normalized_log_probs,
+    restrict,
+    send_masks,
+)
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
@@ -40,7 +46,6 @@ from inflight_backend.engine.parameters import (
     duplicate_names,
     ignorable_names,
 )
-from inflight_backend.engine.restrictions import restrict, send_masks
 from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
@@ -48,7 +53,7 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
-from inflight_backend.step_outputs import MaskSource, StepOutputs, masks_of_rows
+from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -91,7 +96,7 @@ class Engine:
         self._observer = Observer(config.num_slots, config.device)
         self._beams = BeamRows(config.num_slots)
         self._outputs: StepOutputs | None = None
-        self._mask_source: MaskSource | None = None
+        self._rules = HostRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
@@ -212,7 +217,13 @@ class Engine:
         """The next plan draws under the masks of ``source``, whose rows count the tokens of the
         plan in order. It is asked while the decoder runs, so it may wait for the step before.
         """
-        self._mask_source = source
+        self._rules.masks = source
+
+    def edit_next(self, source: EditSource) -> None:
+        """Have the edits of ``source`` done to the logits of the next plan, before anything else.
+        It is asked while the decoder runs, so it may wait for the step before.
+        """
+        self._rules.edits = source
 
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
@@ -224,7 +235,7 @@ class Engine:
 
         The next call may overwrite them.
         """
-        mask_source, self._mask_source = self._mask_source, None
+        rules, self._rules = self._rules, HostRules()
         words = self._buffer.send(batch)
         if batch.block_copies:
             self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
@@ -239,7 +250,7 @@ class Engine:
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
         if self._runner is not None and not batch.runs:
-            return self._replay(self._runner, batch, words, mask_source)
+            return self._replay(self._runner, batch, words, rules)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
         observed = self._observer.observed_chunks(batch.context_chunks)
@@ -249,7 +260,7 @@ class Engine:
             hidden = hidden[step.sample_rows]
         else:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        return self._finish(hidden, step.sampling, drawing_slots(batch), mask_source)
+        return self._finish(hidden, step.sampling, drawing_slots(batch), rules)
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -311,25 +322,25 @@ class Engine:
         runner: GraphRunner,
         batch: ScheduledBatch,
         words: StepWords,
-        mask_source: MaskSource | None,
+        rules: HostRules,
     ) -> Tensor:
         """A step of generations alone."""
         self._slots.book_generation(batch)
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
         is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
-        if is_plain and mask_source is None and not self._beams.are_in(slots):
+        if is_plain and not rules and not self._beams.are_in(slots):
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
         sampling = self._slots.sampling(words.generation_slots.long())
-        return self._finish(hidden, sampling, slots, mask_source)
+        return self._finish(hidden, sampling, slots, rules)
 
     def _finish(
         self,
         hidden: Tensor,
         sampling: SamplingInputs,
         slots: Sequence[int],
-        mask_source: MaskSource | None,
+        rules: HostRules,
     ) -> Tensor:
         """Draw for ``slots``; the tokens are where the next step of their slots finds them.
 
@@ -338,14 +349,11 @@ class Engine:
         """
         size = self.config.num_slots
         if len(slots) <= size:
-            return self._finish_part(hidden, sampling, slots, mask_source)
-        masks = None if mask_source is None else mask_source()
+            return self._finish_part(hidden, sampling, slots, rules)
         parts = []
-        for start in range(0, len(slots), size):
-            rows = slice(start, start + size)
-            source = None if masks is None else partial(masks_of_rows, masks, rows)
+        for rows, own_rules in rules.parts(len(slots), size):
             part = sampling.part(rows.start, rows.stop)
-            parts.append(self._finish_part(hidden[rows], part, slots[rows], source))
+            parts.append(self._finish_part(hidden[rows], part, slots[rows], own_rules))
         return torch.cat(parts)
 
     def _finish_part(
@@ -353,26 +361,30 @@ class Engine:
         hidden: Tensor,
         sampling: SamplingInputs,
         slots: Sequence[int],
-        mask_source: MaskSource | None,
+        rules: HostRules,
     ) -> Tensor:
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
         has_beams = self._beams.are_in(slots)
-        if not (features or is_observed or mask_source or has_beams):
+        if not (features or is_observed or rules or has_beams):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
+        edit_logits(logits, rules.edits)
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
-        masks = None if mask_source is None else send_masks(mask_source(), self.config.device)
+        masks, has_min_p = send_masks(rules.masks, self.config.device), bool(features & MIN_P)
         restrict(logits, sampling, masks, self._ops)
         if has_beams:
             self._beams.keep(slots, logits, sampling.temperature, self._observer)
             own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
             sampling = replace(sampling, slots=own)
-        tokens = self._choose(logits, sampling, has_min_p=bool(features & MIN_P))
+        tokens = self._choose(logits, sampling, has_min_p=has_min_p)
+        log_probs = None
+        if is_observed and self.config.normalize_log_probs:
+            log_probs = normalized_log_probs(logits, tokens, sampling, has_min_p=has_min_p)
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
-            self._observer.keep_draw(slots, original, tokens)
+            self._observer.keep_draw(slots, original, tokens, log_probs)
         self._slots.store(sampling.slots, tokens)
         return tokens
 

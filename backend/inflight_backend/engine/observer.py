@@ -26,6 +26,7 @@ class PendingOutputs:
 
     log_probs: list[tuple[list[int], Tensor]] = field(default_factory=list)
     logits: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    tops: list[tuple[list[tuple[int, int]], Tensor, Tensor]] = field(default_factory=list)
     contexts: list[tuple[int, int, Tensor]] = field(default_factory=list)
     candidates: list[tuple[list[int], list[int], Tensor, Tensor]] = field(default_factory=list)
 
@@ -38,6 +39,11 @@ class PendingOutputs:
         for ids, rows in self.logits:
             for request_id, row in zip(ids, as_array(rows), strict=True):
                 outputs.generation_logits.setdefault(request_id, []).append(row)
+        for wanted, tokens, values in self.tops:
+            found = zip(wanted, tokens.tolist(), values.tolist(), strict=True)
+            for (request_id, num), likeliest, log_probs in found:
+                top = (likeliest[:num], log_probs[:num])
+                outputs.top_log_probs.setdefault(request_id, []).append(top)
         outputs.context_logits += [
             ContextLogits(request_id, start, as_array(rows))
             for request_id, start, rows in self.contexts
@@ -57,6 +63,7 @@ class Observer:
         self._request_ids = [0] * num_slots
         self._wants_log_probs = np.zeros(num_slots, dtype=np.bool_)
         self._wants_logits = np.zeros(num_slots, dtype=np.bool_)
+        self._num_top = np.zeros(num_slots, dtype=np.int32)
         self._wants_context = np.zeros(num_slots, dtype=np.bool_)
         self._is_used = False
         self._pending: PendingOutputs | None = None
@@ -69,9 +76,10 @@ class Observer:
             # A search tells the log probabilities it has chosen by.
             self._wants_log_probs[slot] = outputs.log_probs and not setup.num_candidates
             self._wants_logits[slot] = outputs.generation_logits
+            self._num_top[slot] = outputs.num_top_log_probs
             self._wants_context[slot] = outputs.context_logits
         if setups:
-            flags = (self._wants_log_probs, self._wants_logits, self._wants_context)
+            flags = (self._wants_log_probs, self._wants_logits, self._wants_context, self._num_top)
             self._is_used = any(bool(flag.any()) for flag in flags)
 
     def wants_draw(self, slots: Sequence[int]) -> bool:
@@ -79,7 +87,8 @@ class Observer:
         if not self._is_used:
             return False
         rows = list(slots)
-        return bool((self._wants_log_probs[rows] | self._wants_logits[rows]).any())
+        wants = self._wants_log_probs[rows] | self._wants_logits[rows] | (self._num_top[rows] > 0)
+        return bool(wants.any())
 
     def observed_chunks(self, chunks: Sequence[ContextChunk]) -> list[tuple[int, ContextChunk]]:
         """The chunks whose logits are wanted, each with its first row in the packed tokens."""
@@ -92,20 +101,38 @@ class Observer:
             first += chunk.num_tokens
         return found
 
-    def keep_draw(self, slots: Sequence[int], logits: Tensor, tokens: Tensor) -> None:
-        """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64."""
+    def keep_draw(
+        self, slots: Sequence[int], logits: Tensor, tokens: Tensor, log_probs: Tensor | None = None
+    ) -> None:
+        """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64.
+
+        ``log_probs`` [N] are told in place of those that follow from the logits.
+        """
         pending = self._open()
         rows = [row for row, slot in enumerate(slots) if self._wants_log_probs[slot]]
         if rows:
             index = self.index(rows, len(slots))
-            chosen = logits[index]
-            drawn = chosen.gather(1, tokens[index].clamp(min=0)[:, None]).squeeze(1)
-            values = drawn - chosen.logsumexp(dim=-1)
+            values = log_probs[index] if log_probs is not None else None
+            if values is None:
+                chosen = logits[index]
+                drawn = chosen.gather(1, tokens[index].clamp(min=0)[:, None]).squeeze(1)
+                values = drawn - chosen.logsumexp(dim=-1)
             pending.log_probs.append((self._ids(slots, rows), self._to_host(values)))
+        rows = [row for row, slot in enumerate(slots) if self._num_top[slot]]
+        if rows:
+            self._keep_top(slots, rows, logits[self.index(rows, len(slots))])
         rows = [row for row, slot in enumerate(slots) if self._wants_logits[slot]]
         if rows:
             chosen = logits[self.index(rows, len(slots))]
             pending.logits.append((self._ids(slots, rows), self._to_host(chosen)))
+
+    def _keep_top(self, slots: Sequence[int], rows: Sequence[int], logits: Tensor) -> None:
+        """The likeliest tokens of rows of logits [R, vocab], as many as the one who wants most."""
+        nums = [int(self._num_top[slots[row]]) for row in rows]
+        best = logits.topk(min(max(nums), logits.shape[1]))
+        values = best.values - logits.logsumexp(dim=-1, keepdim=True)
+        wanted = list(zip(self._ids(slots, rows), nums, strict=True))
+        self._open().tops.append((wanted, self._to_host(best.indices), self._to_host(values)))
 
     def keep_context(
         self,

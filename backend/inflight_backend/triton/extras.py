@@ -9,7 +9,9 @@ import numpy as np
 from inflight_backend.inference_request import Array
 
 _TOKEN_AXIS = 2
-_PER_TOKEN = frozenset({"output_log_probs", "generation_logits"})  # [1, beam, tokens, ...]
+_PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
+    {"output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids"}
+)
 
 
 def merge(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:

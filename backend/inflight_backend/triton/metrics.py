@@ -1,101 +1,69 @@
-"""Triton custom metrics under the peer's names, set from the statistics JSON.
+"""Triton custom metrics, set from the statistics JSON; the table is `inflight_client.protocol`.
 
-Families and labels: `tensorrtllm_backend`, `custom_metrics_reporter`. In-flight batching and
-V1 each have a family of their own, and only one of the two is there.
+With Triton's ``--log-verbose=1`` each JSON from which the gauges were set is a line of its log.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
-REQUEST_METRICS = {
-    "active": "Active Request Count",
-    "max": "Max Request Count",
-    "scheduled": "Scheduled Requests",
-    "context": "Context Requests",
-    "waiting": "Waiting Requests",
-}
-MEMORY_METRICS = {
-    "cpu": "Runtime CPU Memory Usage",
-    "gpu": "Runtime GPU Memory Usage",
-    "pinned": "Runtime Pinned Memory Usage",
-}
-KV_BLOCK_METRICS = {
-    "max": "Max KV cache blocks",
-    "free": "Free KV cache blocks",
-    "used": "Used KV cache blocks",
-    "tokens_per": "Tokens per KV cache block",
-    "fraction": "Fraction used KV cache blocks",
-    "reused": "Reused KV cache blocks",  # this and the next stay 0 without block reuse
-    "hit_rate": "KV cache hit rate",  # ours
-}
-BATCHER_METRICS = {
-    "total_context_tokens": "Total Context Tokens",
-    "generation_requests": "Generation Requests",
-    "micro_batch_id": "MicroBatch ID",
-    "paused_requests": "Paused Requests",
-}
-V1_METRICS = {
-    "total_context_tokens": "Total Context Tokens",
-    "total_generation_tokens": "Total Generation Tokens",
-    "empty_generation_slots": "Empty Generation Slots",
-}
-GENERAL_METRICS = {"timestamp": "Timestamp", "iteration_counter": "Iteration Counter"}
-
-# family, label, label value -> key of the statistics, help text
-FAMILIES: tuple[tuple[str, str, dict[str, str], str], ...] = (
-    ("nv_trt_llm_request_metrics", "request_type", REQUEST_METRICS, "Requests by state"),
-    ("nv_trt_llm_runtime_memory_metrics", "memory_type", MEMORY_METRICS, "Memory in bytes"),
-    (
-        "nv_trt_llm_kv_cache_block_metrics",
-        "kv_cache_block_type",
-        KV_BLOCK_METRICS,
-        "Blocks of the KV cache",
-    ),
-    (
-        "nv_trt_llm_inflight_batcher_metrics",
-        "inflight_batcher_specific_metric",
-        BATCHER_METRICS,
-        "The last iteration of the in-flight batcher",
-    ),
-    ("nv_trt_llm_general_metrics", "general_type", GENERAL_METRICS, "Time and iteration"),
-)
-
-_V1_FAMILY = (
-    "nv_trt_llm_v1_metrics",
-    "v1_specific_metric",
+from inflight_client.protocol import (
+    INPUT_LENGTHS,
+    METRICS,
+    OUTPUT_LENGTHS,
     V1_METRICS,
-    "The last iteration of the V1 batcher",
+    MetricFamilySpec,
 )
-V1_FAMILIES = tuple(_V1_FAMILY if family[2] is BATCHER_METRICS else family for family in FAMILIES)
+
+_ITERATION = "Iteration Counter"
 
 
 class TritonMetrics:
-    """Gauges on Triton's metrics port. Each set is a round trip to the server (about 40 us)."""
+    """What is on Triton's metrics port. Each change is a round trip to the server (about 40 us)."""
 
     def __init__(self, pb_utils: Any, model: str, version: str, *, is_v1: bool = False) -> None:
+        self._logger = pb_utils.Logger
+        self._labels = {"model": model, "version": version}
         self._gauges: list[tuple[str, Any]] = []
         self._families = []  # a metric lives as long as its family does
+        self._histograms: dict[str, Any] = {}
         self._last_values: dict[str, float] = {}
-        for name, label, value_to_key, help_text in V1_FAMILIES if is_v1 else FAMILIES:
-            family = pb_utils.MetricFamily(
-                name=name, description=help_text, kind=pb_utils.MetricFamily.GAUGE
-            )
+        self._last_iteration: object = None
+        for spec in V1_METRICS if is_v1 else METRICS:
+            kind = getattr(pb_utils.MetricFamily, spec.kind.upper())
+            family = pb_utils.MetricFamily(name=spec.name, description=spec.meaning, kind=kind)
             self._families.append(family)
-            for value, key in value_to_key.items():
-                labels = {"model": model, "version": version, label: value}
-                self._gauges.append((key, family.Metric(labels=labels)))
+            self._add(spec, family)
 
-    def update(self, stats_json: str) -> None:
-        """Set every gauge whose value changed since the last call."""
+    def _add(self, spec: MetricFamilySpec, family: Any) -> None:
+        for value, key in spec.values.items():
+            labels = {**self._labels, spec.label: value}
+            if spec.kind == "histogram":
+                buckets = [float(bound) for bound in spec.buckets]
+                self._histograms[spec.name] = family.Metric(labels=labels, buckets=buckets)
+            elif spec.kind == "gauge":
+                self._gauges.append((key, family.Metric(labels=labels)))
+            else:  # a counter of what does not happen here: it is there, and 0
+                self._families.append(family.Metric(labels=labels))
+
+    def update(self, stats_json: str, lengths: Iterable[tuple[int, int]] = ()) -> None:
+        """Set every gauge whose value changed since the last call; count ``lengths``, the tokens of
+        prompt and answer of requests that have ended since."""
         stats = json.loads(stats_json)
         for key, gauge in self._gauges:
             value = _to_number(stats.get(key, 0))
             if self._last_values.get(key) != value:
                 gauge.set(value)
                 self._last_values[key] = value
+        for num_input, num_output in lengths:
+            self._histograms[INPUT_LENGTHS.name].observe(num_input)
+            self._histograms[OUTPUT_LENGTHS.name].observe(num_output)
+        if stats.get(_ITERATION) != self._last_iteration:
+            self._last_iteration = stats.get(_ITERATION)
+            self._logger.log_verbose(stats_json)
 
 
 def _to_number(value: object) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.response_tensors import finish_reason_tensor
+from inflight_backend.response_tensors import finish_reason_tensor, length_tensor
 from inflight_backend.text import IncrementalDetokenizer
 from inflight_backend.triton.extras import after_the_end, merge, without_last
 from inflight_backend.triton.stop_text import StopText, StopTokens
@@ -138,15 +138,17 @@ class TokenStream:
         if "output_ids" in self.outputs:
             tensors["output_ids"] = np.array([[ids]], dtype=np.int32)
         if "sequence_length" in self.outputs:
-            tensors["sequence_length"] = np.array([[len(ids)]], dtype=np.int32)
+            tensors["sequence_length"] = length_tensor(len(ids))
         if "text_output" in self.outputs:
             tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
         if "finish_reason" in outputs:
             tensors["finish_reason"] = self._finish_reason(extras, is_final)
-        for name in outputs & extras.keys() - {"finish_reason"}:
-            tensors[name] = extras[name]
-        for name in outputs & self.constants.keys():
-            tensors[name] = self.constants[name]
+        for name, tensor in extras.items():
+            if name in outputs and name != "finish_reason":
+                tensors[name] = tensor
+        for name, tensor in self.constants.items():
+            if name in outputs:
+                tensors[name] = tensor
         return tensors
 
     def _finish_reason(self, extras: Mapping[str, Array], is_final: bool) -> Array:

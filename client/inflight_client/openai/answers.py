@@ -6,16 +6,20 @@ Of an event only the text and the index change from token to token, so the rest 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight_client.openai.log_probs import (
+    TokenLogProbs,
+    TokenText,
+    for_chat,
+    for_completion,
+)
 from inflight_client.openai.parsing import GenerationJob
 from inflight_client.openai.upstream import Piece
 
 DONE = b"data: [DONE]\n\n"
-
-TokenText = Callable[[int], str]
 
 
 @dataclass(slots=True)
@@ -26,15 +30,13 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_characters: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    log_probs: list[TokenLogProbs] = field(default_factory=list)
     is_stopped: bool = False
 
     def add(self, piece: Piece) -> None:
         """Append what a response brought."""
         self.texts.append(piece.text)
         self.num_tokens += piece.num_tokens
-        self.token_ids.extend(piece.token_ids)
         self.log_probs.extend(piece.log_probs)
         self.is_stopped = self.is_stopped or piece.is_stopped
 
@@ -87,7 +89,7 @@ def whole_answer(
         text = "".join(choice.texts)
         log_probs = None
         if job.has_log_probs:
-            log_probs = _log_probs(job, choice.token_ids, choice.log_probs, token_text, 0)
+            log_probs = _log_probs(job, choice.log_probs, token_text, 0)
         content: dict[str, Any] = {"text": text}
         if job.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -122,14 +124,13 @@ class EventWriter:
 
     def piece(self, index: int, piece: Piece, choice: Choice) -> bytes:
         """What a response adds to its answer; nothing if that is no text yet."""
-        if not piece.text and not piece.token_ids:
+        if not piece.text and not piece.log_probs:
             return b""
         log_probs = "null"
         if self._job.has_log_probs:
             offset = choice.num_characters
-            log_probs = json.dumps(
-                _log_probs(self._job, piece.token_ids, piece.log_probs, self._token_text, offset)
-            )
+            rows = _log_probs(self._job, piece.log_probs, self._token_text, offset)
+            log_probs = json.dumps(rows)
         choice.num_characters += len(piece.text)
         content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
         return self._event(index, content, log_probs, "null")
@@ -159,34 +160,8 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 
 def _log_probs(
-    job: GenerationJob,
-    token_ids: Sequence[int],
-    log_probs: Sequence[float],
-    token_text: TokenText,
-    offset: int,
+    job: GenerationJob, rows: Sequence[TokenLogProbs], token_text: TokenText, offset: int
 ) -> dict[str, Any]:
-    texts = [token_text(token_id) for token_id in token_ids]
     if job.is_chat:
-        rows = zip(texts, log_probs, strict=True)
-        return {
-            "content": [
-                {"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []}
-                for text, value in rows
-            ],
-            "refusal": None,
-        }
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    return {
-        "tokens": texts,
-        "token_logprobs": list(log_probs),
-        "top_logprobs": None,
-        "text_offset": offsets,
-    }
-
-
-def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token's text; None for half a character, which has no text of its own."""
-    return None if "\ufffd" in text else list(text.encode())
+        return for_chat(rows, token_text)
+    return for_completion(rows, token_text, offset, has_top=job.num_top_log_probs > 0)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError, filters
+from jinja2 import TemplateError, filters, nodes
+from jinja2.compiler import CodeGenerator
 from jinja2.runtime import markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -30,10 +31,24 @@ _CONCATENATIONS = (str_join.__code__, markup_join.__code__)
 _WIDTH = re.compile(r"\d{8,}|\*")  # in a format: how far it pads, or that another value says so
 
 
+class _LazyGenerator(CodeGenerator):
+    """Computes nothing while compiling, also not what is constant: nothing is bounded then."""
+
+    def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, nodes.TemplateData):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Refuses, by `TemplateError`, what would make a text or number that is too large."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+    code_generator_class = _LazyGenerator
+
+    def __init__(self, **options: Any) -> None:
+        """``options`` are those of `jinja2.Environment`."""
+        super().__init__(optimized=False, **options)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """One of those operators."""

@@ -33,6 +33,7 @@ TENSOR_TO_FIELD = {
     "embedding_bias": "logit_bias",
     "num_return_sequences": "n",
     "return_log_probs": "logprobs",
+    "num_top_log_probs": "top_logprobs",
     "guided_decoding_guide_type": "response_format",
     "guided_decoding_guide": "response_format",
     "input_ids": "prompt",

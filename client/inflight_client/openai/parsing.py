@@ -17,7 +17,12 @@ import numpy.typing as npt
 from inflight_client.openai.errors import ApiError, bad_field
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
-from inflight_client.openai.settings import MAX_MESSAGES, MAX_PROMPTS, MAX_STOP_STRINGS
+from inflight_client.openai.settings import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOG_PROBS,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
@@ -61,7 +66,6 @@ _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "top_logprobs": (0,),
     "audio": (),
     "prediction": (),
     "reasoning_effort": (),
@@ -82,6 +86,7 @@ class GenerationJob:
     is_streaming: bool
     includes_usage: bool
     has_log_probs: bool
+    num_top_log_probs: int = 0
 
 
 async def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
@@ -89,8 +94,8 @@ async def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
     _check_model(body, reader)
     prompts = [await _completion_prompt(p, reader) for p in _split_prompts(body.take("prompt"))]
     max_tokens = body.integer("max_tokens", 1, _INT32_MAX) or DEFAULT_COMPLETION_TOKENS
-    log_probs = body.integer("logprobs", 0, 0)
-    return _job(body, reader, prompts, max_tokens, log_probs is not None, _NEUTRAL_COMPLETION)
+    log_probs = body.integer("logprobs", 0, MAX_TOP_LOG_PROBS)
+    return _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
 
 
 async def parse_chat(
@@ -105,8 +110,12 @@ async def parse_chat(
         raise bad_field("max_tokens", "given twice, also as max_completion_tokens")
     room = max(1, reader.limits.max_seq_len - len(prompt))
     max_tokens = old or new or min(room, default_max_tokens or room)
+    num_top = body.integer("top_logprobs", 0, MAX_TOP_LOG_PROBS)
     has_log_probs = body.flag("logprobs")
-    return _job(body, reader, [prompt], max_tokens, has_log_probs, _NEUTRAL_CHAT, is_chat=True)
+    if num_top and not has_log_probs:
+        raise bad_field("top_logprobs", "only together with logprobs = true")
+    log_probs = (num_top or 0) if has_log_probs else None
+    return _job(body, reader, [prompt], max_tokens, log_probs, _NEUTRAL_CHAT, is_chat=True)
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -123,19 +132,24 @@ def _job(
     reader: PromptReader,
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
-    has_log_probs: bool,
+    num_log_probs: int | None,
     neutral: Mapping[str, Sequence[Any]],
     is_chat: bool = False,
 ) -> GenerationJob:
-    """Everything that the two calls have in common; ends with the check that nothing is left."""
+    """Everything that the two calls have in common; ends with the check that nothing is left.
+
+    ``num_log_probs``: likeliest tokens to tell in each place; None for no log probabilities.
+    """
     values = _sampling(body, reader)
     num_answers = body.integer("n", 1, MAX_PROMPTS) or 1
     if num_answers > 1:
         values["num_return_sequences"] = num_answers
     if len(prompts) * num_answers > MAX_PROMPTS:
         raise bad_field("n", f"prompts x n may be at most {MAX_PROMPTS}")
-    if has_log_probs:
+    if num_log_probs is not None:
         values["return_log_probs"] = True
+    if num_log_probs:
+        values["num_top_log_probs"] = num_log_probs
     values |= _guide(body.take("response_format"))
     body.text("user")  # a label of the client's own
     is_streaming = body.flag("stream")
@@ -150,7 +164,8 @@ def _job(
         num_answers,
         is_streaming,
         includes_usage,
-        has_log_probs,
+        num_log_probs is not None,
+        num_log_probs or 0,
     )
 
 

@@ -10,6 +10,8 @@ MAX_PROMPTS = 128
 
 MAX_STOP_STRINGS = 16
 MAX_MESSAGES = 4096
+MAX_TOP_LOG_PROBS = 20
+"""OpenAI's bound of ``top_logprobs``; here of a completion's ``logprobs`` as well."""
 
 
 @dataclass(frozen=True, slots=True)

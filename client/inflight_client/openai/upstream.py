@@ -17,6 +17,7 @@ from inflight_client.encoding import (
     last_answer,
     read_description,
 )
+from inflight_client.openai.log_probs import TokenLogProbs, read_log_probs
 from inflight_client.openai.parsing import GenerationJob
 from inflight_client.protocol import LLM_MODEL_NAME
 
@@ -28,15 +29,14 @@ _DESCRIBE_SECONDS = 60.0
 class Piece:
     """What one response adds to answer ``index``; ``num_tokens`` may be more than the text shows.
 
-    ``token_ids`` and ``log_probs`` are filled when the job asks for log probabilities.
+    ``log_probs``, one for each token, when the job asks for them.
     ``is_stopped``: a stop word ended the answer here.
     """
 
     index: int
     text: str
     num_tokens: int
-    token_ids: Sequence[int] = ()
-    log_probs: Sequence[float] = ()
+    log_probs: Sequence[TokenLogProbs] = ()
     is_stopped: bool = False
 
 
@@ -72,9 +72,10 @@ class Upstream:
         await self._transport.close()
 
     async def _answer(self, call: InferCall, first_index: int) -> AsyncGenerator[Piece, None]:
+        num_top = int(call.values.get("num_top_log_probs", 0))  # type: ignore[call-overload]
         async with aclosing(self._transport.infer(call, self._timeout).receive()) as responses:
             async for response in responses:
-                yield _read_piece(response, first_index)
+                yield _read_piece(response, first_index, num_top)
 
 
 def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
@@ -82,6 +83,8 @@ def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
     outputs = ["text_output", "sequence_length"]
     if job.has_log_probs:
         outputs += ["output_ids", "output_log_probs"]
+    if job.num_top_log_probs:
+        outputs += ["top_log_prob_ids", "top_log_probs"]
     if job.num_answers > 1:
         outputs.append("sequence_index")
     if "stop_words" in job.values:
@@ -101,7 +104,7 @@ def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
     return calls
 
 
-def _read_piece(response: Response, first_index: int) -> Piece:
+def _read_piece(response: Response, first_index: int, num_top: int) -> Piece:
     tensors = response.tensors
     texts = tensors.get("text_output", ())
     num_tokens = sum(tensors.get("sequence_length", ()))
@@ -109,8 +112,13 @@ def _read_piece(response: Response, first_index: int) -> Piece:
         first_index + sum(tensors.get("sequence_index", ())),
         texts[0] if texts else "",
         num_tokens,
-        tensors.get("output_ids", ())[:num_tokens],
-        tensors.get("output_log_probs", ())[:num_tokens],
+        read_log_probs(
+            tensors.get("output_ids", ())[:num_tokens],
+            tensors.get("output_log_probs", ())[:num_tokens],
+            tensors.get("top_log_prob_ids", ()),
+            tensors.get("top_log_probs", ()),
+            num_top,
+        ),
         tensors.get("finish_reason", ())[:1] == ["stop_words"],
     )
 

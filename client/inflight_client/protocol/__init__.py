@@ -15,6 +15,13 @@ from collections.abc import Iterable
 
 from inflight_client.protocol.ensemble import ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
 from inflight_client.protocol.inputs import CONTROL_INPUTS, INPUT_BY_NAME, INPUTS, RENAMED_INPUTS
+from inflight_client.protocol.metrics import (
+    INPUT_LENGTHS,
+    METRICS,
+    OUTPUT_LENGTHS,
+    V1_METRICS,
+    MetricFamilySpec,
+)
 from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
 from inflight_client.protocol.parameters import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS
 from inflight_client.protocol.specs import DTYPE_TO_NUMPY, EMPTY, ParameterSpec, TensorSpec
@@ -29,13 +36,18 @@ __all__ = [
     "ERROR_CODES_PARAMETER",
     "INPUTS",
     "INPUT_BY_NAME",
+    "INPUT_LENGTHS",
     "LLM_MODEL_NAME",
+    "METRICS",
     "OUTPUTS",
     "OUTPUT_BY_NAME",
+    "OUTPUT_LENGTHS",
     "PARAMETERS",
     "PARAMETER_BY_NAME",
     "RENAMED_INPUTS",
     "TRITON_PARAMETERS",
+    "V1_METRICS",
+    "MetricFamilySpec",
     "ParameterSpec",
     "TensorSpec",
     "names",

@@ -40,6 +40,8 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "guided_decoding_guide_type": "guided_decoding_guide_type",
     "guided_decoding_guide": "guided_decoding_guide",
+    "logits_post_processor_name": "logits_post_processor_name",
+    "num_top_log_probs": "num_top_log_probs",
     "priority": "priority",
     "cache_salt": "cache_salt",
     "max_queue_time_ms": "max_queue_time_ms",

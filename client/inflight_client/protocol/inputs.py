@@ -127,6 +127,12 @@ INPUTS: tuple[TensorSpec, ...] = (
             "first tokens of the prompt that presence and frequency do not count",
         )
     ),
+    honoured(
+        scalar("logits_post_processor_name", "STRING", "which of `logits_processors` to apply")
+    ),
+    honoured(
+        scalar("num_top_log_probs", "INT32", "likeliest tokens to tell for each new one; up to 20")
+    ),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
     TensorSpec(

@@ -197,6 +197,18 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         ("auto", "llguidance", "none"),
     ),
     ParameterSpec(
+        "logits_processors",
+        "str",
+        "",
+        "callables for `logits_post_processor_name`, as name=package.module:callable,...",
+    ),
+    ParameterSpec(
+        "normalize_log_probs",
+        "bool",
+        "false",
+        "log probabilities among what the filters left (the peer's default), not the model's own",
+    ),
+    ParameterSpec(
         "speculative_decoding_mode",
         "choice",
         "none",
@@ -229,7 +241,6 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     # Keys of tensorrtllm_backend that ask for something else than we do: refused unless neutral.
     ParameterSpec("enable_trt_overlap", "bool", "false", "deprecated", is_honoured=False),
-    ParameterSpec("normalize_log_probs", "bool", "true", "log probabilities", is_honoured=False),
     ParameterSpec("encoder_model_path", "str", "", "encoder of T5-like models", is_honoured=False),
     ParameterSpec("max_attention_window_size", "str", "", "attention window", is_honoured=False),
     ParameterSpec("sink_token_length", "str", "", "StreamingLLM", is_honoured=False),

@@ -29,7 +29,7 @@ from inflight_kernels.reference.elementwise import (
     silu_mul,
 )
 from inflight_kernels.reference.masking import mask_logits
-from inflight_kernels.reference.sampling import greedy, sample, uniform
+from inflight_kernels.reference.sampling import greedy, log_probs_of_draws, sample, uniform
 
 __all__ = [
     "COUNT_UNIT",
@@ -40,6 +40,7 @@ __all__ = [
     "ban_repeated_ngrams",
     "ban_words",
     "greedy",
+    "log_probs_of_draws",
     "mask_logits",
     "paged_attention_context",
     "paged_attention_generation",

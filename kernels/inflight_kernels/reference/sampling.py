@@ -51,13 +51,52 @@ def sample(
     with the last one a filter keeps are kept too. Only rows that draw pay for filters.
     """
     tokens = greedy(logits)
+    rows = (_draws(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return tokens
+    kept = _filtered(logits, rows, temperature, top_k, top_p, min_p)
+    tokens[rows] = _draw(kept, uniform(seeds[rows], positions[rows]))
+    return tokens
+
+
+def log_probs_of_draws(
+    logits: Tensor,
+    tokens: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """How likely each of tokens [N] was when `sample` drew it from logits [N, V]: [N] float32.
+
+    That is among what the filters left; 0 where the row is greedy, NaN where nothing was drawn.
+    """
+    result = torch.where(tokens >= 0, 0.0, torch.nan).to(torch.float32)
+    rows = (_draws(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return result
+    kept = _filtered(logits, rows, temperature, top_k, top_p, min_p).log_softmax(dim=-1)
+    result[rows] = kept.gather(1, tokens[rows, None]).squeeze(1)
+    return result
+
+
+def _draws(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
+    """[N] bool: rows that are not greedy."""
     has_no_filter = (top_k == 0) & (top_p == 0)
     if min_p is not None:
         has_no_filter &= min_p == 0
-    is_greedy = (temperature == 0) | (top_k == 1) | has_no_filter
-    rows = (~is_greedy & (tokens >= 0)).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        return tokens
+    return ~((temperature == 0) | (top_k == 1) | has_no_filter)
+
+
+def _filtered(
+    logits: Tensor,
+    rows: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor | None,
+) -> Tensor:
+    """``rows`` [R] of logits, scaled, with -inf for what the filters drop: [R, V]."""
     # The distance from the best token, so that a tiny temperature cannot overflow to +inf.
     scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) / temperature[rows, None]
     kept = _keep_top_k(scaled, top_k[rows])
@@ -65,8 +104,7 @@ def sample(
     if min_p is not None:
         # The likeliest token stands at 0, so its share is the exponential.
         kept = kept.masked_fill(scaled < min_p[rows, None].log(), -torch.inf)
-    tokens[rows] = _draw(kept, uniform(seeds[rows], positions[rows]))
-    return tokens
+    return kept
 
 
 def _keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:

@@ -133,23 +133,22 @@ class TextIndex:
 
     It remembers four times as many tokens as the KV pool holds, or four times as many texts as that
     has blocks, whichever are fewer, and forgets from twice that on: memory is bounded also where
-    texts are short. What is forgotten here has long been evicted there, since a text with a full
-    block of its own takes one, unless it is the text of a request that still waits. Those come from
-    ``active_texts``: salt, tokens and number of each.
+    texts are short. What can still matter then, since it waits or is cached, comes from
+    ``texts_in_use``: salt, tokens and number of each.
     """
 
     def __init__(
         self,
         num_blocks: int,
         tokens_per_block: int,
-        active_texts: Callable[[], Iterable[Text]] = tuple,
+        texts_in_use: Callable[[], Iterable[Text]] = tuple,
     ) -> None:
         self._limits = (
             max(4 * num_blocks * tokens_per_block, _MIN_TOKENS),
             max(4 * num_blocks, _MIN_TEXTS),
         )
         self._max_tokens, self._max_texts = self._limits
-        self._active_texts = active_texts
+        self._texts_in_use = texts_in_use
         self._young, self._old = _Tree(), _Tree()
 
     def add(self, salt: bytes, tokens: Sequence[int], number: int) -> Likeness:
@@ -165,7 +164,7 @@ class TextIndex:
 
     def _turn(self) -> None:
         self._old, self._young = self._young, _Tree()
-        for text in self._active_texts():
+        for text in self._texts_in_use():
             self._young.add(*text)
         self._max_tokens = self._young.num_tokens + self._limits[0]
         self._max_texts = self._young.num_texts + self._limits[1]

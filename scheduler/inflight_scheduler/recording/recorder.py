@@ -110,7 +110,7 @@ class FlightRecorder:
         self._num_blocks_of = num_blocks_of
         self._texts: RecordedTexts | None = None
         if settings.enable_reuse:
-            self._texts = RecordedTexts(settings.num_blocks, settings.tokens_per_block)
+            self._texts = RecordedTexts(settings.num_blocks, settings.tokens_per_block, cache_state)
         self._decision: Decision | None = None
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()

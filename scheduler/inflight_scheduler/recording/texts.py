@@ -7,7 +7,8 @@ one; whoever remembers a place keeps the old one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.cache_state import CacheState
@@ -17,6 +18,11 @@ from inflight_scheduler.request import LlmRequest
 
 MIN_PARTS = 4096
 """Parts that are remembered before any is left out."""
+
+_MIN_CACHED = 64  # texts that may be cached, before a look at which of them are
+
+StateSource = Callable[[], CacheState | None]
+"""What the cache holds now; None without a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +60,15 @@ class CacheMark:
 class RecordedTexts:
     """Owner of the numbers of texts; the request ids are those of active requests."""
 
-    def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
-        self._index = TextIndex(num_blocks, tokens_per_block, self._active_texts)
+    def __init__(
+        self, num_blocks: int, tokens_per_block: int, cache_state: StateSource | None = None
+    ) -> None:
+        """``cache_state``: without it, a text may be forgotten that is still cached."""
+        self._index = TextIndex(num_blocks, tokens_per_block, self._texts_in_use)
+        self._tokens_per_block = tokens_per_block
+        self._cache_state = cache_state
+        self._cached: dict[int, tuple[bytes, array[int]]] = {}  # those that may be
+        self._look_at = _MIN_CACHED
         self._num_texts = 0
         self._active: dict[int, LlmRequest] = {}
         self._likenesses: dict[int, Likeness] = {}
@@ -82,9 +95,10 @@ class RecordedTexts:
             return  # it ended before it was registered
         if is_last:
             del self._active[request.request_id]
-        if request.beams is not None:
-            return  # only its prompt is kept
-        if request.tokens[-1] < 0 or request.num_tokens == request.prompt_len:
+        if request.tokens[-1] < 0:
+            return
+        self._keep(request)
+        if request.beams is not None or request.num_tokens == request.prompt_len:
             return
         found = self._index.add(request.cache_salt, request.tokens, request.text_number)
         if found.length > request.prompt_len:
@@ -114,10 +128,34 @@ class RecordedTexts:
             state,
         )
 
-    def _active_texts(self) -> Iterator[Text]:
-        """Prompts; what was generated since belongs to no text before it is told (`grow`)."""
+    def _texts_in_use(self) -> Iterator[Text]:
+        """Cached ones, and the prompts of active requests.
+
+        What those have generated belongs to no text before it is told (`grow`).
+        """
+        self._forget_what_is_not_cached()
+        for number, (salt, tokens) in self._cached.items():
+            yield salt, tokens, number
         for request in self._active.values():
             yield request.cache_salt, request.tokens[: request.prompt_len], request.text_number
+
+    def _keep(self, request: LlmRequest) -> None:
+        """Its full blocks may be cached from now on, however many texts come before they are used.
+
+        Short texts take no block of their own, so any number of them evicts nothing.
+        """
+        if self._cache_state is None or request.num_tokens < self._tokens_per_block:
+            return
+        self._cached[request.text_number] = request.cache_salt, array("i", request.tokens)
+        if len(self._cached) > self._look_at:
+            self._forget_what_is_not_cached()
+            self._look_at = max(_MIN_CACHED, 2 * len(self._cached))
+
+    def _forget_what_is_not_cached(self) -> None:
+        state = None if self._cache_state is None else self._cache_state()
+        if state is not None:
+            numbers = {number for _, number, _ in state.kept()}
+            self._cached = {n: text for n, text in self._cached.items() if n in numbers}
 
     def _remember(self, number: int, found: Likeness, start: int) -> None:
         if found.length > start:

@@ -13,6 +13,7 @@ from torch import Tensor
 from inflight_backend.engine import Engine, EngineConfig, ModelConfig, triton_attention
 from inflight_backend.engine.config import resolve
 from inflight_backend.errors import ConfigurationError
+from inflight_kernels import invariant_linear
 from inflight_scheduler import SamplingParams
 
 LENGTHS = (1, 9, 8)  # one token, a block of 8, and one more
@@ -32,8 +33,10 @@ def engine(checkpoint: Callable[..., Path]) -> Iterator[Engine]:
         tokens_per_block=8,
         max_tokens_in_paged_kv_cache=8 * 8 * len(LENGTHS),
     )
-    with pytest.MonkeyPatch.context() as patch:  # a program each: sixteen take long, interpreted
+    with pytest.MonkeyPatch.context() as patch:  # less to interpret; any tile and split will do
         patch.setattr(triton_attention, "DETERMINISTIC_SPLITS", 2)
+        patch.setattr(invariant_linear, "_BLOCK_T", 16)
+        patch.setattr(invariant_linear, "_BLOCK_R", 32)
         yield Engine.load(checkpoint(head_dim=16), config)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import VOCAB_SIZE
 from engine_driver import EngineDriver, Job
 from replay import Rerun
+from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.step_outputs import TokenMasks
@@ -70,6 +72,13 @@ def test_replayed_steps_are_masked_too(checkpoint: Callable[..., Path]) -> None:
     masked = driver.step({}, jobs)
     assert masked[0] == free[0]
     assert masked[1] in (5, 6)
+
+    def keep_nine(logits: Tensor, stream: int) -> None:
+        assert stream == 0
+        logits[..., :9], logits[..., 10:] = -torch.inf, -torch.inf
+
+    engine.edit_next(lambda: [(0, keep_nine)])  # what a logits processor does
+    assert driver.step({}, jobs)[0] == 9
 
 
 def test_a_forced_token_wins_over_bias_and_minimum(engine: Engine) -> None:

@@ -209,6 +209,7 @@ def test_the_end_comes_where_the_grammar_says(random_model: Path) -> None:
     match("ab?", text_of(recorder, 4))
 
 
+@pytest.mark.case(53)
 def test_a_grammar_against_all_other_rules_fails_alone(random_model: Path) -> None:
     forbid_a = [CODEC.encode_word("a") + CODEC.encode_word("b"), [1, 2]]
     requests = [ask(1, "regex", "[ab]", bad_words_list=forbid_a), ask(2, "regex", "[ab]")]
@@ -241,6 +242,7 @@ def test_what_becomes_too_dear_on_the_way_fails_alone(
     assert text_of(recorder, 91) == "a" * 9
 
 
+@pytest.mark.case(55)
 def test_others_are_served_while_a_grammar_is_compiled(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

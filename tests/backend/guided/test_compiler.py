@@ -98,6 +98,7 @@ def test_ebnf(compiler: GuideCompiler, grammar: str, good: str, bad: str) -> Non
         (GuideType.JSON_SCHEMA, '{"enum": []}', "Unsatisfiable schema"),
     ],
 )
+@pytest.mark.case(46, 52, 53)
 def test_refused_by_name(
     compiler: GuideCompiler, guide_type: GuideType, grammar: str, message: str
 ) -> None:
@@ -112,6 +113,47 @@ def test_json_is_an_object_or_an_array(compiler: GuideCompiler) -> None:
         assert accepts(compiler, GuideType.JSON, "", text) is is_good
 
 
+@pytest.mark.case(47, 50)
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        ("foo**", "foooo", "bar"),
+        ("(a+)+$", "a" * 4000, "a" * 4000 + "b"),
+        ("(a|aa)+b", "a" * 4000 + "b", "a" * 4000),
+    ],
+)
+def test_a_regex_takes_linear_time(
+    compiler: GuideCompiler, regex: str, good: str, bad: str
+) -> None:
+    """Backtracking would take longer than the universe has lasted."""
+    began = time.monotonic()
+    assert accepts(compiler, GuideType.REGEX, regex, good)
+    assert not accepts(compiler, GuideType.REGEX, regex, bad)
+    assert time.monotonic() - began < WAIT
+
+
+@pytest.mark.case(51)
+def test_a_schema_may_refer_to_itself_unless_it_says_nothing_else(compiler: GuideCompiler) -> None:
+    node: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}}
+    node["additionalProperties"] = False
+    schema = json.dumps({"$ref": "#/$defs/n", "$defs": {"n": node}})
+    deep = '{"next":' * 40 + "{}" + "}" * 40
+    assert accepts(compiler, GuideType.JSON_SCHEMA, schema, deep)
+    assert not accepts(compiler, GuideType.JSON_SCHEMA, schema, '{"next": 3}')
+    with pytest.raises(InvalidRequest, match="'guided_decoding_guide'"):
+        compile_guide(compiler, Guide(GuideType.JSON_SCHEMA, '{"$ref": "#"}'))
+
+
+@pytest.mark.case(54)
+def test_white_space_comes_to_an_end(compiler: GuideCompiler) -> None:
+    """A model that likes blanks cannot fill its answer with them."""
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    for guide_type, text in ((GuideType.JSON, ""), (GuideType.JSON_SCHEMA, schema)):
+        assert accepts(compiler, guide_type, text, '{ "a":1}')
+        assert not accepts(compiler, guide_type, text, "{" + " " * 200 + '"a":1}')
+
+
+@pytest.mark.case(55)
 def test_equal_grammars_are_compiled_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
     to_grammar = module.to_grammar

@@ -50,10 +50,13 @@ def test_every_kind_is_read() -> None:
         ("regex", "a" * (MAX_GUIDE_BYTES + 1), f"65537 bytes, more than {MAX_GUIDE_BYTES}"),
         ("regex", "(" * (MAX_GUIDE_DEPTH + 1), f"more than {MAX_GUIDE_DEPTH} brackets deep"),
         ("json_schema", '{"a":[' * 33, f"more than {MAX_GUIDE_DEPTH} brackets deep"),
+        ("json_schema", '{"items":' * 500 + "{}" + "}" * 500, "brackets deep"),
+        ("json_schema", json.dumps({"enum": list(range(100_000))}), "bytes, more than"),
         ("regex", b"\xff", "'guided_decoding_guide' is not valid UTF-8"),
         ("regex", "a\0b", "'guided_decoding_guide' holds a zero byte"),
     ],
 )
+@pytest.mark.case(48, 49)
 def test_refused_with_field_and_bound(guide_type: Any, guide: Any, message: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_guide(ask(guide_type, guide))

@@ -60,11 +60,12 @@ def test_what_is_not_asked_for_is_neutral() -> None:
 
 def test_words_are_ids_and_ends() -> None:
     words = strings(["ab", "", "c"], ["d", "", ""])
-    out = PREPROCESS(query("1", "2", STOP_WORDS_DICT=words))
-    assert out["STOP_WORDS_IDS"].tolist() == [
-        [[*ids("ab"), *ids("c")], [2, 3, -1]],
-        [[*ids("d"), 0, 0], [1, -1, -1]],
-    ]
+    for name in ("STOP_WORDS", "BAD_WORDS"):
+        inputs = {"STOP_WORDS_DICT": words} if name == "STOP_WORDS" else {"BAD_WORDS_DICT": words}
+        assert PREPROCESS(query("1", "2", **inputs))[f"{name}_IDS"].tolist() == [
+            [[*ids("ab"), *ids("c")], [2, 3, -1]],
+            [[*ids("d"), 0, 0], [1, -1, -1]],
+        ]
 
 
 def test_bias_words_weigh_on_their_tokens() -> None:

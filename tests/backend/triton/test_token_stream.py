@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
 from inflight_backend.triton.decoding import choose_outputs
 from inflight_backend.triton.stop_text import StopText
@@ -104,5 +105,7 @@ def test_outputs_are_those_named_or_asked_for_by_an_input() -> None:
     assert {"output_ids", "sequence_length", "output_log_probs"} <= by_default
     assert not {"text_output", "finish_reason", "batch_index", "stats"} & by_default
     assert choose_outputs(everything, is_text=True) >= {"text_output", "num_input_tokens"}
-    named = frozenset({"text_output", "finish_reason", "sequence_index", "stats"})
-    assert choose_outputs(named, is_text=True) == named - {"stats"}
+    named = frozenset({"text_output", "finish_reason", "sequence_index"})
+    assert choose_outputs(named, is_text=True) == named
+    with pytest.raises(InvalidRequest, match="output 'stats' cannot be requested here"):
+        choose_outputs(named | {"stats"}, is_text=True)

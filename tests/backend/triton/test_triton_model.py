@@ -16,6 +16,7 @@ from triton_harness import WAIT, Server, error_of, ids_of, text_of, wait_until
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
+from inflight_client.protocol import METRICS
 from inflight_scheduler import ScheduledBatch
 
 
@@ -186,6 +187,16 @@ def lines_of(feed: FakeSender) -> list[bytes]:
     ]
 
 
+def test_the_reason_comes_with_the_last_response_to_who_asks(server: Server) -> None:
+    sender = server.ask(
+        input_ids=[1, 2], request_output_len=3, streaming=True, return_finish_reason=True
+    )
+    named = [[each.name() for each in response.output_tensors] for response in sender.responses]
+    assert ["finish_reason" in names for names in named] == [False] * (len(named) - 1) + [True]
+    values = {each.name(): each.as_numpy() for each in sender.responses[-1].output_tensors}
+    assert values["finish_reason"].item() == b"length"
+
+
 def test_metrics_have_the_peers_names(server: Server) -> None:
     for _ in range(2):  # the second one finds the first block of 4 of its 6 tokens
         server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
@@ -198,6 +209,33 @@ def test_metrics_have_the_peers_names(server: Server) -> None:
     assert blocks.values[f"{label}max"] == 64
     assert blocks.values[f"{label}tokens_per"] == 4
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
+
+
+def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Server) -> None:
+    """Each line is the JSON from which the gauges were set; lengths count in their buckets."""
+    families = FakePbUtils.families
+    FakePbUtils.Logger.lines.clear()
+    for num_prompt, num_new in ((6, 5), (11, 60), (3, 1)):
+        server.ask(input_ids=[1] * num_prompt, request_output_len=num_new)
+    server.ask(input_ids=[1] * 4, request_output_len=9, end_id=4)  # 2, 3 and the end
+    server.ask(input_ids=[-1], request_output_len=9)  # refused: it has no length
+    wait_until(lambda: len(families["nv_llm_output_token_len"].observed) == 4)
+    assert families["nv_llm_input_token_len"].observed == [6, 11, 3, 4]
+    assert families["nv_llm_output_token_len"].observed == [5, 60, 1, 2]
+    for name in ("nv_llm_input_token_len", "nv_llm_output_token_len"):
+        assert families[name].buckets == [10, 50, 100, 500, 1000]
+    assert families["nv_trt_llm_disaggregated_serving_metrics"].kind == "counter"
+    server.model._housekeeper.close()  # nothing moves any more
+    last = json.loads(FakePbUtils.Logger.lines[-1])
+    compared = 0
+    for family in METRICS:
+        for value, key in family.values.items():
+            if isinstance(last.get(key), int):
+                label = f"model=tensorrt_llm,version=1,{family.label}={value}"
+                assert families[family.name].values[label] == last[key], (family.name, value)
+                compared += 1
+    assert compared == 18
+    assert last["Iteration Counter"] == 5 + 60 + 1 + 3
 
 
 def test_v1_has_its_own_metrics_and_answers_whole(

@@ -10,19 +10,28 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from inflight_client.openai.answers import EventWriter, Head, new_choices, usage, whole_answer
+from inflight_client.openai.log_probs import TokenLogProbs
 from inflight_client.openai.parsing import GenerationJob
 from inflight_client.openai.upstream import Piece
 
 PIECES = [
-    Piece(0, "Gr", 1, [5], [-0.5]),
-    Piece(1, 'a "q"\n', 2, [6, 7], [-1.0, -2.0]),
-    Piece(0, "", 1, [8], [-0.25]),
-    Piece(0, "üße", 1, [9], [0.0]),
+    Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5, [(5, -0.5), (9, -1.5)])]),
+    Piece(
+        1,
+        'a "q"\n',
+        2,
+        [
+            TokenLogProbs(6, -1.0, [(6, -1.0), (5, -3.0)]),
+            TokenLogProbs(7, -4.0, [(6, 0.0), (8, -2.0)]),
+        ],
+    ),
+    Piece(0, "", 1, [TokenLogProbs(8, -0.25, [(8, -0.25), (10, -2.5)])]),
+    Piece(0, "üße", 1, [TokenLogProbs(9, 0.0, [(9, 0.0), (5, -9.0)])]),
 ]
-TEXT_OF = {5: "Gr", 6: "a ", 7: '"q"\n', 8: "\ufffd", 9: "üße"}
+TEXT_OF = {5: "Gr", 6: "a ", 7: '"q"\n', 8: "\ufffd", 9: "üße", 10: "\ufffd"}
 
 
-def job(*, is_chat: bool, has_log_probs: bool = False) -> GenerationJob:
+def job(*, is_chat: bool, num_log_probs: int | None = None) -> GenerationJob:
     return GenerationJob(
         is_chat=is_chat,
         prompts=((1, 2, 3),),
@@ -31,7 +40,8 @@ def job(*, is_chat: bool, has_log_probs: bool = False) -> GenerationJob:
         num_answers=2,
         is_streaming=True,
         includes_usage=True,
-        has_log_probs=has_log_probs,
+        has_log_probs=num_log_probs is not None,
+        num_top_log_probs=num_log_probs or 0,
     )
 
 
@@ -39,9 +49,9 @@ def head(is_chat: bool) -> Head:
     return Head("id", 1700000000, "m", is_chat)
 
 
-def events(is_chat: bool, has_log_probs: bool = False) -> list[dict[str, Any]]:
+def events(is_chat: bool, num_log_probs: int | None = None) -> list[dict[str, Any]]:
     """All events of a stream of `PIECES`, as a client reads them."""
-    this = job(is_chat=is_chat, has_log_probs=has_log_probs)
+    this = job(is_chat=is_chat, num_log_probs=num_log_probs)
     writer = EventWriter(head(is_chat), this, TEXT_OF.__getitem__)
     choices = new_choices(this)
     written = b"".join(writer.opening(i) for i in range(2))
@@ -83,12 +93,12 @@ def test_the_events_of_a_completion() -> None:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
-    this = job(is_chat=is_chat, has_log_probs=True)
+    this = job(is_chat=is_chat, num_log_probs=2)
     choices = new_choices(this)
     for piece in PIECES:
         choices[piece.index].add(piece)
     body = whole_answer(head(is_chat), this, choices, TEXT_OF.__getitem__)
-    streamed = [e["choices"][0] for e in events(is_chat, True) if e["choices"]]
+    streamed = [e["choices"][0] for e in events(is_chat, 2) if e["choices"]]
     if is_chat:
         first = ChatCompletion.model_validate(body).choices[0]
         assert first.logprobs is not None
@@ -99,13 +109,27 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
             ("\ufffd", -0.25, None),  # half a character has no bytes that could be told
             ("üße", 0.0, list("üße".encode())),
         ]
+        tops = [
+            (row.top_logprobs[1].token, row.top_logprobs[1].logprob)
+            for row in first.logprobs.content
+        ]
+        assert tops == [("üße", -1.5), ("\ufffd", -2.5), ("Gr", -9.0)]
         parts = [row["logprobs"]["content"] for row in streamed if row["logprobs"]]
         assert sum(map(len, parts)) == 5
         return
     whole = Completion.model_validate(body).choices[1].logprobs
     assert whole is not None
-    assert (whole.tokens, whole.token_logprobs) == (["a ", '"q"\n'], [-1.0, -2.0])
+    assert (whole.tokens, whole.token_logprobs) == (["a ", '"q"\n'], [-1.0, -4.0])
     assert whole.text_offset == [0, 2]
+    # What was drawn is told even where it is not among the likeliest.
+    assert whole.top_logprobs == [
+        {"a ": -1.0, "Gr": -3.0},
+        {"a ": 0.0, "\ufffd": -2.0, '"q"\n': -4.0},
+    ]
+    none = whole_answer(
+        head(is_chat), job(is_chat=False, num_log_probs=0), choices, TEXT_OF.__getitem__
+    )
+    assert none["choices"][1]["logprobs"]["top_logprobs"] is None
     rows_of_first = [row["logprobs"] for row in streamed if row["index"] == 0 and row["logprobs"]]
     offsets = [row["text_offset"] for row in rows_of_first]
     assert offsets == [[0], [2], [2]]

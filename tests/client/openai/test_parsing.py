@@ -106,6 +106,9 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
     assert completion(reader, logprobs=0).values["return_log_probs"] is True
     assert chat(reader, logprobs=True, top_logprobs=0).has_log_probs
     assert not chat(reader, logprobs=False).has_log_probs
+    assert chat(reader, logprobs=True, top_logprobs=5).values["num_top_log_probs"] == 5
+    assert completion(reader, logprobs=3).num_top_log_probs == 3
+    assert "num_top_log_probs" not in completion(reader, logprobs=0).values
 
 
 @pytest.mark.parametrize(
@@ -136,7 +139,7 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stop": {}}, "stop"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"seed": 2**63}, "seed"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -189,7 +192,8 @@ def test_a_bad_field_of_a_completion_is_named(
         ),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"logprobs": 3}, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),

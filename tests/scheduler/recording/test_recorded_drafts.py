@@ -39,7 +39,7 @@ class DraftingWorld(RecordedWorld):
         self.recorder._num_blocks_of = self.manager.num_blocks_of
 
     def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
-        if self.running is None or self.dice.random() < 0.2:
+        if self.dice.random() < 0.4:
             self._guess()
         if not self.active.num_with_drafts:
             return super().iterate(stops, fault)
@@ -145,9 +145,9 @@ def test_that_drafts_are_recorded_at_all(is_overlapped: bool) -> None:
     play(settings, num_requests=20, seed=3, world=world)
     iterations = list(read(world.text))
     gained = [each.num_gained for iteration in iterations for each in iteration.drafts]
-    assert sum(gain - 1 for gain in gained if gain) >= world.num_accepted > 20
+    assert sum(gained) > world.num_accepted > 5
     num_settled = sum(iteration.is_settled for iteration in iterations)
-    assert 0 < num_settled < len(iterations)
+    assert 5 < num_settled < len(iterations) - 5
     assert any(i.is_settled and i.decision is None for i in iterations) == is_overlapped
 
 

@@ -26,10 +26,13 @@ from scheduler.world import make_request
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
+    ContextChunkingPolicy,
     RequestScheduler,
 )
+from inflight_scheduler.recording import likeness
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
 from inflight_scheduler.recording.simulation import Simulation
@@ -258,3 +261,23 @@ def test_a_scheduler_of_the_user_is_needed_again() -> None:
         replay(read(world.text))
     result = replay(read(world.text), lambda settings, planner: LastFirst())
     assert str(result) == "identical, 8 iterations (2 requests, 0 pauses)"
+
+
+def test_what_is_cached_is_remembered_however_many_short_texts_come() -> None:
+    """They take no block of their own and evict nothing; then the long text is used again."""
+    chunking = ContextChunking(ContextChunkingPolicy.FIRST_COME_FIRST_SERVED, 4)
+    settings = Settings(MAX_UTILIZATION, 16, 4, 6, 12, chunking, enable_reuse=True)
+    world = RecordedWorld(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(likeness, "_MIN_TEXTS", 8)
+        world.recorder = FlightRecorder(settings, cache_state=world.manager.cache_state)
+        salts = [b"", *(str(number).encode() for number in range(400)), b""]
+        for number, salt in enumerate(salts):
+            length = 2 if salt else 20
+            world.arrive(make_request(number, length, 1, family=1, cache_salt=salt))
+            while world.active:
+                world.iterate()
+    result = replay(read(world.text))
+    assert result.divergence is None, str(result)
+    assert world.recorder._texts is not None
+    assert len(world.recorder._texts._cached) < 20

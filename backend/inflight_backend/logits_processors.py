@@ -1,0 +1,181 @@
+"""Logits processors: Python callables of the operator, one of which a request chooses by name.
+
+The contract is TensorRT-LLM's ``LogitsPostProcessor`` (`cpp/include/tensorrt_llm/batch_manager/
+inferenceRequest.h`, `executor/executor.h`): called before each draw of a request with
+
+* its id, a number;
+* its logits, a tensor [1, beams, vocab] float32 on the device, to be changed in place;
+* the tokens so far of each beam, the prompt's first;
+* the stream on which the device works (a ``cudaStream_t`` as a number; 0 on a CPU).
+
+It runs on the loop's thread and before everything else that is done to the logits. A tensor that it
+returns takes the place of the one it got. One that fails ends its own request and nothing else: its
+row becomes NaN, from which nothing is drawn. What its request draws after the last token of an
+answer is dropped, so a processor with a memory may be asked once more than there are tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight_backend.entry_names import find_entry
+from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.step_outputs import LogitsEdit, LogitsEdits
+from inflight_scheduler import LlmRequest
+
+_logger = logging.getLogger(__name__)
+
+LogitsPostProcessor = Callable[[int, Any, Sequence[Sequence[int]], int], Any]
+"""(request id, logits [1, beams, vocab], tokens so far of each beam, stream) -> None or logits."""
+
+SETTING = "logits_processors"
+FIELD = "logits_post_processor_name"
+
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NAN = float("nan")
+
+
+def find_logits_processors(text: str | None) -> dict[str, LogitsPostProcessor]:
+    """The processors of ``name=package.module:callable``, several divided by commas, by name."""
+    processors: dict[str, LogitsPostProcessor] = {}
+    for item in filter(None, (each.strip() for each in (text or "").split(","))):
+        name, equals, entry = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ConfigurationError(
+                f"{SETTING}: '{item}' must have the form name=package.module:callable"
+            )
+        if name in processors:
+            raise ConfigurationError(f"{SETTING} names '{name}' twice")
+        processors[name] = find_entry(SETTING, entry, "callable")
+    check_logits_processors(processors)
+    return processors
+
+
+def check_logits_processors(processors: Mapping[str, object]) -> None:
+    """`ConfigurationError` for a name that no request could send, or no callable behind it."""
+    for name, processor in processors.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"{SETTING}: a name has 1 to 64 letters, digits, '_', '.' or '-', not '{name}'"
+            )
+        if not callable(processor):
+            raise ConfigurationError(f"{SETTING}: '{name}' is not callable")
+
+
+def read_processor_name(request: InferenceRequest) -> str:
+    """The name that a request sends; "" if it sends none, or an empty one."""
+    if not request.has_tensor(FIELD):
+        return ""
+    value = request.get_tensor(FIELD).reshape(-1)[0]
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+@dataclass(slots=True)
+class _Choice:
+    name: str
+    processor: LogitsPostProcessor
+    error: str = ""
+
+
+class ActiveProcessors:
+    """Owner of what the active requests have chosen."""
+
+    def __init__(self, processors: Mapping[str, LogitsPostProcessor], *, can_edit: bool) -> None:
+        """``can_edit`` False: the engine lets nobody at its logits."""
+        self._processors = dict(processors)
+        self._can_edit = can_edit
+        self._chosen: dict[int, _Choice] = {}
+
+    def check(self, request: InferenceRequest) -> None:
+        """`InvalidRequest` for a name that is not there."""
+        name = read_processor_name(request)
+        if name and not (self._can_edit and name in self._processors):
+            raise InvalidRequest(
+                f"'{FIELD}' names {name[:64]!r}, and this server has no logits processor of that "
+                "name; leave it out"
+            )
+
+    def add(self, request: InferenceRequest) -> None:
+        """Process the logits of a request that was checked, if it chose a processor."""
+        if name := read_processor_name(request):
+            self._chosen[request.request_id] = _Choice(name, self._processors[name])
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request, whether it has a processor or not."""
+        self._chosen.pop(request_id, None)
+
+    def error_of(self, request_id: int) -> str:
+        """What went wrong in the processor of a request; empty if nothing did."""
+        choice = self._chosen.get(request_id)
+        return "" if choice is None else choice.error
+
+    def why_no_token(self, request_id: int) -> str:
+        """What to say of a request for which nothing could be drawn; empty without a processor."""
+        choice = self._chosen.get(request_id)
+        if choice is None:
+            return ""
+        return choice.error or (
+            f"no token could be drawn behind logits processor '{choice.name}': it left no finite "
+            "number, or the other rules forbid what it left"
+        )
+
+    def is_chosen(self, request_id: int) -> bool:
+        """True for a request with a processor."""
+        return request_id in self._chosen
+
+    def __bool__(self) -> bool:
+        return bool(self._chosen)
+
+    def chosen_rows(self, owners: Sequence[LlmRequest]) -> list[tuple[int, LlmRequest]]:
+        """Those of ``owners`` that chose a processor, with their places."""
+        return [(row, each) for row, each in enumerate(owners) if each.request_id in self._chosen]
+
+    def edits(
+        self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
+    ) -> LogitsEdits:
+        """What is to be done to ``rows`` now; ``latest`` has the tokens that are drawn and not
+        settled, by request id."""
+        found = ((row, self._edit(request, latest)) for row, request in rows)
+        return [(row, edit) for row, edit in found if edit is not None]
+
+    def _edit(self, request: LlmRequest, latest: Mapping[int, int]) -> LogitsEdit | None:
+        """None for a request that has ended: whatever it draws is dropped."""
+        choice = self._chosen.get(request.request_id)
+        tokens = request.tokens[: request.num_drawn_tokens]
+        if request.num_pending_tokens:
+            tokens.append(latest[request.request_id])
+        has_answer = len(tokens) > request.orig_prompt_len
+        if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] == request.end_id)):
+            return None
+        bound = choice
+
+        def edit(logits: Any, stream: int) -> None:
+            _process(bound, request.request_id, logits, tokens, stream)
+
+        return edit
+
+
+def _process(choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int) -> None:
+    """Let the user's code change logits [1, beams, vocab]; NaN where that fails."""
+    try:
+        result = choice.processor(request_id, logits, [tokens], stream)
+        if result is None:
+            return
+        if getattr(result, "shape", None) != logits.shape:
+            shape = list(getattr(result, "shape", ())) or type(result).__name__
+            choice.error = (
+                f"logits processor '{choice.name}' returned {shape} where logits of shape "
+                f"{list(logits.shape)} belong"
+            )
+        else:
+            logits.copy_(result)
+    except Exception:
+        choice.error = f"logits processor '{choice.name}' failed"
+        _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)
+    if choice.error:
+        logits.fill_(_NAN)

@@ -1,0 +1,179 @@
+"""Checks of whole engines on the device: who must give the same tokens, and how near others come.
+
+``logits`` of a text come out of one context step; perplexity is that of the model on a fixed text.
+All run in a dry run as well, with the CPU's reference as the device.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_parts.common import TINY, Setting, make_engine
+from torch import Tensor
+
+import inflight_backend
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_scheduler import (
+    NO_OUTPUTS,
+    BlockAssignment,
+    ContextChunk,
+    OutputParams,
+    SamplingParams,
+    ScheduledBatch,
+    SlotSetup,
+)
+
+_BLOCK = 16
+_DEMO = Path(inflight_backend.__file__).parent / "demo_model"
+_TEXT = "count: " + " ".join(map(str, range(1, 60)))
+# Shapes of the tiny model at which FP8's error is that of larger ones: sums of 256 products.
+_SMALL = replace(TINY, hidden_size=256, intermediate_size=512, vocab_size=512, head_dim=32)
+
+
+def equal_tokens(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Greedy tokens of a float32 checkpoint here and by transformers; lengths around blocks."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    lengths = [1, _BLOCK + 1] if setting.is_dry else [1, _BLOCK - 1, _BLOCK, _BLOCK + 1, 120]
+    num_tokens = 3 if setting.is_dry else 8
+    prompts = _prompts(lengths, 97)
+    with tempfile.TemporaryDirectory() as folder:
+        model = transformers.LlamaForCausalLM(config).eval()
+        model.save_pretrained(folder)
+        expected = [_oracle(model, prompt, num_tokens) for prompt in prompts]
+        engine = Engine.load(Path(folder), _config(setting, "float32", len(lengths)))
+    return torch.tensor(_generate(engine, prompts, num_tokens)), torch.tensor(expected)
+
+
+def _oracle(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    answer = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+    )
+    tokens: list[int] = answer[0, len(prompt) :].tolist()
+    return tokens
+
+
+def perplexity(setting: Setting, dtype: str) -> tuple[Tensor, Tensor]:
+    """Of the demo model on a count, in ``dtype`` here and in float32 by the reference."""
+    from tokenizers import Tokenizer
+
+    text = Tokenizer.from_file(str(_DEMO / "tokenizer.json")).encode(_TEXT).ids
+    text = text[:24] if setting.is_dry else text
+    found = _perplexity(Engine.load(_DEMO, _config(setting, dtype, 1)), text)
+    cpu = replace(_config(setting, "float32", 1), device="cpu", attention_backend="torch")
+    return found, _perplexity(Engine.load(_DEMO, cpu), text)
+
+
+def _perplexity(engine: Engine, text: list[int]) -> Tensor:
+    log_probs = _logits(engine, text)[:-1].log_softmax(dim=1)
+    losses = -log_probs.gather(1, torch.tensor(text[1:])[:, None])
+    return losses.mean().exp().reshape(1)
+
+
+def fp8_logits(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Logits with FP8 linears and cache, beside those of the same weights in full precision."""
+    model = TINY if setting.is_dry else _SMALL
+    text = _prompts([9 if setting.is_dry else 100], model.vocab_size)[0]
+    config = _config(setting, "bfloat16", 1)
+    fp8 = replace(config, quantization="fp8", kv_cache_dtype="fp8", attention_backend="triton")
+    found = _logits(make_engine(setting, model, fp8), text)
+    plain = make_engine(setting, model, replace(config, attention_backend="torch"))
+    return found, _logits(plain, text)
+
+
+def deterministic(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Logits of a seeded request alone and as the last of many, in the deterministic mode."""
+    count = 2 if setting.is_dry else 32
+    model = TINY if setting.is_dry else replace(_SMALL, num_layers=4)
+    config = replace(
+        _config(setting, "bfloat16", count), attention_backend="triton", deterministic_mode=True
+    )
+    engine = make_engine(setting, model, config)
+    prompts = _prompts([1 + 37 * row % 120 for row in range(count)], model.vocab_size)
+    num_tokens = 2 if setting.is_dry else 16
+    together = _generate(engine, prompts, num_tokens, seed=5)[-1]
+    alone = _generate(engine, prompts[-1:], num_tokens, seed=5 + count - 1)[-1]
+    return torch.tensor(alone), torch.tensor(together)
+
+
+def adversarial(setting: Setting) -> tuple[Tensor, Tensor]:
+    """1 where every token of prompts of awkward lengths could be drawn: no NaN anywhere."""
+    longest = TINY.max_position_embeddings - 2
+    lengths = [1, _BLOCK, _BLOCK + 1] if setting.is_dry else [
+        1, _BLOCK - 1, _BLOCK, _BLOCK + 1, 127, 128, 129, longest
+    ]  # fmt: skip
+    engine = make_engine(setting, TINY, _config(setting, "bfloat16", len(lengths)))
+    tokens = torch.tensor(_generate(engine, _prompts(lengths, TINY.vocab_size), 2))
+    return (tokens >= 0).float(), torch.ones(tokens.shape)
+
+
+def _config(setting: Setting, dtype: str, num_slots: int) -> EngineConfig:
+    return EngineConfig(
+        device=setting.device.type,
+        dtype=dtype,
+        max_batch_size=num_slots,
+        max_num_tokens=2048,
+        tokens_per_block=_BLOCK,
+        max_tokens_in_paged_kv_cache=_BLOCK * 32 * num_slots,
+        max_seq_len=None,
+    )
+
+
+def _prompts(lengths: list[int], vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def _setup(
+    engine: Engine, prompts: list[list[int]], seed: int | None, outputs: OutputParams = NO_OUTPUTS
+) -> ScheduledBatch:
+    """The plan that computes the prompts, a slot each."""
+    per_slot = engine.num_blocks // len(prompts)
+    blocks = [
+        BlockAssignment(slot, index, slot * per_slot + index)
+        for slot, prompt in enumerate(prompts)
+        for index in range(min(-(-(len(prompt) + 32) // _BLOCK), per_slot))
+    ]
+    setups = []
+    for slot in range(len(prompts)):
+        drawing = SamplingParams()
+        if seed is not None:
+            drawing = SamplingParams(temperature=1.5, top_p=0.95, seed=seed + slot)
+        setups.append(SlotSetup(slot, slot + 1, drawing, outputs=outputs))
+    chunks = [ContextChunk(slot, 0, tuple(p), is_last=True) for slot, p in enumerate(prompts)]
+    return ScheduledBatch(1, tuple(setups), tuple(blocks), tuple(chunks))
+
+
+def _generate(
+    engine: Engine, prompts: list[list[int]], num_tokens: int, seed: int | None = None
+) -> list[list[int]]:
+    """Tokens of each prompt, greedy or drawn."""
+    steps = [engine.execute(_setup(engine, prompts, seed))]
+    batch = ScheduledBatch(2, generation_slots=tuple(range(len(prompts))))
+    steps += [engine.execute(batch) for _ in range(num_tokens - 1)]
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
+
+
+def _logits(engine: Engine, text: list[int]) -> Tensor:
+    """[len(text), vocab] float32 on the host."""
+    engine.execute(_setup(engine, [text], None, OutputParams(context_logits=True)))
+    outputs = engine.take_outputs()
+    assert outputs is not None
+    rows = [torch.from_numpy(part.logits).float() for part in outputs.context_logits]
+    return torch.cat(rows)

@@ -1,0 +1,204 @@
+"""What building responses costs the host, in microseconds of processor time per token streamed.
+
+A real request goes its way from the drawn token to the tensors of its response, as with 64 streams
+at once: `make_tensors` on the thread of the loop, then `Piece` and `TokenStream` on the thread that
+sends. Only Triton is absent: ``pb_utils.Tensor`` and the send itself cost what `serving.py` shows.
+
+    python benchmarks/responses.py --tokens 256 --rounds 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from report import describe_run, write_result
+from rich.console import Console
+from rich.table import Table
+
+from inflight_backend.inference_request import NamedTensor
+from inflight_backend.request_outputs import OutputGatherer
+from inflight_backend.response_tensors import make_tensors
+from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_backend.step_outputs import StepOutputs
+from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton.pieces import Piece
+from inflight_backend.triton.stop_text import StopText
+from inflight_backend.triton.token_stream import TextWriter, TokenStream
+from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams
+
+NUM_STREAMS = 64
+LIMIT_MICROSECONDS = 10.0
+MERGED = (1, 8)  # tokens per response: few streams, and many at once
+
+Tensors = Sequence[NamedTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What clients ask for."""
+
+    outputs: frozenset[str]
+    asked: OutputParams = NO_OUTPUTS
+    stop_words: tuple[str, ...] = ()
+
+
+TOKENS = frozenset({"output_ids", "sequence_length"})
+TEXT = frozenset({"text_output"})
+FORMS: dict[str, Form] = {
+    "token ids": Form(TOKENS),
+    "text": Form(TEXT),
+    "text with stop words": Form(TEXT, stop_words=("zebra", "42 42")),
+    "token ids with log probabilities": Form(
+        TOKENS | {"output_log_probs", "cum_log_probs"}, OutputParams(log_probs=True)
+    ),
+}
+
+
+@dataclass(slots=True)
+class Sink:
+    """A `Stream` that takes everything."""
+
+    num_responses: int = 0
+
+    def send(self, tensors: dict[str, Any], *, is_final: bool) -> None:
+        """Count it."""
+        self.num_responses += 1
+
+    def send_error(self, message: str, code: str = "INTERNAL") -> None:
+        """Nothing fails here."""
+        raise RuntimeError(message)
+
+    def abandon(self, message: str) -> None:
+        """Nothing fails here."""
+        raise RuntimeError(message)
+
+
+@dataclass(slots=True)
+class Client:
+    """One stream with its request."""
+
+    request: LlmRequest
+    stream: TokenStream
+    waiting: list[Tensors] = field(default_factory=list)
+
+
+def make_clients(form: Form, codec: TextCodec, ids: list[int], num_tokens: int) -> list[Client]:
+    """Streams at their first token."""
+    clients = []
+    for number in range(NUM_STREAMS):
+        request = LlmRequest(
+            number,
+            list(ids),
+            num_tokens,
+            is_streaming=True,
+            exclude_input_in_output=True,
+            outputs=form.asked,
+        )
+        stream = TokenStream(Sink(), form.outputs)
+        if "text_output" in form.outputs:
+            stop = StopText(list(form.stop_words)) if form.stop_words else None
+            stream.text = TextWriter(IncrementalDetokenizer(codec, ids), stop_text=stop)
+        clients.append(Client(request, stream))
+    return clients
+
+
+def run_round(
+    form: Form, codec: TextCodec, num_tokens: int, num_merged: int
+) -> tuple[float, float]:
+    """Microseconds per token of the loop's thread and of the sender's."""
+    text = " ".join(map(str, range(1, num_tokens)))
+    prompt = codec.encode("1 2 3", 64)
+    ids = codec.encode(text, num_tokens * 8)[:num_tokens]
+    clients = make_clients(form, codec, prompt, num_tokens)
+    gatherer = OutputGatherer()
+    for client in clients:
+        gatherer.add(client.request, 0)
+    loop_ns = sender_ns = 0
+    for position, token in enumerate(ids):
+        for client in clients:
+            client.request.add_new_token(token)
+        drawn = StepOutputs()
+        if form.asked.log_probs:
+            drawn.log_probs = {client.request.request_id: [-0.5] for client in clients}
+        requests = [client.request for client in clients]
+        began = time.thread_time_ns()
+        gatherer.executed(requests, drawn)
+        for client in clients:
+            client.waiting.append(make_tensors(client.request, False, gatherer))
+        loop_ns += time.thread_time_ns() - began
+        if (position + 1) % num_merged == 0:
+            sender_ns += _measure(lambda: _send(clients))
+    num_sent = NUM_STREAMS * (len(ids) - len(ids) % num_merged)
+    return loop_ns / 1000 / (NUM_STREAMS * len(ids)), sender_ns / 1000 / num_sent
+
+
+def _measure(run: Callable[[], None]) -> int:
+    began = time.thread_time_ns()
+    run()
+    return time.thread_time_ns() - began
+
+
+def _send(clients: Sequence[Client]) -> None:
+    """What the dispatcher does in a round."""
+    for client in clients:
+        piece = Piece()
+        for tensors in client.waiting:
+            piece.add(tensors, False, "")
+        client.waiting.clear()
+        client.stream.send(piece.ids, piece.extras, is_final=False)
+
+
+def measure(num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:
+    """One row per form and number of tokens per response; medians of interleaved rounds."""
+    codec = TextCodec(DEMO_MODEL)
+    cases = [(name, merged) for name in FORMS for merged in MERGED]
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
+    for _ in range(num_rounds):
+        for name, merged in cases:
+            found[name, merged].append(run_round(FORMS[name], codec, num_tokens, merged))
+    rows = []
+    for (name, merged), values in found.items():
+        loop, sender = (statistics.median(column) for column in zip(*values, strict=True))
+        rows.append(
+            {
+                "form": name,
+                "tokens_per_response": merged,
+                "loop_us_per_token": round(loop, 2),
+                "sender_us_per_token": round(sender, 2),
+                "us_per_token": round(loop + sender, 2),
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    """Measure, print, write; 1 if a row is above the limit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--output", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    rows = measure(arguments.tokens, arguments.rounds)
+    table = Table("streamed", "tokens per response", "loop, us", "sender, us", "together, us")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    result = {
+        **describe_run("numpy", "tokenizers"),
+        "streams": NUM_STREAMS,
+        "limit_us_per_token": LIMIT_MICROSECONDS,
+        "rows": rows,
+    }
+    print(write_result("responses", result, arguments.output))
+    return int(any(row["us_per_token"] > LIMIT_MICROSECONDS for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Nothing that a client of another backend sends is passed over: all that is refused, row by row.
+
+The rows are those of docs/compatibility.md; who has no such tensor at all is asked on the real
+server (`e2e/test_model_repository.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import CountingEngine, FakePbUtils
+from triton_harness import Server, ids_of
+from write_compatibility_docs import absent
+
+from inflight_backend import gpt_manager
+from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.parameters import parse_parameters
+from inflight_backend.request_validation import RequestLimits, validate
+from inflight_backend.triton.decoding import choose_outputs
+from inflight_client import protocol
+from inflight_client.protocol import ParameterSpec, TensorSpec
+
+LIMITS = RequestLimits(
+    vocab_size=100,
+    max_input_len=50,
+    max_seq_len=60,
+    exclude_input_in_output=False,
+    refusal_reason=lambda request: None,
+)
+MINIMAL = {"gpt_model_path": "/models/m"}
+
+
+def names_of(specs: list[Any]) -> list[str]:
+    return [spec.name for spec in specs]
+
+
+REFUSED_INPUTS = [spec for spec in protocol.INPUTS if not spec.is_honoured]
+REFUSED_PARAMETERS = [spec for spec in protocol.PARAMETERS if not spec.is_honoured]
+
+
+@pytest.mark.parametrize("spec", REFUSED_INPUTS, ids=names_of(REFUSED_INPUTS))
+def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
+    """Whatever it asks for, unless that is nothing."""
+    shape = (1, *(abs(length) for length in spec.dims))
+    values = [3, 0, 1, -1]
+    wanted = [value for value in values if spec.neutral in (None, "empty") or value != spec.neutral]
+    for value in wanted:
+        tensor = np.full(shape, value).astype(protocol.DTYPE_TO_NUMPY[spec.dtype])
+        if spec.dtype == "BOOL" and spec.neutral is not None and bool(value) == spec.neutral:
+            continue
+        prompt = {"input_ids": np.array([[1]], dtype=np.int32)}
+        request = InferenceRequest(1, {**prompt, spec.name: tensor})
+        with pytest.raises(InvalidRequest, match=f"'{spec.name}' is not supported"):
+            validate(request, LIMITS)
+
+
+def test_every_refused_output_is_refused_by_name() -> None:
+    """Also beside outputs that are there, and those that only questions are answered with."""
+    refused = {spec.name for spec in protocol.OUTPUTS if not spec.is_honoured}
+    for name in refused | {"stats", "why", "recording", "description"}:
+        with pytest.raises(InvalidRequest, match=f"output '{name}' cannot be requested here"):
+            choose_outputs(frozenset({"output_ids", "sequence_length", name}), is_text=False)
+
+
+@pytest.mark.parametrize("spec", REFUSED_PARAMETERS, ids=names_of(REFUSED_PARAMETERS))
+def test_every_refused_parameter_is_refused_by_name(spec: ParameterSpec) -> None:
+    flipped = "false" if spec.default == "true" else "true"
+    other = {"bool": flipped, "int": "17", "float": "0.125"}.get(spec.kind, "something")
+    with pytest.raises(ConfigurationError, match=f"^{spec.name} .* is not supported, got"):
+        parse_parameters({**MINIMAL, spec.name: other})
+    assert parse_parameters({**MINIMAL, spec.name: spec.default}) == parse_parameters(MINIMAL)
+
+
+def test_unknown_settings_are_refused_by_name() -> None:
+    names = [name for _, name in absent("parameters")]
+    assert {"triton_backend", "multimodal_model_path"} <= set(names)
+    for name in names:
+        with pytest.raises(ConfigurationError, match=f"unknown setting '{name}'"):
+            parse_parameters({**MINIMAL, name: "x"})
+
+
+def test_settings_reach_the_batch_manager() -> None:
+    for text, value in (("", True), ("false", False)):
+        parameters = parse_parameters({**MINIMAL, "enable_kv_cache_reuse": text})
+        params = TrtGptModelOptionalParams.from_parameters(parameters)
+        assert params.kv_cache_config.enable_block_reuse is value
+
+
+def test_settings_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CountingEngine()
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
+    periods = {"cancellation_check_period_ms": "7000", "stats_check_period_ms": "9000"}
+    server = Server(tmp_path, engine, exclude_input_in_output="true", **periods)
+    try:
+        assert ids_of(server.ask(input_ids=[1, 2], request_output_len=3)) == [3, 4, 5]
+        chores = server.model._housekeeper._chores
+        assert [chore.period for chore in chores][:2] == [7.0, 9.0]
+    finally:
+        server.model.finalize()

@@ -1,0 +1,265 @@
+"""A user's callable at the logits of a request: what it sees, what it changes, how it fails."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
+from fakes import CountingEngine
+from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.logits_processors import FIELD, find_logits_processors
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
+from inflight_scheduler import TrtGptModelType
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+NUM_NEW = 8
+BOTH_LOOPS = pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+
+Tokens = Sequence[Sequence[int]]
+
+
+class OnlyHigher:
+    """Each token must be larger than the one before it, modulo 150; remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: dict[int, list[list[int]]] = {}
+
+    def __call__(self, request_id: int, logits: torch.Tensor, tokens: Tokens, stream: int) -> None:
+        assert (logits.shape, logits.dtype) == ((1, 1, VOCAB_SIZE), torch.float32)
+        assert stream == 0  # on a CPU
+        self.shown.setdefault(request_id, []).append(list(tokens[0]))
+        logits[..., : tokens[0][-1] % 150 + 1] = -torch.inf
+
+
+def only_higher_oracle(folder: Path, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NUM_NEW):
+        logits = oracle_logits(folder, tokens).clone()
+        logits[: tokens[-1] % 150 + 1] = -torch.inf
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def raises(*_: Any) -> None:
+    raise ValueError("the user's secret")
+
+
+def wrong_shape(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
+    return logits[..., :-1]
+
+
+def no_tensor(*_: Any) -> str:
+    return "logits"
+
+
+def nan(_: int, logits: torch.Tensor, *__: Any) -> None:
+    logits[..., 5] = torch.nan
+
+
+def nothing_left(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
+    return torch.full_like(logits, -torch.inf)
+
+
+def unchanged(*_: Any) -> None:
+    """Changes nothing."""
+
+
+def late(_: int, logits: torch.Tensor, tokens: Tokens, __: int) -> None:
+    if len(tokens[0]) >= len(PROMPT) + 3:
+        raise RuntimeError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return make_engine(folder, 512)
+
+
+def asking(request_id: int, prompt: Sequence[int], num_new: int, name: str) -> InferenceRequest:
+    values: dict[str, Any] = {FIELD: name}
+    return request(request_id, prompt, num_new, **values)
+
+
+def make_engine(folder: Path, num_tokens: int) -> Engine:
+    config = EngineConfig(
+        device="cpu",
+        max_batch_size=4,
+        tokens_per_block=4,
+        max_num_tokens=32,
+        max_seq_len=32,
+        max_tokens_in_paged_kv_cache=num_tokens,
+    )
+    return Engine.load(folder, config)
+
+
+def params_of(
+    overlap: OverlapScheduler,
+    processors: Mapping[str, Callable[..., Any]],
+    has_chunks: bool = False,
+) -> TrtGptModelOptionalParams:
+    return TrtGptModelOptionalParams(
+        max_batch_size=4,
+        overlap_scheduler=overlap,
+        enable_chunked_context=has_chunks,
+        kv_cache_config=KvCacheConfig(enable_block_reuse=has_chunks),
+        logits_processors=processors,
+    )
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_it_sees_the_text_so_far_and_decides_what_is_drawn(
+    folder: Path, engine: Engine, overlap: OverlapScheduler, is_scarce: bool
+) -> None:
+    """Also in chunks and with pauses; the request beside it gets what it would get alone."""
+    prompts = {i: PROMPT[i:] for i in (1, 2, 3)}
+    processor = OnlyHigher()
+    recorder = Recorder(
+        [
+            asking(i, prompt, NUM_NEW, "only-higher" if i < 3 else "")
+            for i, prompt in prompts.items()
+        ]
+    )
+    params = params_of(overlap, {"only-higher": processor}, has_chunks=is_scarce)
+    engine, policy = (
+        (make_engine(folder, 40), MAX_UTILIZATION) if is_scarce else (engine, GUARANTEED)
+    )
+    with running(recorder, engine, policy, params=params):
+        recorder.wait_for_finals(*prompts)
+    assert (max(stats["Paused Requests"] for stats in recorder.stats) > 0) == is_scarce
+    assert recorder.tokens(3) == oracle_tokens(folder, prompts[3], NUM_NEW)
+    for i in (1, 2):
+        answer = recorder.tokens(i)
+        assert answer == only_higher_oracle(folder, prompts[i])
+        wanted = [prompts[i] + answer[:n] for n in range(NUM_NEW)]
+        assert [text for n, text in enumerate(processor.shown[i]) if n < NUM_NEW] == wanted
+    assert 3 not in processor.shown
+
+
+def test_the_processors_of_the_page_work(
+    folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code block of docs/sampling.md, named in the setting."""
+    page = (Path(__file__).parents[2] / "docs/sampling.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    module = types.ModuleType("my_module")
+    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_module", module)
+    setting = page.partition("--set logits_processors=")[2].partition("\n")[0]
+    names = dict(enumerate(["no-double", "digits"], start=1))
+    recorder = Recorder([asking(i, PROMPT, NUM_NEW, n) for i, n in names.items()])
+    params = params_of(OverlapScheduler.OFF, find_logits_processors(setting))
+    with running(recorder, engine, params=params):
+        recorder.wait_for_finals(*names)
+    tokens = PROMPT[-1:] + recorder.tokens(1)
+    assert all(one != other for one, other in pairwise(tokens))
+    assert set(recorder.tokens(2)) <= set(range(19, 29))
+    assert recorder.tokens(2) != oracle_tokens(folder, PROMPT, NUM_NEW)
+
+
+@BOTH_LOOPS
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (raises, "logits processor 'bad' failed"),
+        (wrong_shape, "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong"),
+        (no_tensor, "'bad' returned str where logits of shape [1, 1, 199] belong"),
+        (nan, "no token could be drawn behind logits processor 'bad'"),
+        (nothing_left, "no token could be drawn behind logits processor 'bad'"),
+        (late, "logits processor 'bad' failed"),
+        (unchanged, ""),
+    ],
+)
+def test_a_bad_one_ends_its_request_only(
+    folder: Path,
+    engine: Engine,
+    overlap: OverlapScheduler,
+    processor: Callable[..., Any],
+    message: str,
+) -> None:
+    """One that changes nothing is not bad: most have nothing to do at most tokens."""
+    recorder = Recorder([asking(1, PROMPT, 6, "bad"), request(2, PROMPT[2:], 6)])
+    with running(recorder, engine, params=params_of(overlap, {"bad": processor})):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(2) == oracle_tokens(folder, PROMPT[2:], 6)
+    assert [is_final for _, is_final, _ in recorder.responses[1]].count(True) == 1
+    error = recorder.responses[1][-1][2]
+    assert message in error
+    assert "secret" not in error
+    if not message:
+        assert error == ""
+        assert recorder.tokens(1) == oracle_tokens(folder, PROMPT, 6)
+    assert recorder.stats[-1]["Used KV cache blocks"] == 0
+
+
+def test_a_name_that_is_not_there_is_refused(engine: Engine) -> None:
+    """The others' names are not told."""
+    names = {1: "nobody", 2: "bad\n", 3: ""}
+    recorder = Recorder([asking(i, [1, 2], 2, name) for i, name in names.items()])
+    with running(recorder, engine, params=params_of(OverlapScheduler.OFF, {"bad": raises})):
+        recorder.wait_for_finals(*names)
+    for i, shown in ((1, "'nobody'"), (2, "'bad\\n'")):
+        error = recorder.responses[i][-1][2]
+        assert error == (
+            f"'{FIELD}' names {shown}, and this server has no logits processor of that name; "
+            "leave it out"
+        )
+    assert len(recorder.tokens(3)) == 2
+
+
+def test_an_engine_without_logits_and_v1_have_none() -> None:
+    recorder = Recorder([asking(1, [1], 2, "bad")])
+    params = params_of(OverlapScheduler.OFF, {"bad": raises})
+    with running(recorder, CountingEngine(), params=params):
+        recorder.wait_for_finals(1)
+    assert "has no logits processor of that name" in recorder.responses[1][-1][2]
+    with (
+        pytest.raises(ConfigurationError, match="not available with gpt_model_type V1"),
+        running(Recorder(), CountingEngine(), params=params, model_type=TrtGptModelType.V1),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("upper", "'upper' must have the form name=package.module:callable"),
+        ("upper=shout", "= 'shout' must have the form package.module:callable"),
+        ("a=os.path:join, a=os.path:split", "names 'a' twice"),
+        ("a b=os.path:join", "not 'a b'"),
+        ("=os.path:join", "not ''"),
+        (f"{'x' * 65}=os.path:join", "1 to 64 letters"),
+        ("a=os.path:no_such", "has no attribute 'no_such'"),
+        ("a=no_such_module:f", "No module named"),
+        ("a=os:name", "'a' is not callable"),
+    ],
+)
+def test_a_wrong_setting_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match="logits_processors") as caught:
+        find_logits_processors(text)
+    assert message in str(caught.value)
+
+
+def test_several_are_named_in_one_setting() -> None:
+    import os.path
+
+    found = find_logits_processors(" join = os.path:join ,split=os.path:split,")
+    assert found == {"join": os.path.join, "split": os.path.split}
+    assert find_logits_processors(None) == {}

@@ -1,0 +1,75 @@
+"""NVIDIA's load tools as `make test` installs them (load-tools.txt): perf_analyzer, genai-perf."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight_backend.serve.install import locate
+
+ROOT = Path(sys.prefix) / "load-tools"
+PERF_ANALYZER = ROOT / "bin" / "perf_analyzer"
+
+# Its binary asks for these; the tritonserver of the wheel brings them, under names of its own.
+_LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
+
+
+def tool_environment(scratch: Path) -> dict[str, str]:
+    """For processes of both tools; ``scratch`` gets links to libraries. Nothing is fetched."""
+    assert PERF_ANALYZER.is_file(), f"{ROOT} is missing: `make test` installs it"
+    bundled = locate().binary.parents[3] / "nvidia_pytriton.libs"
+    folder = scratch / "libraries"
+    folder.mkdir(exist_ok=True)
+    for name, pattern in _LIBRARIES.items():
+        (source,) = bundled.glob(pattern)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(source)
+    return {
+        **os.environ,
+        "PATH": f"{ROOT / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "LD_LIBRARY_PATH": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start_genai_perf(scratch: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """One ``genai-perf profile`` whose results go to ``scratch``."""
+    scratch.mkdir()
+    return subprocess.Popen(
+        [sys.executable, "-m", "genai_perf.main", "profile", *arguments],
+        cwd=scratch,
+        env=tool_environment(scratch),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def genai_perf_results(scratch: Path) -> dict[str, Any]:
+    """The metrics that it wrote."""
+    (path,) = scratch.glob("artifacts/*/profile_export_genai_perf.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def run_perf_analyzer(scratch: Path, arguments: Sequence[str]) -> tuple[str, list[dict[str, Any]]]:
+    """What it printed, and the requests of its export: time stamps of each and of its responses."""
+    export = scratch / f"profile-{len(list(scratch.iterdir()))}.json"  # it writes over no file
+    done = subprocess.run(
+        [PERF_ANALYZER, *arguments, f"--profile-export-file={export}"],
+        env=tool_environment(scratch),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (experiment,) = json.loads(export.read_text())["experiments"]
+    return done.stdout, experiment["requests"]
