@@ -102,21 +102,30 @@ _LLM_INPUTS = (
         "bad_words_list", _ARRIVES, _ORACLE, f"{SAMPLING}a_bad_word_that_is_every_token_is_an_error"
     ),
     *rows("embedding_bias", _ARRIVES, f"{_T}test_sequences.py::test_words_become_tokens"),
-    *rows("beam_width"),
+    *rows(
+        "beam_width",
+        f"{_B}test_beam_search.py::test_the_beams_are_those_of_transformers_whatever_runs_beside_them",
+    ),
     *rows("temperature runtime_top_k runtime_top_p", _ARRIVES, _DRAWS),
     *rows(
         "runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids",
         _ARRIVES,
         f"{_E}test_adjustments.py::test_top_p_decays_and_resets",
     ),
-    *rows("len_penalty early_stopping"),
+    *rows(
+        "len_penalty early_stopping",
+        f"{_B}test_beam_search.py::test_the_beams_are_those_of_transformers_whatever_runs_beside_them",
+    ),
     *rows("repetition_penalty", _ARRIVES, _ORACLE),
     *rows(
         "presence_penalty frequency_penalty",
         _ARRIVES,
         f"{_E}test_adjustments.py::test_penalties_count_prompt_and_answer",
     ),
-    *rows("beam_search_diversity_rate"),
+    *rows(
+        "beam_search_diversity_rate",
+        f"{_B}test_request_validation.py::test_refused_with_field_and_bound",
+    ),
     *rows("min_length", f"{CONTRACT}min_length_holds_the_end_back", note="to v0.19"),
     *rows(
         "min_tokens",

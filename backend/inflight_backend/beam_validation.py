@@ -17,6 +17,7 @@ from inflight_scheduler import BeamParams, OutputParams, SamplingParams
 _ONE_TEXT_ONLY = (
     "guided_decoding_guide_type",
     "draft_input_ids",
+    "logits_post_processor_name",
 )
 
 
@@ -74,6 +75,8 @@ def check_with_beams(
     for name in _ONE_TEXT_ONLY:
         if request.has_tensor(name) and request.get_tensor(name).size:
             raise InvalidRequest(f"'{name}' and 'beam_width' above 1 exclude each other")
+    if outputs.num_top_log_probs:
+        raise InvalidRequest("'num_top_log_probs' and 'beam_width' above 1 exclude each other")
     if outputs.generation_logits:
         raise InvalidRequest(
             "'return_generation_logits' and 'beam_width' above 1 exclude each other"
