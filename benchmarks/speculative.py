@@ -1,6 +1,6 @@
 """Prompt look-up on and off, for a text that repeats itself, for wrong guesses, and for none.
 
-A random Llama of some 30 M parameters (float32, seeded, made in a temporary folder) answers 1, 4
+A random Llama of some 40 M parameters (float32, seeded, made in a temporary folder) answers 1, 4
 and 16 requests that arrive together, with the real scheduler, planner and engine. Its texts are
 made to measure:
 

@@ -45,6 +45,7 @@ class Recorder:
         self.events: list[str] = []
         self.stops: set[int] = set()
         self.stats: list[dict[str, Any]] = []
+        self.named_tensors: dict[int, list[dict[str, Any]]] = {}
         self.done = threading.Condition()
         self.on_response: Callable[[int, bool], None] = lambda request_id, is_final: None
 
@@ -63,6 +64,9 @@ class Recorder:
         ids = [i for t in tensors if t.name == "output_ids" for i in t.tensor.reshape(-1).tolist()]
         with self.done:
             self.responses.setdefault(request_id, []).append((ids, is_final, error))
+            self.named_tensors.setdefault(request_id, []).append(
+                {t.name: t.tensor for t in tensors}
+            )
             self.on_response(request_id, is_final)
             self.done.notify_all()
 
@@ -97,7 +101,7 @@ def running(
     manager = GptManager(
         engine or CountingEngine(),
         model_type,
-        1,
+        options.pop("max_beam_width", 1),
         policy,
         recorder.get,
         recorder.send,

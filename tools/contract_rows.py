@@ -1,14 +1,14 @@
 """What clients of the peer's models send, ask for and configure: the rows of docs/compatibility.md.
 
-One row per input, output, parameter and metric of `tensorrtllm_backend` v0.5 to v0.19 and later, in
-the order of its configs. Whether a row is honoured is not said here: it follows from
+One row per input, output and parameter of `tensorrtllm_backend` v0.5 to v0.19 and later, in the
+order of its configs; metrics are in `contract_metrics`. Whether a row is honoured is not said here: it follows from
 `inflight_client.protocol` and from `model_repository`. A row says which tests show that it is, or
 what is in its place. What is refused is refused by a rule, and each rule has tests of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _B, _E, _T = "backend/", "backend/engine/", "backend/triton/"
 CONTRACT, SAMPLING = "e2e/test_contract.py::test_", "e2e/test_sampling.py::test_"
@@ -23,10 +23,6 @@ _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_er
 _SAME = f"{_B}test_model_repository.py::test_the_relay_has_the_tensors_of_the_ensemble"
 _CALLS = "e2e/test_model_repository.py::test_tokenising_generating_and_decoding_in_three_calls"
 _TYPED = f"{_B}test_parameters.py::test_values_are_typed"
-_METRICS = (
-    f"{_T}test_triton_model.py::test_metrics_and_the_lines_of_the_log_agree_integer_for_integer"
-)
-_PAGE = "e2e/test_serve.py::test_metrics_page_shows_the_batch_manager"
 
 REFUSALS = {
     "input": ("backend/test_compatibility.py::test_every_refused_input_is_refused_by_name",),
@@ -62,16 +58,6 @@ class ModelRows:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MetricRow:
-    """A family and the values of its label; ``later``: what it is called in later versions."""
-
-    family: str
-    values: tuple[str, ...]
-    tests: tuple[str, ...] = field(default=(_METRICS, _PAGE))
-    later: str = ""
-
-
 def rows(names: str, *tests: str, note: str = "") -> tuple[Row, ...]:
     """Rows of names divided by blanks that the same tests show."""
     return tuple(Row(name, tests, note) for name in names.split())
@@ -102,21 +88,30 @@ _LLM_INPUTS = (
         "bad_words_list", _ARRIVES, _ORACLE, f"{SAMPLING}a_bad_word_that_is_every_token_is_an_error"
     ),
     *rows("embedding_bias", _ARRIVES, f"{_T}test_sequences.py::test_words_become_tokens"),
-    *rows("beam_width"),
+    *rows(
+        "beam_width",
+        f"{_B}test_beam_search.py::test_the_beams_are_those_of_transformers_whatever_runs_beside_them",
+    ),
     *rows("temperature runtime_top_k runtime_top_p", _ARRIVES, _DRAWS),
     *rows(
         "runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids",
         _ARRIVES,
         f"{_E}test_adjustments.py::test_top_p_decays_and_resets",
     ),
-    *rows("len_penalty early_stopping"),
+    *rows(
+        "len_penalty early_stopping",
+        f"{_B}test_beam_search.py::test_the_beams_are_those_of_transformers_whatever_runs_beside_them",
+    ),
     *rows("repetition_penalty", _ARRIVES, _ORACLE),
     *rows(
         "presence_penalty frequency_penalty",
         _ARRIVES,
         f"{_E}test_adjustments.py::test_penalties_count_prompt_and_answer",
     ),
-    *rows("beam_search_diversity_rate"),
+    *rows(
+        "beam_search_diversity_rate",
+        f"{_B}test_request_validation.py::test_refused_with_field_and_bound",
+    ),
     *rows("min_length", f"{CONTRACT}min_length_holds_the_end_back", note="to v0.19"),
     *rows(
         "min_tokens",
@@ -412,42 +407,5 @@ MODELS: tuple[ModelRows, ...] = (
             ),
         ),
         note="The model of that name in TensorRT-LLM's LLM API (2025 and later).",
-    ),
-)
-
-_SUCCESSORS = [
-    "nv_trt_llm_request_metrics",
-    "nv_trt_llm_runtime_memory_metrics",
-    "nv_trt_llm_kv_cache_block_metrics",
-    "nv_trt_llm_inflight_batcher_metrics",
-    "nv_trt_llm_v1_metrics",
-    "nv_trt_llm_general_metrics",
-]
-
-METRIC_ROWS: tuple[MetricRow, ...] = (
-    MetricRow(_SUCCESSORS[0], ("active", "max", "scheduled", "context", "waiting")),
-    MetricRow(_SUCCESSORS[1], ("cpu", "gpu", "pinned")),
-    MetricRow(_SUCCESSORS[2], ("max", "free", "used", "tokens_per", "reused", "fraction")),
-    MetricRow(
-        _SUCCESSORS[3],
-        ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
-    ),
-    MetricRow(_SUCCESSORS[3], ("terminated_requests",), (), "v0.8 only; later paused_requests"),
-    MetricRow(
-        _SUCCESSORS[4],
-        ("total_context_tokens", "total_generation_tokens", "empty_generation_slots"),
-        (f"{_T}test_triton_model.py::test_v1_has_its_own_metrics_and_answers_whole", _V1_TEST),
-    ),
-    MetricRow(_SUCCESSORS[5], ("timestamp", "iteration_counter")),
-    MetricRow(
-        "nv_trt_llm_disaggregated_serving_metrics", ("kv_cache_transfer_ms", "request_count")
-    ),
-    MetricRow("nv_llm_input_token_len", ("total_input_tokens",)),
-    MetricRow("nv_llm_output_token_len", ("total_output_tokens",)),
-    *(
-        MetricRow(
-            name.replace("_metrics", "_statistics"), ("all",), (), f"v0.6 only; later `{name}`"
-        )
-        for name in _SUCCESSORS
     ),
 )

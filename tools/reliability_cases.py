@@ -34,7 +34,6 @@ def _cases(first: int, *texts: str | tuple[str, str]) -> tuple[Case, ...]:
 
 
 _LORA = "LoRA"
-_BEAMS = "beam search"
 _MULTI_GPU = "more than one GPU"
 
 SECTIONS = (
@@ -68,8 +67,8 @@ SECTIONS = (
             "top_k -1, 0, above the vocabulary",
             "repetition penalty 0, NaN",
             "`min_length` above `max_tokens`",
-            ("beam width 0, above the configured one", _BEAMS),
-            ("beams with streaming", _BEAMS),
+            "beam width 0, above the configured one",
+            "beams with streaming: each response holds all of them so far",
             "n = 10^6",
             "seed 2^64 - 1: served, repeatable",
             "`end_id` out of range",

@@ -15,7 +15,8 @@ from functools import cache
 from string import Template
 from typing import Any
 
-from contract_rows import METRIC_ROWS, MODELS, REFUSALS, MetricRow, ModelRows, Row
+from contract_metrics import METRIC_ROWS, MetricRow
+from contract_rows import MODELS, REFUSALS, ModelRows, Row
 from google.protobuf import text_format
 from page import ROOT, TESTS, all_tests, table, write_or_check
 from tritonclient.grpc import model_config_pb2

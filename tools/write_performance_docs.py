@@ -81,6 +81,28 @@ def cpu_engine(result: Result) -> str:
     ) + table(("requests at once", "inflight", *others), rows, is_numeric=True)
 
 
+def responses(result: Result) -> str:
+    """What building responses costs."""
+    rows = [
+        (
+            row["form"],
+            str(row["tokens_per_response"]),
+            f"{row['loop_us_per_token']:.1f}",
+            f"{row['sender_us_per_token']:.1f}",
+            f"{row['us_per_token']:.1f}",
+        )
+        for row in result["rows"]
+    ]
+    head = ("streamed", "tokens per response", "loop, us", "sender, us", "together, us")
+    return (
+        "## What a response costs the host\n\n"
+        f"Processor time per token streamed, {result['streams']} streams at once, from the drawn "
+        "token to the tensors that\nTriton is given; the goal is "
+        f"{result['limit_us_per_token']:.0f} us. The machine was busy with other work (load "
+        f"{result['load_average']:.0f}), which makes\nevery figure larger.\n\n"
+    ) + table(head, rows)
+
+
 def speculative(result: Result) -> str:
     """Prompt look-up on and off."""
     rows = [
@@ -109,6 +131,7 @@ def speculative(result: Result) -> str:
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "serving": serving,
     "cpu_engine": cpu_engine,
+    "responses": responses,
     "speculative": speculative,
 }
 

@@ -28,10 +28,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inflight_backend.beam_validation import check_beam_width
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.draw_rules import NO_TOKEN
-from inflight_backend.errors import ConfigurationError, InvalidRequest, RefusalText
+from inflight_backend.errors import InvalidRequest, RefusalText
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.guided.service import GuideService
 from inflight_backend.health import LoopHealth
@@ -108,16 +109,15 @@ class GptManager:
         exclude_input_in_output: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        if max_beam_width != 1:
-            raise ConfigurationError(f"max_beam_width is {max_beam_width}; only 1 is supported")
+        check_beam_width(max_beam_width)
         params = optional_params or TrtGptModelOptionalParams()
         policy = policy_in_force(model_type, scheduler_policy, params)
         engine = (
-            load_engine(Path(model), params, on_progress)
+            load_engine(Path(model), params, on_progress, max_beam_width)
             if isinstance(model, str | Path)
             else model
         )
-        self._batcher = InflightBatcher(engine, policy, params)
+        self._batcher = InflightBatcher(engine, policy, params, max_beam_width)
         self._guide_service = GuideService(
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
@@ -374,7 +374,8 @@ class GptManager:
         self._rules.processors.add(request)
         self._active.add(llm_request)
         self._deadlines.add(llm_request)
-        self._stop_words.add(llm_request, llm_request.stop_words)
+        if llm_request.beams is None:  # a search looks for them in every beam
+            self._stop_words.add(llm_request, llm_request.stop_words)
         self._gatherer.add(llm_request, request.created_ns)
         self._batcher.recorder.arrived(llm_request, request.created_ns)
 
@@ -387,7 +388,7 @@ class GptManager:
             self._end(request, RefusalText(error))
         elif request.is_finished:
             self._end(request)
-        elif request.is_streaming:
+        elif request.is_streaming and request.num_generated_tokens > request.num_sent_tokens:
             self._responses.append(_Response(request, is_final=False))
 
     def _end(self, request: LlmRequest, error: str = "") -> None:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from inflight_backend.beam_validation import check_engine
 from inflight_backend.drafting.drafter import Drafter
 from inflight_backend.drafting.tally import DraftTally
 from inflight_backend.draw_rules import DrawRules
@@ -97,6 +98,7 @@ def load_engine(
     checkpoint: Path,
     params: TrtGptModelOptionalParams,
     on_progress: Callable[[int, int], None] | None = None,
+    max_beam_width: int = 1,
 ) -> Engine:
     """Load a checkpoint; ``on_progress`` gets bytes loaded and bytes in all."""
     from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
@@ -106,6 +108,7 @@ def load_engine(
         device=params.device,
         dtype=params.dtype,
         max_batch_size=params.max_batch_size,
+        max_beam_width=max_beam_width,
         max_num_tokens=params.max_num_tokens,
         max_seq_len=params.max_seq_len,
         tokens_per_block=kv_cache.tokens_per_block,
@@ -131,8 +134,11 @@ class InflightBatcher:
         engine: StepEngine,
         policy: CapacitySchedulerPolicy,
         params: TrtGptModelOptionalParams,
+        max_beam_width: int = 1,
     ) -> None:
         self.engine = engine
+        self.max_beam_width = max_beam_width
+        check_engine(engine, max_beam_width)
         self.policy = policy
         self._params = params
         self.num_paused = 0
@@ -151,7 +157,9 @@ class InflightBatcher:
         )
         self.gatherer = OutputGatherer()
         self.active = ActiveRequests(self.block_manager, params.priority_span)
-        self.planner = BatchPlanner(self.block_manager, params.max_batch_size, self.active)
+        self.planner = BatchPlanner(
+            self.block_manager, params.max_batch_size, self.active, max_beam_width
+        )
         # Engines without it are asked for one token at a time.
         self._can_verify = getattr(engine, "supports_drafts", False)
         self._drafter = self._make_drafter(params)
@@ -224,7 +232,8 @@ class InflightBatcher:
     def renewed(self) -> InflightBatcher:
         """A batcher without a past on the same engine; a recording ends here."""
         self.recorder.close()
-        return InflightBatcher(self.engine, self.policy, replace(self._params, record_file=None))
+        params = replace(self._params, record_file=None)
+        return InflightBatcher(self.engine, self.policy, params, self.max_beam_width)
 
     def measure(
         self,
@@ -304,8 +313,8 @@ class InflightBatcher:
             return None
         if not self._can_verify:
             raise ConfigurationError(
-                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts; "
-                "set it to none"
+                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts "
+                "(in deterministic_mode it may not); set it to none"
             )
         return Drafter(
             config,
@@ -395,6 +404,7 @@ class InflightBatcher:
             max_run_seconds=params.max_run_seconds,
             is_observable=self._take_outputs is not None,
             check_processor=self.rules.processors.check,
+            max_beam_width=self.max_beam_width,
             max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
             refusal_reason=partial(
                 refusal_reason,

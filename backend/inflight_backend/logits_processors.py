@@ -25,6 +25,7 @@ from typing import Any
 from inflight_backend.entry_names import find_entry
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_values import integer
 from inflight_backend.step_outputs import LogitsEdit, LogitsEdits
 from inflight_scheduler import LlmRequest
 
@@ -99,6 +100,8 @@ class ActiveProcessors:
                 f"'{FIELD}' names {name[:64]!r}, and this server has no logits processor of that "
                 "name; leave it out"
             )
+        if name and integer(request, "beam_width", 1, -(2**31), 2**31 - 1) > 1:
+            raise InvalidRequest(f"'{FIELD}' cannot go with a 'beam_width' above 1")
 
     def add(self, request: InferenceRequest) -> None:
         """Process the logits of a request that was checked, if it chose a processor."""

@@ -50,6 +50,7 @@ class PlanSettings:
     max_tokens: int | None = None
     fraction: float = 0.9
     max_batch_size: int = 256
+    max_beam_width: int = 1
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
     reserve: int = DEFAULT_RESERVE
@@ -69,6 +70,7 @@ class MemoryPlan:
     max_seq_len: int
     tokens_per_block: int
     max_batch_size: int
+    max_beam_width: int
     num_parameters: int
     file_bytes: int
     weight_bytes: int
@@ -136,7 +138,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
     slot_bytes = reserved_bytes(
-        settings.max_batch_size,
+        settings.max_batch_size * settings.max_beam_width,
         model.vocab_size,
         max_seq_len,
         settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
@@ -157,6 +159,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         max_seq_len=max_seq_len,
         tokens_per_block=settings.tokens_per_block,
         max_batch_size=settings.max_batch_size,
+        max_beam_width=settings.max_beam_width,
         num_parameters=num_parameters,
         file_bytes=sum(header.num_bytes for header in headers.values()),
         weight_bytes=weight_bytes,
@@ -189,6 +192,7 @@ def check_pool(folder: Path, engine: Engine) -> bool:
             tokens_per_block=config.tokens_per_block,
             max_tokens=max_tokens,
             max_batch_size=config.max_batch_size,
+            max_beam_width=config.max_beam_width,
             max_num_tokens=config.max_num_tokens,
             max_seq_len=config.max_seq_len,
         ),

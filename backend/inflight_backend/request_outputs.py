@@ -105,7 +105,8 @@ class OutputGatherer:
             slot = gathered.request.seq_slot
             if slot is None:
                 continue
-            gathered.num_blocks += num_blocks[slot]
+            rows = range(slot, slot + gathered.request.num_rows)
+            gathered.num_blocks += sum(num_blocks[row] for row in rows)
             if slot in started:
                 gathered.num_reused_blocks += gathered.request.num_reused_blocks
                 gathered.first_scheduled_ns = gathered.first_scheduled_ns or now
@@ -135,6 +136,17 @@ class OutputGatherer:
         if is_final:
             self.discard(request.request_id)
         return tensors
+
+    def take_of_beams(
+        self, request: LlmRequest, num_tokens: int, is_final: bool
+    ) -> list[NamedTensor]:
+        """What goes with ``num_tokens`` tokens of all beams, beside what the search knows."""
+        gathered = self._gathered.get(request.request_id)
+        if gathered is None:
+            return []
+        if is_final:
+            self.discard(request.request_id)
+        return _take_of_request(gathered, num_tokens)
 
     def discard(self, request_id: int) -> None:
         """Forget a request."""
@@ -180,16 +192,23 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
         values = np.array([values for _, values in tops], dtype=np.float32).reshape(shape)
         tensors.append(NamedTensor("top_log_probs", values))
         tensors.append(NamedTensor("top_log_prob_ids", ids))
-    if outputs.context_logits and gathered.context_logits is not None:
-        tensors.append(NamedTensor("context_logits", gathered.context_logits[None]))
     if outputs.generation_logits:
         rows = gathered.logits[start:end]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
+    return tensors + _take_of_request(gathered, end)
+
+
+def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedTensor]:
+    """What is the same however many beams there are."""
+    outputs = gathered.request.outputs
+    tensors: list[NamedTensor] = []
+    if outputs.context_logits and gathered.context_logits is not None:
+        tensors.append(NamedTensor("context_logits", gathered.context_logits[None]))
     if outputs.num_input_tokens:
         tensors.append(_integer("num_input_tokens", gathered.request.orig_prompt_len))
     if outputs.num_output_tokens:
-        tensors.append(_integer("num_output_tokens", end))
+        tensors.append(_integer("num_output_tokens", num_output_tokens))
     if outputs.perf_metrics:
         tensors += _perf_metrics(gathered)
     return tensors

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.beam_validation import check_with_beams, read_beams
 from inflight_backend.drafting.drafter import can_verify
 from inflight_backend.drafting.validation import read_drafts
 from inflight_backend.errors import InvalidRequest
@@ -27,7 +28,7 @@ from inflight_backend.request_values import flag, integer, number
 from inflight_backend.sampling_validation import read_sampling, read_words
 from inflight_client import protocol
 from inflight_client.protocol import TensorSpec
-from inflight_scheduler import LlmRequest
+from inflight_scheduler import BeamSearch, LlmRequest
 
 if TYPE_CHECKING:
     from inflight_backend.guided.compiler import PendingGuide
@@ -67,6 +68,7 @@ class RequestLimits:
     exclude_input_in_output: bool
     refusal_reason: Callable[[LlmRequest], str | None]
     may_stream: bool = True
+    max_beam_width: int = 1
     is_observable: bool = False
     max_queue_seconds: float | None = None
     max_run_seconds: float | None = None
@@ -102,12 +104,22 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         limits.vocab_size,
         is_observable=limits.is_observable,
     )
+    sampling = read_sampling(request, max_new_tokens, limits.vocab_size)
+    end_id = _read_end_id(request, limits, is_guided=guide is not None)
+    stop_words = read_words(request, "stop_words_list", limits.vocab_size)
+    beams = None
+    params = read_beams(request, limits.max_beam_width, limits.vocab_size)
+    if params.width > 1:
+        check_with_beams(request, sampling, outputs)
+        beams = BeamSearch(params, max_new_tokens, end_id, stop_words)
     llm_request = LlmRequest(
         request.request_id,
         tokens,
         max_new_tokens,
-        sampling=read_sampling(request, max_new_tokens, limits.vocab_size),
-        end_id=_read_end_id(request, limits, is_guided=guide is not None),
+        sampling=sampling,
+        end_id=end_id,
+        beam_width=params.width,
+        beams=beams,
         pad_id=integer(request, "pad_id", -1, -1, limits.vocab_size - 1),
         is_streaming=request.is_streaming and limits.may_stream,
         exclude_input_in_output=flag(
@@ -128,7 +140,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
             limits.max_run_seconds,
         ),
         outputs=outputs,
-        stop_words=read_words(request, "stop_words_list", limits.vocab_size),
+        stop_words=stop_words,
     )
     drafts = read_drafts(
         request,
@@ -162,7 +174,8 @@ def _read_end_id(request: InferenceRequest, limits: RequestLimits, *, is_guided:
 def _check_tensor(spec: TensorSpec, tensor: npt.NDArray[Any]) -> None:
     """Type, batch dimension and size; a tensor not honoured passes only if it asks for nothing."""
     expected = protocol.DTYPE_TO_NUMPY[spec.dtype]
-    if tensor.dtype != np.dtype(expected):
+    is_number = spec.name == "early_stopping" and tensor.dtype == np.int32  # see `read_beams`
+    if tensor.dtype != np.dtype(expected) and not is_number:
         raise InvalidRequest(f"'{spec.name}' has type {tensor.dtype}, expected {spec.dtype}")
     if tensor.ndim > 1 and tensor.shape[0] != 1:
         raise InvalidRequest(

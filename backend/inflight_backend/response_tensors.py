@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.beam_responses import make_beam_tensors
 from inflight_backend.inference_request import NamedTensor
 from inflight_backend.request_outputs import OutputGatherer
 from inflight_scheduler import FinishReason, LlmRequest
@@ -20,6 +21,12 @@ def make_tensors(
     The end id is not part of the answer (as in TensorRT-LLM, whose sequence length counts only
     tokens to be output); the tokens of a stop word are.
     """
+    if request.beams is not None:
+        tensors = make_beam_tensors(request, is_final, gatherer)
+        if is_final:
+            reason = finish_reason_tensor(request.finish_reason)
+            tensors.append(NamedTensor("finish_reason", reason))
+        return tensors
     start = 0 if not request.exclude_input_in_output else request.orig_prompt_len
     if request.is_streaming:
         start = request.orig_prompt_len + request.num_sent_tokens
@@ -29,7 +36,7 @@ def make_tensors(
     ids = request.tokens[start:end]
     request.num_sent_tokens += len(ids)
     tensors = [
-        NamedTensor("output_ids", np.array(ids, dtype=np.int32).reshape(1, 1, len(ids))),
+        NamedTensor("output_ids", np.array([[ids]], dtype=np.int32)),
         NamedTensor("sequence_length", length_tensor(len(ids))),
     ]
     tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)

@@ -28,7 +28,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from inflight_backend.step_outputs import StepOutputs
-from inflight_scheduler import LlmRequest, ScheduledBatch
+from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledBatch
 
 if TYPE_CHECKING:
     from inflight_backend.inflight_batcher import InflightBatcher, StepEngine
@@ -95,8 +95,8 @@ class PlainSteps:
         try:
             batcher.prepare_draw(batch)
             tokens = batcher.engine.execute(batch)
-            advanced = batcher.planner.update(batch, tokens)
             outputs = batcher.take_outputs()
+            advanced = batcher.planner.update(batch, tokens, candidates_of(outputs))
             return StepOutcome(batch, advanced, outputs=outputs, is_completed=True)
         except Exception:
             _log_failure(batch)
@@ -127,24 +127,34 @@ class OverlappedSteps:
     def turn(self) -> StepOutcome:
         """Schedule and submit a step, then read and apply the one before.
 
-        Nobody is paused while a step runs: such a decision waits for the next turn.
+        Nobody is paused while a step runs: such a decision waits for the next turn. A step that
+        says how the next one goes on is read before that is decided.
         """
         if self._batcher.wants_drafts:
             return self._turn_alone()
         batcher, before = self._batcher, self._running
-        batch = batcher.schedule(may_pause=before is None)
-        self._running = None
         failed: list[LlmRequest] = []
+        settled: list[LlmRequest] | None = None
+        if before is not None and batcher.planner.must_settle_first(before[0]):
+            self._running = None
+            settled = self._settle(before, failed)
+            if failed or any(request.is_finished for request in settled):
+                # Those who have finished hold their slots until the caller releases them.
+                batcher.recorder.settled()
+                outputs = None if failed else read_outputs(before[1])
+                return StepOutcome(_NO_BATCH, settled, failed, outputs, is_completed=not failed)
+        batch = batcher.schedule(may_pause=before is None or settled is not None)
+        self._running = None
         has_failed = False
         if not batch.is_empty:
             try:
-                batcher.prepare_draw(batch, before)
+                batcher.prepare_draw(batch, before if settled is None else None)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.advance(batch)
             except Exception:
                 _log_failure(batch)
                 has_failed, self._running = True, None
-        advanced = self._settle(before, failed)
+        advanced = self._settle(before, failed) if settled is None else settled
         is_completed = before is not None and not failed
         outputs = read_outputs(before[1]) if before is not None and is_completed else None
         if has_failed:
@@ -172,7 +182,8 @@ class OverlappedSteps:
         batch, pending = before
         planner = self._batcher.planner
         try:
-            return planner.settle(batch, pending.read())
+            tokens = pending.read()
+            return planner.settle(batch, tokens, candidates_of(read_outputs(pending)))
         except Exception:
             _log_failure(batch)
             self._batcher.recorder.lost()
@@ -187,6 +198,11 @@ def read_outputs(step: PendingStep) -> StepOutputs | None:
     """What a step whose tokens were read has brought beside them; None if no request asked."""
     read: Callable[[], StepOutputs | None] | None = getattr(step, "read_outputs", None)
     return None if read is None else read()
+
+
+def candidates_of(outputs: StepOutputs | None) -> Candidates:
+    """Those of the rows that search."""
+    return NO_CANDIDATES if outputs is None else outputs.candidates
 
 
 def _log_failure(batch: ScheduledBatch) -> None:

@@ -55,7 +55,8 @@ TopLogProbs = tuple[list[int], list[float]]
 class StepOutputs:
     """By request id: log probability and logits [vocab] of each token drawn, both before anything
     was done to the logits, and ids and log probabilities of the likeliest tokens in its place, from
-    the likeliest; and the logits of prompts.
+    the likeliest; and the logits of prompts. ``candidates`` by slot: the likeliest tokens of rows
+    that search, with their log probabilities.
 
     A request draws one token, or with drafts several, of which only the first may count.
     """
@@ -64,6 +65,7 @@ class StepOutputs:
     top_log_probs: dict[int, list[TopLogProbs]] = field(default_factory=dict)
     generation_logits: dict[int, list[Logits]] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
 
 
 def as_array(tensor: Any) -> Logits:

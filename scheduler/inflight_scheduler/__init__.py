@@ -3,6 +3,7 @@
 from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests, rank_at_arrival
 from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.batch import (
+    BeamMove,
     BlockAssignment,
     BlockCopy,
     ContextChunk,
@@ -10,6 +11,8 @@ from inflight_scheduler.batch import (
     SlotSetup,
     VerifiedSlot,
 )
+from inflight_scheduler.beam_planning import NO_CANDIDATES, Candidates
+from inflight_scheduler.beam_search import BeamParams, BeamSearch, BeamStep, Hypothesis
 from inflight_scheduler.block_manager import BlockManager, ReuseStats
 from inflight_scheduler.blocks import BlockPool
 from inflight_scheduler.capacity import (
@@ -26,7 +29,7 @@ from inflight_scheduler.errors import ContextTooLong, InvalidDecision, Scheduler
 from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.planner import BatchPlanner, SlotPool
+from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.resources import (
     CrossBlocks,
@@ -46,17 +49,24 @@ from inflight_scheduler.scheduler import (
     make_capacity_scheduler,
     make_scheduler,
 )
+from inflight_scheduler.slot_pool import SlotPool
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",
+    "NO_CANDIDATES",
     "NO_OUTPUTS",
     "ActiveRequests",
     "BatchPlanner",
+    "BeamMove",
+    "BeamParams",
+    "BeamSearch",
+    "BeamStep",
     "BlockAssignment",
     "BlockCopy",
     "BlockForecast",
     "BlockManager",
     "BlockPool",
+    "Candidates",
     "CapacityResult",
     "CapacityScheduler",
     "CapacitySchedulerPolicy",
@@ -68,6 +78,7 @@ __all__ = [
     "FinishReason",
     "Forecast",
     "GuaranteedNoEvictScheduler",
+    "Hypothesis",
     "InvalidDecision",
     "LlmRequest",
     "LlmRequestState",

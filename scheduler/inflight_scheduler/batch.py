@@ -20,7 +20,8 @@ class SlotSetup:
 
     ``outputs`` is what the engine shall tell beside tokens. ``prompt_len`` is where the answer
     begins. ``tokens`` is all text so far, prompt and answer, for ``sampling`` that looks back on
-    it, else empty: what is cached need not be in any chunk.
+    it, else empty: what is cached need not be in any chunk. With ``num_candidates`` no token is
+    drawn: the engine tells so many of the most likely ones, and `BeamMove` says how it goes on.
     """
 
     slot: int
@@ -31,6 +32,7 @@ class SlotSetup:
     prompt_len: int = 0
     tokens: tuple[int, ...] = ()
     outputs: OutputParams = NO_OUTPUTS
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,31 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamMove:
+    """The text of ``slot`` is that of ``parent`` before this iteration, and then ``token``.
+
+    So are its block table and whatever else follows from the text. ``own_block``, unless it is -1,
+    is the entry of its table that holds the token's position.
+    """
+
+    slot: int
+    parent: int
+    token: int
+    own_block: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """What runs in one iteration.
 
     ``block_copies`` come before everything else, and all sources are read before any destination
-    is written: a source may be the destination of another copy.
+    is written: a source may be the destination of another copy. ``beam_moves`` come next, all
+    parents read before any slot is written.
 
     The engine answers with one token id for each last context chunk, in order, then one for each
     entry of ``generation_slots``, in order. A generation step feeds the last token drawn for the
-    slot, at the position after everything the slot has cached.
+    slot, at the position after everything the slot has cached. Of a slot with ``num_candidates``
+    the token says only that some could follow (-1: none); the candidates come beside it.
 
     ``draft_runs`` are generation steps with drafts: chunks of the last token drawn, which are
     always last ones. Their answers come between those of the contexts and of generation. For each
@@ -111,6 +129,8 @@ class ScheduledBatch:
     context_chunks: tuple[ContextChunk, ...] = ()
     generation_slots: tuple[int, ...] = ()
     block_copies: tuple[BlockCopy, ...] = ()
+    beam_moves: tuple[BeamMove, ...] = ()
+    num_beams: int = 1
     draft_runs: tuple[ContextChunk, ...] = ()
     verified: tuple[VerifiedSlot, ...] = ()
 
@@ -121,8 +141,9 @@ class ScheduledBatch:
 
     @property
     def num_generation_requests(self) -> int:
-        """Requests that generate in this iteration, with drafts or without."""
-        return len(self.draft_runs) + len(self.generation_slots)
+        """Requests that generate in this iteration, with drafts or without; all without have the
+        same number of beams."""
+        return len(self.draft_runs) + len(self.generation_slots) // self.num_beams
 
     @property
     def num_drafts(self) -> int:

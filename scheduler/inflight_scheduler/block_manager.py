@@ -22,9 +22,12 @@ free, since it is given up when room is needed.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from inflight_scheduler.beam_tables import BeamTables
 from inflight_scheduler.blocks import BlockPool
 from inflight_scheduler.cache_state import CacheContent, CacheState
 from inflight_scheduler.request import LlmRequest
@@ -66,6 +69,7 @@ class BlockManager:
         "_pool",
         "_tables",
         "_text_numbers",
+        "beams",
         "tokens_per_block",
         "window_size",
     )
@@ -92,6 +96,7 @@ class BlockManager:
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
+        self.beams = BeamTables(self._pool)
         # Which block of which text each block holds, as far as it is kept.
         num_origins = num_blocks if enable_reuse else 0
         self._text_numbers = array("q", [-1]) * num_origins
@@ -168,13 +173,26 @@ class BlockManager:
         self._num_held += 1
         return len(table) - 1, table[-1]
 
+    def open_beams(self, request: LlmRequest) -> None:
+        """Give each beam of a context that holds its whole prompt a table; see `BeamTables`."""
+        assert self.window_size is None, "beams share blocks, and a window is written over"
+        first = self._tables[request.request_id]
+        num_full = request.prompt_len // self.tokens_per_block
+        self.beams.open(request.request_id, first, request.beam_width, num_full)
+
+    def follow_beams(self, request: LlmRequest, parents: Sequence[int]) -> None:
+        """Each row of ``request`` goes on from the text of its parent."""
+        is_last_full = request.num_cached_tokens % self.tokens_per_block == 0
+        first = self._tables[request.request_id]
+        self.beams.follow(request.request_id, first, parents, is_last_full=is_last_full)
+
     def free(self, request_id: int) -> int:
         """Give back everything the request holds; return how many blocks became free."""
         table = self._tables.pop(request_id, None)
         if not table:
             return 0
         self._num_held -= len(table)
-        return self._pool.drop(table)
+        return self.beams.free(request_id) + self._pool.drop(table)
 
     def release(self, request: LlmRequest) -> int:
         """As `free`, but full blocks whose KV is computed are kept for reuse."""
@@ -195,6 +213,8 @@ class BlockManager:
         if self._keeps_to_itself(request):
             return
         num_full = min(request.num_cached_tokens // self.tokens_per_block, len(table))
+        if request.beams is not None:  # what follows the prompt changes with every step
+            num_full = min(num_full, request.prompt_len // self.tokens_per_block)
         for index in range(num_full):
             if self._index.add(request, index, table[index]):
                 self._pool.keep(table[index])
@@ -261,16 +281,23 @@ class BlockManager:
         table = self._tables.get(request_id)
         return len(table) if table else 0
 
+    def num_distinct_blocks_of(self, request_id: int) -> int:
+        """Blocks the request holds, those that its beams share counted once."""
+        rows = self.beams.rows_of(request_id)
+        if not rows:
+            return self.num_blocks_of(request_id)
+        return len(set(chain(self._tables[request_id], *rows)))
+
     def ref_count(self, block_id: int) -> int:
-        """How many requests hold ``block_id``."""
+        """How many tables hold ``block_id``."""
         return self._pool.ref_count(block_id)
 
     def num_releasable_blocks(self, request_id: int) -> int:
         """How many blocks `free` would make free: those nobody else holds."""
         if self._index is None:
-            return self.num_blocks_of(request_id)
-        table = self._tables.get(request_id, ())
-        return sum(self._pool.ref_count(block_id) == 1 for block_id in table)
+            return self.num_distinct_blocks_of(request_id)
+        num_own = Counter(chain(self.table_of(request_id), *self.beams.rows_of(request_id)))
+        return sum(self._pool.ref_count(block_id) == num for block_id, num in num_own.items())
 
     def num_places_left(self, request: LlmRequest) -> int:
         """Tokens that fit behind the cached ones of ``request`` before it needs another block.
@@ -340,7 +367,7 @@ class BlockManager:
         if request.is_encoder_init_state:
             return 0
         num_remaining = self.get_blocks_at_completion(request)
-        num_held = self.num_blocks_of(request.request_id)
+        num_held = self.num_distinct_blocks_of(request.request_id)
         if num_held == 0 and self._index is not None:
             return num_remaining - self._num_shared(request)
         return num_remaining - num_held
@@ -389,7 +416,8 @@ class BlockManager:
         for request_id, table in self._tables.items():
             assert table, f"request {request_id} has an empty block table"
         assert sum(map(len, tables)) == self._num_held, "the sum of the tables has drifted"
-        self._pool.check_integrity(tables)
+        self._pool.check_integrity([*tables, *self.beams.all_rows()])
+        self.beams.check_integrity(self._tables)
         if self._index is not None:
             self._index.check_integrity()
             assert self._index.block_ids == self._pool.kept_blocks(), "kept is not what is indexed"

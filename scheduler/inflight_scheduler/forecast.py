@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.request import LlmRequest
@@ -48,9 +49,10 @@ class BlockForecast:
         """``request`` is paused and gives back what nobody else holds or counts on."""
         manager = self._manager
         if not manager.enable_reuse:
-            self.num_available += manager.num_blocks_of(request.request_id)
+            self.num_available += manager.num_releasable_blocks(request.request_id)
             return
-        for block_id in manager.table_of(request.request_id):
+        rows = manager.beams.rows_of(request.request_id)
+        for block_id in chain(manager.table_of(request.request_id), *rows):
             self._dropped[block_id] += 1
             is_last = self._dropped[block_id] == manager.ref_count(block_id)
             if is_last and block_id not in self._claimed:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import cast
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.batch import (
@@ -38,42 +37,20 @@ from inflight_scheduler.batch import (
     ScheduledBatch,
     SlotSetup,
 )
+from inflight_scheduler.beam_planning import (
+    NO_CANDIDATES,
+    Candidates,
+    append_beam_blocks,
+    move_beams,
+    open_beams,
+    search,
+    set_up_rows,
+)
 from inflight_scheduler.block_manager import BlockManager
+from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, slots_of
 from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
+from inflight_scheduler.slot_pool import SlotPool
 from inflight_scheduler.verification import OpenSlots, add_verified_tokens, fitting_drafts
-
-
-class SlotPool:
-    """Owner of the slot numbers ``0 .. num_slots - 1``: one for each request that runs."""
-
-    __slots__ = ("_free", "num_slots")
-
-    def __init__(self, num_slots: int) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots must be at least 1, not {num_slots}")
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
-
-    @property
-    def num_free_slots(self) -> int:
-        """Slots without an owner."""
-        return len(self._free)
-
-    def assign(self) -> int:
-        """Hand out a slot (the one freed last); there must be one."""
-        assert self._free, f"all {self.num_slots} slots are taken"
-        return self._free.pop()
-
-    def free(self, slot: int) -> None:
-        """Take a slot back."""
-        assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
-        self._free.append(slot)
-
-    def check_integrity(self, owned: Sequence[int]) -> None:
-        """Raise `AssertionError` unless ``owned`` and the free slots are all slots, each once."""
-        assert sorted([*owned, *self._free]) == list(range(self.num_slots)), (
-            f"owned {sorted(owned)} and free {sorted(self._free)} of {self.num_slots} slots"
-        )
 
 
 class BatchPlanner:
@@ -95,10 +72,14 @@ class BatchPlanner:
     )
 
     def __init__(
-        self, block_manager: BlockManager, num_slots: int, active: ActiveRequests | None = None
+        self,
+        block_manager: BlockManager,
+        num_slots: int,
+        active: ActiveRequests | None = None,
+        max_beam_width: int = 1,
     ) -> None:
         self.block_manager = block_manager
-        self.slots = SlotPool(num_slots)
+        self.slots = SlotPool(num_slots, max_beam_width)
         self.active = active
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
@@ -133,7 +114,7 @@ class BatchPlanner:
         sources: dict[int, int] = {}
         for request in context_requests:
             if request.seq_slot is None:
-                setups.append(self._start(request, new_blocks, sources))
+                setups += self._start(request, new_blocks, sources)
         copies: list[BlockCopy] = []
         chunks = [
             self._plan_context(request, new_blocks, sources, copies) for request in context_requests
@@ -142,6 +123,7 @@ class BatchPlanner:
         if self._may_have_drafts:
             generation_requests, runs = self._plan_drafts(generation_requests, new_blocks)
         plain = generation_requests[len(runs) :] if runs else generation_requests
+        moves = move_beams(plain, self.block_manager, copies)
         slots = self._plan_generation(plain, new_blocks)
         self._iteration += 1
         batch = ScheduledBatch(
@@ -151,6 +133,8 @@ class BatchPlanner:
             context_chunks=tuple(chunks),
             generation_slots=slots,
             block_copies=tuple(copies),
+            beam_moves=tuple(moves),
+            num_beams=plain[0].num_rows if moves else 1,
             draft_runs=runs,
             verified=self._open_slots.take(plain),
         )
@@ -163,15 +147,22 @@ class BatchPlanner:
                 self.active.tick(is_everybody and self.active.num_with_drafts == 0)
         return batch
 
-    def update(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+    def update(
+        self,
+        batch: ScheduledBatch,
+        tokens: Sequence[int],
+        candidates: Candidates = NO_CANDIDATES,
+    ) -> list[LlmRequest]:
         """Apply the engine's tokens; return the requests that got one, in that order.
+
+        ``candidates`` of the rows of a search come in place of their tokens.
 
         Some of those may be finished now; the caller releases them. Raises `ValueError`, and
         changes nothing, when the number of tokens is not the one `ScheduledBatch` promises.
         """
         if batch.is_empty:
             return []
-        _check_num_tokens(batch, tokens)
+        check_num_tokens(batch, tokens)
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
         # Read before contexts join: the same list means that nobody has left since the plan.
@@ -185,20 +176,21 @@ class BatchPlanner:
             num_added = 0
             if request.is_context_init_state:
                 request.move_to_next_context_chunk()
-                num_added = self._begin_answer(request, drawn)
+                num_added = self._begin_answer(request, drawn, candidates)
             if drawn:
                 _drop_drafts(request)
                 add_verified_tokens(request, run.drafts, drawn, num_added)
                 advanced.append(request)
-        if is_complete and self.active is not None and self.active.num_with_drafts == 0:
+        has_one_row = not batch.beam_moves
+        if is_complete and has_one_row and not self._may_have_drafts:
             add_new_tokens(generation_requests, token_iterator)
             return [*advanced, *generation_requests]
-        slots = batch.generation_slots
+        rows = zip(batch.generation_slots, token_iterator, strict=True)
+        first_rows = islice(rows, 0, None, batch.num_beams)
         plain = islice(generation_requests, len(batch.draft_runs), None)
-        for request, slot, token in zip(plain, slots, token_iterator, strict=True):
+        for request, (slot, token) in zip(plain, first_rows, strict=True):
             if request.seq_slot == slot and not request.is_finished:
-                _drop_drafts(request)
-                request.add_new_token(token)
+                self._advance(request, token, candidates)
                 advanced.append(request)
         return advanced
 
@@ -222,21 +214,29 @@ class BatchPlanner:
                 request.expect_token()
                 self.block_manager.store(request)
 
-    def settle(self, batch: ScheduledBatch, tokens: Sequence[int]) -> list[LlmRequest]:
+    def settle(
+        self,
+        batch: ScheduledBatch,
+        tokens: Sequence[int],
+        candidates: Candidates = NO_CANDIDATES,
+    ) -> list[LlmRequest]:
         """Apply the tokens of an advanced batch; otherwise as `update`.
 
         Batches are settled in the order in which they were planned.
         """
         if batch.is_empty:
             return []
-        _check_num_tokens(batch, tokens)
+        check_num_tokens(batch, tokens)
         owners = self.token_owners(batch)
         del self._planned[batch.iteration]
         self._advanced.remove(batch.iteration)
         settled: list[LlmRequest] = []
         for request, token in zip(owners, tokens, strict=True):
             if request.num_pending_tokens:
-                request.settle_token(token)
+                if request.beams is None:
+                    request.settle_token(token)
+                else:
+                    search(request, candidates, self.block_manager)
                 settled.append(request)
                 if token < 0:
                     self.block_manager.forget(request.request_id)
@@ -247,11 +247,19 @@ class BatchPlanner:
         context_requests, generation_requests = self._planned[batch.iteration]
         runs = zip([*context_requests, *generation_requests], batch.runs, strict=False)
         drawing = [request for request, run in runs for _ in range(run.num_drawn)]
-        return [*drawing, *generation_requests[len(batch.draft_runs) :]]
+        plain = generation_requests[len(batch.draft_runs) :]
+        return [*drawing, *(request for request in plain for _ in range(request.num_rows))]
+
+    def must_settle_first(self, batch: ScheduledBatch) -> bool:
+        """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
+        which row a beam goes on in, and with which token, is decided by the host."""
+        return bool(batch.beam_moves) or any(
+            request.beams is not None for request in self._planned[batch.iteration][0]
+        )
 
     def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
         """A step that runs already, of which ``requests`` expect the tokens, in this order."""
-        batch = ScheduledBatch(iteration=self._iteration, generation_slots=_slots_of(requests))
+        batch = ScheduledBatch(iteration=self._iteration, generation_slots=slots_of(requests))
         self._planned[batch.iteration] = ([], list(requests))
         self._advanced.add(batch.iteration)
         return batch
@@ -292,8 +300,8 @@ class BatchPlanner:
 
     def _start(
         self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
-    ) -> SlotSetup:
-        """Give a fresh context its slot and what is cached of its prompt."""
+    ) -> list[SlotSetup]:
+        """Give a fresh context its slot and what is cached of its prompt; a setup for each row."""
         slot = request.seq_slot = self.slots.assign()
         match = self.block_manager.attach_prefix(request)
         request.num_reused_blocks = match.num_blocks
@@ -304,7 +312,7 @@ class BatchPlanner:
         new_blocks.extend(
             BlockAssignment(slot, index, block_id) for index, block_id in enumerate(match.block_ids)
         )
-        return SlotSetup(
+        setup = SlotSetup(
             slot=slot,
             request_id=request.request_id,
             sampling=request.sampling,
@@ -313,7 +321,9 @@ class BatchPlanner:
             prompt_len=request.orig_prompt_len,
             tokens=tuple(request.tokens) if request.sampling.looks_back else (),
             outputs=request.outputs,
+            num_candidates=0 if request.beams is None else 2 * request.beam_width,
         )
+        return set_up_rows(setup, request.num_rows)
 
     def _plan_context(
         self,
@@ -328,7 +338,9 @@ class BatchPlanner:
         if request.is_last_context_chunk and request.num_chunk_drafts < request.num_draft_tokens:
             request.set_draft_tokens(request.draft_tokens[: request.num_chunk_drafts])
         num_tokens = self.block_manager.num_tokens_after_step(request)
-        self._grow(request, slot, num_tokens, new_blocks)
+        grow(request, slot, num_tokens, new_blocks, self.block_manager)
+        if request.beams is not None and first_own < len(new_blocks):
+            new_blocks += open_beams(request, slot, self.block_manager)
         if request.request_id in sources:
             destination = new_blocks[first_own].block_id
             copies.append(BlockCopy(sources[request.request_id], destination))
@@ -341,11 +353,16 @@ class BatchPlanner:
             drafts=fitting_drafts(request) if request.is_last_context_chunk else (),
         )
 
-    def _begin_answer(self, request: LlmRequest, drawn: Sequence[int]) -> int:
+    def _begin_answer(
+        self, request: LlmRequest, drawn: Sequence[int], candidates: Candidates
+    ) -> int:
         """Append the first token after a context, whose blocks are kept then; how many it was."""
         if not drawn:
             return 0
-        request.add_new_token(drawn[0])
+        if request.beams is None:
+            request.add_new_token(drawn[0])
+        else:
+            search(request, candidates, self.block_manager)
         self.block_manager.store(request)
         return 1
 
@@ -360,7 +377,13 @@ class BatchPlanner:
         for request in drafting:
             slot = request.seq_slot
             assert slot is not None
-            self._grow(request, slot, self.block_manager.num_tokens_after_step(request), new_blocks)
+            grow(
+                request,
+                slot,
+                self.block_manager.num_tokens_after_step(request),
+                new_blocks,
+                self.block_manager,
+            )
             last = (request.tokens[-1],)
             start = request.num_cached_tokens
             runs.append(ContextChunk(slot, start, last, True, fitting_drafts(request)))
@@ -375,57 +398,36 @@ class BatchPlanner:
         if active is not None and self._is_everybody(requests) and active.num_with_drafts == 0:
             due: Sequence[LlmRequest] = active.due_requests()
             if requests is not self._generation:
-                self._generation, self._generation_slots = requests, _slots_of(requests)
+                self._generation, self._generation_slots = requests, slots_of(requests)
             slots = self._generation_slots
         else:
             num_places_left = manager.num_places_left
             due = [r for r in requests if num_places_left(r) == 0 or r.draft_tokens]
-            slots = _slots_of(requests)
+            slots = slots_of(requests)
         for request in due:
             slot = request.seq_slot
             assert slot is not None
+            if request.beams is not None:
+                new_blocks += append_beam_blocks(request, slot, manager)
+                continue
             if request.draft_tokens or manager.window_size is not None:
-                self._grow(request, slot, manager.num_tokens_after_step(request), new_blocks)
+                grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
                 continue
             appended = manager.append_block(request.request_id)
-            assert appended is not None, _no_room(request, request.num_tokens, manager)
+            assert appended is not None, no_room(request, request.num_tokens, manager)
             new_blocks.append(BlockAssignment(slot, *appended))
         return slots
 
-    def _grow(
-        self, request: LlmRequest, slot: int, num_tokens: int, new_blocks: list[BlockAssignment]
-    ) -> None:
-        first_index = self.block_manager.num_blocks_of(request.request_id)
-        block_ids = self.block_manager.allocate(request.request_id, num_tokens)
-        assert block_ids is not None, _no_room(request, num_tokens, self.block_manager)
-        new_blocks.extend(
-            BlockAssignment(slot, index, block_id)
-            for index, block_id in enumerate(block_ids, start=first_index)
-        )
-
-
-def _check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
-    if len(tokens) != batch.num_drawn:
-        raise ValueError(
-            f"iteration {batch.iteration}: the engine returned {len(tokens)} tokens, "
-            f"expected {batch.num_drawn}"
-        )
+    def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
+        """The step has run, and the text goes on with ``token``, or as the search has it."""
+        if request.beams is not None:
+            search(request, candidates, self.block_manager)
+            return
+        _drop_drafts(request)
+        request.add_new_token(token)
 
 
 def _drop_drafts(request: LlmRequest) -> None:
     """The step has verified them."""
     if request.draft_tokens:
         request.set_draft_tokens(())
-
-
-def _no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
-    return (
-        f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
-        f"{block_manager.num_free_blocks} blocks are free"
-    )
-
-
-def _slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
-    slots = tuple([request.seq_slot for request in requests])
-    assert None not in slots, "somebody generates without a slot"
-    return cast("tuple[int, ...]", slots)

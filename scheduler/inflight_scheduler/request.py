@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams, Word
+
+if TYPE_CHECKING:
+    from inflight_scheduler.beam_search import Beams, Candidate
 
 
 class LlmRequestState(IntEnum):
@@ -93,11 +96,15 @@ class LlmRequest:
     next, verified by its next step; treat them as read-only and set them with
     `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context. In all,
     ``num_verified_drafts`` were verified and ``num_accepted_drafts`` of them became tokens.
+
+    ``beams`` searches with ``beam_width`` beams: each generates in a row of its own, and ``tokens``
+    is the prompt with the best of them. All of them have as many.
     """
 
     __slots__ = (
         "arrival",
         "beam_width",
+        "beams",
         "block_keys",
         "cache_salt",
         "context_chunk_size",
@@ -148,6 +155,7 @@ class LlmRequest:
         is_streaming: bool = False,
         exclude_input_in_output: bool = False,
         beam_width: int = 1,
+        beams: Beams | None = None,
         priority: float = 0.5,
         cache_salt: bytes = b"",
         queue_deadline: float | None = None,
@@ -169,6 +177,7 @@ class LlmRequest:
         self.is_streaming = is_streaming
         self.exclude_input_in_output = exclude_input_in_output
         self.beam_width = beam_width
+        self.beams = beams
         self.priority = priority
         self.cache_salt = cache_salt
         self.block_keys: list[bytes] = []
@@ -343,6 +352,26 @@ class LlmRequest:
         elif self.num_pending_tokens == 0 and self.state is _GENERATION_TO_COMPLETE:
             self.finish(FinishReason.LENGTH)
 
+    def advance_beams(self, rows: Sequence[Sequence[Candidate]]) -> bool:
+        """A step of the search has run; its token was pending or not. May end the request.
+
+        False if no token could follow: then the last token is -1, as for any failed draw.
+        """
+        assert self.beams is not None
+        self.num_pending_tokens = 0
+        has_gone_on = self.beams.advance(rows)
+        self.beams.write(self.tokens, self.prompt_len)
+        if not has_gone_on:
+            self.tokens.append(-1)
+        elif self.beams.finish_reason is not FinishReason.NOT_FINISHED:
+            self.finish(self.beams.finish_reason)
+        return has_gone_on
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a generation step that are its own."""
+        return 1 if self.beams is None else self.beam_width
+
     def drop_pending_tokens(self) -> None:
         """Whatever running steps draw is not wanted any more."""
         if self.num_pending_tokens:
@@ -367,6 +396,8 @@ class LlmRequest:
         if self.beam_width > 1:
             del self.tokens[self.prompt_len :]
             self.block_keys.clear()  # what comes now may be another text
+            if self.beams is not None:
+                self.beams.reset()
         moved = len(self.tokens) - self.prompt_len
         self.prompt_len += moved
         self.max_new_tokens -= moved

@@ -16,9 +16,9 @@ from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.errors import ConfigurationError
+from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.logits_processors import FIELD, find_logits_processors
+from inflight_backend.logits_processors import FIELD, ActiveProcessors, find_logits_processors
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import TrtGptModelType
@@ -222,6 +222,14 @@ def test_a_name_that_is_not_there_is_refused(engine: Engine) -> None:
             "leave it out"
         )
     assert len(recorder.tokens(3)) == 2
+
+
+def test_beams_have_none() -> None:
+    processors = ActiveProcessors({"bad": raises}, can_edit=True)
+    values: dict[str, Any] = {FIELD: "bad"}
+    processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=1, **values))
+    with pytest.raises(InvalidRequest, match=f"'{FIELD}' cannot go with a 'beam_width' above 1"):
+        processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=2, **values))
 
 
 def test_an_engine_without_logits_and_v1_have_none() -> None:

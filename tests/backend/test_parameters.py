@@ -68,7 +68,7 @@ def test_values_are_typed(key: str, text: str, value: object) -> None:
         ("max_batch_size", "65537", "must be between 1 and 65536"),
         ("max_batch_size", "eight", "max_batch_size must be a whole number, got 'eight'"),
         ("max_batch_size", "8.5", "must be a whole number"),
-        ("max_beam_width", "2", "max_beam_width is 2: it must be between 1 and 1"),
+        ("max_beam_width", "65", "max_beam_width is 65: it must be between 1 and 64"),
         ("kv_cache_free_gpu_mem_fraction", "nan", "must be between 0.01 and 0.99"),
         ("kv_cache_free_gpu_mem_fraction", "inf", "must be between 0.01 and 0.99"),
         ("kv_cache_free_gpu_mem_fraction", "lots", "must be a number"),

@@ -58,8 +58,10 @@ def error_of(**values: Any) -> str:
         ({"min_tokens": -1}, "'min_tokens' is -1"),
         ({"end_id": 100}, "'end_id' is 100, outside -1..99"),  # 31
         ({"pad_id": -2}, "'pad_id' is -2"),
-        ({"beam_width": 2}, "'beam_width' is not supported by this server; leave it out or send 1"),
-        ({"beam_width": 0}, "'beam_width' is not supported"),  # 27
+        ({"beam_width": 2}, "'beam_width' is 2, more than max_beam_width = 1; ask for less"),  # 27
+        ({"beam_width": 0}, "'beam_width' is 0, outside 1.."),
+        ({"len_penalty": float("nan")}, "'len_penalty' is nan; it must be a finite number"),
+        ({"beam_search_diversity_rate": 1e7}, "'beam_search_diversity_rate' is 1e+07"),
         ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
         ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
         ({"draft_input_ids": [3] * 4}, "holds 4 tokens, more than max_draft_len = 3; send fewer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -49,7 +50,15 @@ def start_genai_perf(scratch: Path, arguments: Sequence[str]) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # it has a perf_analyzer of its own
     )
+
+
+def end_genai_perf(process: subprocess.Popen[str]) -> None:
+    """End it and what it has started, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def genai_perf_results(scratch: Path) -> dict[str, Any]:

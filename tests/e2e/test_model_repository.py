@@ -19,7 +19,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.harness import assert_counts, temporary_folder
-from e2e.load_tools import genai_perf_results, run_perf_analyzer, start_genai_perf
+from e2e.load_tools import (
+    end_genai_perf,
+    genai_perf_results,
+    run_perf_analyzer,
+    start_genai_perf,
+)
 from e2e.plain import PlainServer, plain_server
 from write_compatibility_docs import absent
 
@@ -29,7 +34,7 @@ from inflight_backend.serve.settings import DEMO_MODEL
 pytestmark = pytest.mark.e2e
 
 WAIT = 60.0
-LOAD_TOOL_SECONDS = 400  # genai-perf imports for 10 s of processor time
+LOAD_TOOL_SECONDS = 200  # genai-perf imports for 10 s of processor time
 KINDS = {"int32": "INT32", "object": "BYTES"}
 
 
@@ -232,16 +237,26 @@ def test_genai_perf(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> 
     options = [f"--tokenizer={DEMO_MODEL}", "--streaming", "-u", server.grpc_url]
     options += ["--synthetic-input-tokens-mean=24", "--output-tokens-mean=16"]
     options += ["--output-tokens-mean-deterministic", "--concurrency=2"]
-    options += ["--request-count=6", "--warmup-request-count=1"]
+    options += [
+        "--request-count=6",
+        "--warmup-request-count=2",
+    ]  # one for each stream, or it never ends
     runs = {
         backend: start_genai_perf(
             tmp_path / backend, ["-m", model, f"--backend={backend}", *options]
         )
         for backend, model in GENAI_PERF.items()
     }
-    for backend, process in runs.items():
-        printed, _ = process.communicate(timeout=LOAD_TOOL_SECONDS)
-        assert process.returncode == 0, printed
+    try:
+        outputs = {
+            backend: process.communicate(timeout=LOAD_TOOL_SECONDS)[0]
+            for backend, process in runs.items()
+        }
+    finally:
+        for process in runs.values():
+            end_genai_perf(process)
+    for backend, printed in outputs.items():
+        assert runs[backend].returncode == 0, printed
         results = genai_perf_results(tmp_path / backend)
         assert results["request_count"]["avg"] == 6
         # The text that came, by the tokenizer: exactly as much as min_length and max_tokens say.

@@ -257,13 +257,18 @@ def test_v1_answers_in_lock_step_with_statistics_of_its_own(
 def test_the_scheduler_of_the_page_decides_on_the_server(
     serve: Callable[..., ServeProcess], tmp_path: Path
 ) -> None:
-    """The code block of docs/scheduling.md: of those who wait, the shortest starts first."""
+    """The code block of docs/scheduling.md: of those who wait, the shortest starts first. And that
+    of docs/sampling.md: no token twice in a row."""
     page = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "my_module.py").write_text(code, encoding="utf-8")
+    page = (ROOT / "docs/sampling.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_logits.py").write_text(code, encoding="utf-8")
     server = serve(
         settings={
             "scheduler_class": "my_module:ShortestFirst",
+            "logits_processors": "no-double=my_logits:no_double",
             "max_tokens_in_paged_kv_cache": 640,  # no two of these fit at once
         },
         environment={"PYTHONPATH": str(tmp_path)},

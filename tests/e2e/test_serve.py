@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -126,30 +127,39 @@ def test_ensemble_names_a_missing_input(server: ServeProcess) -> None:
     assert "max_tokens" in answer.json()["error"]
 
 
+def values_of(page: str) -> dict[tuple[str, str], float]:
+    """(family, value of the label that tells its metrics apart, or le) -> number."""
+    values = {}
+    for family, labels, number in re.findall(r"^(nv_(?:trt_)?llm_\w+)\{(.*)\} (\S+)$", page, re.M):
+        pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        own = {name: value for name, value in pairs.items() if name not in ("model", "version")}
+        values[family, own.get("le") or next(iter(own.values()))] = float(number)
+    return values
+
+
 def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
     """Integer for integer what the statistics say, once nothing moves; and lengths of requests."""
     assert "".join(stream_text(server, "1 2 3", 20))
+    deadline = time.monotonic() + BOUND_SECONDS
     with InflightClient(server.grpc_url) as client:
-        deadline = time.monotonic() + 10
         while True:
             (stats,) = client.stats(follow=False)
             page = get(server.metrics_url).text
-            wrong = [
-                (family.name, value)
+            shown = values_of(page)
+            expected = {
+                (family.name, value): stats[key]
                 for family in METRICS
                 for value, key in family.values.items()
-                if isinstance(stats.get(key), int)
-                and not key.startswith("Runtime")  # memory in use moves by itself
-                and f'{family.label}="{value}",version="1"}} {stats[key]}\n' not in page
-            ]
-            if not wrong:
+                # Memory in use moves by itself.
+                if isinstance(stats.get(key), int) and not key.startswith("Runtime")
+            }
+            if {place: shown.get(place) for place in expected} == expected:
                 break
-            assert time.monotonic() < deadline, (wrong, page)
+            assert time.monotonic() < deadline, (expected, page)
+    assert len(expected) == 15
     for family in METRICS:
         assert f"# TYPE {family.name} {family.kind}" in page
-    lengths = 'nv_llm_output_token_len_bucket{model="tensorrt_llm",response_metric_type='
-    lengths += '"total_output_tokens",version="1",le='
-    counts = [int(page.partition(f'{lengths}"{le}"}} ')[2].split()[0]) for le in (10, 50, "+Inf")]
+    counts = [shown["nv_llm_output_token_len_bucket", le] for le in ("10", "50", "+Inf")]
     assert counts == sorted(counts)
     assert counts[1] > counts[0]  # 20 tokens
 

@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler.fake_engine import VOCAB_SIZE, tokens_alone
+from scheduler.fake_engine import VOCAB_SIZE, beams_alone, tokens_alone
 from scheduler.world import World, make_request
 
 from inflight_scheduler import (
+    BeamParams,
+    BeamSearch,
     BlockManager,
     CapacitySchedulerPolicy,
     CrossBlocks,
@@ -21,6 +23,13 @@ from inflight_scheduler import (
 
 ADAPTERS = (1, 2, 3)
 """Task ids; adapter n has n pages."""
+
+SEARCHES = (
+    BeamParams(2, 1),
+    BeamParams(2, 1, length_penalty=1.0, early_stopping=0),
+    BeamParams(2, 1, length_penalty=0.5, early_stopping=2, diversity_rate=-0.5),
+)
+"""The widths are those of the requests."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,11 @@ class Extras:
     num_pages: int | None = None
     max_drafts: int = 0
     max_beams: int = 1
+
+    @property
+    def searches(self) -> bool:
+        """Whether beams are carried out, not only counted."""
+        return self.window_size is None and self.max_drafts == 0
 
     def possible(self, policy: CapacitySchedulerPolicy, enable_reuse: bool) -> Extras:
         """Without what the policy or block reuse rule out."""
@@ -73,12 +87,17 @@ class Spec:
     lora_task_id: int | None = None
     encoder_length: int = 0
     num_drafts: int = 0
+    search: BeamParams | None = None
 
     def within(self, extras: Extras) -> Spec:
         """Without what a world of ``extras`` does not have."""
+        width = min(self.beam_width, extras.max_beams)
         return replace(
             self,
-            beam_width=min(self.beam_width, extras.max_beams),
+            beam_width=width,
+            search=replace(SEARCHES[self.num_prompt % len(SEARCHES)], width=width)
+            if extras.searches and width > 1
+            else None,
             lora_task_id=None if extras.num_pages is None else self.lora_task_id,
             encoder_length=0 if extras.num_cross_blocks is None else self.encoder_length,
             num_drafts=min(self.num_drafts, extras.max_drafts),
@@ -92,6 +111,7 @@ class Spec:
             num_prompt=max(1, self.num_prompt - 1),
             max_new=max(1, self.max_new - 1),
             beam_width=1 if is_smallest else self.beam_width,
+            search=None if is_smallest else self.search,
             encoder_length=max(0, self.encoder_length - 1),
             num_drafts=max(0, self.num_drafts - 1),
         )
@@ -111,10 +131,14 @@ class Spec:
             lora_task_id=self.lora_task_id,
             encoder_length=self.encoder_length,
             num_drafts=self.num_drafts,
+            search=self.search,
         )
 
     def alone(self, window_size: int | None, prompt: Sequence[int]) -> list[int]:
         """Prompt and output when nobody else is there."""
+        if self.search is not None:
+            search = BeamSearch(self.search, self.max_new, self.end_id)
+            return beams_alone(prompt, search, self.min_length)
         return tokens_alone(prompt, self.max_new, self.end_id, self.min_length, window_size)
 
 

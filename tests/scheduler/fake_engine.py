@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inflight_scheduler import ContextChunk, ScheduledBatch, SlotSetup
+from inflight_scheduler import (
+    BeamSearch,
+    ContextChunk,
+    FinishReason,
+    ScheduledBatch,
+    SlotSetup,
+)
 
 VOCAB_SIZE = 11
 EMPTY = -1
@@ -54,6 +60,36 @@ def look_back(
     return token
 
 
+def likely(
+    text: Sequence[int], number: int, end_id: int, min_end_position: int
+) -> list[tuple[int, float]]:
+    """The likeliest tokens behind ``text``, which depend on all of it, with log probabilities."""
+    state = 17
+    for token in text:
+        state = (state * 31 + token + 1) % 1_000_003
+    return [
+        ((state + 3 * place) % VOCAB_SIZE, -(1 + (state // VOCAB_SIZE + 5 * place) % 13) / 4)
+        for place in range(number)
+        if (state + 3 * place) % VOCAB_SIZE != end_id or len(text) >= min_end_position
+    ]
+
+
+def beams_alone(prompt: Sequence[int], search: BeamSearch, min_length: int) -> list[int]:
+    """Prompt and best answer of a search that nobody disturbs; ``search`` has ended then."""
+    number, end_id = 2 * search.params.width, search.end_id
+    texts = [list(prompt)]
+    while True:
+        rows = [likely(text, number, end_id, len(prompt) + min_length) for text in texts]
+        assert search.advance(rows)
+        if search.finish_reason is not FinishReason.NOT_FINISHED:
+            text = list(prompt)
+            search.write(text, len(prompt))
+            return text
+        assert search.step is not None
+        moves = zip(*search.step, strict=True)
+        texts = [[*texts[parent], token] for parent, token in moves]
+
+
 @dataclass
 class SlotState:
     """What the fake engine keeps for one slot."""
@@ -80,15 +116,21 @@ class FakeEngine:
         self.memory: list[tuple[int, int]] = [(EMPTY, EMPTY)] * (num_blocks * tokens_per_block)
         self.slots: dict[int, SlotState] = {}
         self.num_computed = 0
+        self.candidates: dict[int, list[tuple[int, float]]] = {}
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """The tokens of last context chunks, draft runs and generation slots."""
         self._copy(batch)
+        self._move(batch)
+        self.candidates = {}
         for setup in batch.setups:
             self.slots[setup.slot] = SlotState(setup)
         for new in batch.new_blocks:
-            assert new.index == len(self.slots[new.slot].table), "a hole in a block table"
-            self.slots[new.slot].table.append(new.block_id)
+            table = self.slots[new.slot].table
+            if self.slots[new.slot].setup.num_candidates and not table:
+                table += [EMPTY] * new.index  # what beams share comes with the first move
+            assert new.index == len(table), "a hole in a block table"
+            table.append(new.block_id)
         for told in batch.verified:
             state = self.slots[told.slot]
             assert state.is_open, "told what is known"
@@ -136,6 +178,18 @@ class FakeEngine:
         for copy, content in zip(batch.block_copies, contents, strict=True):
             self.memory[copy.destination * size : (copy.destination + 1) * size] = content
 
+    def _move(self, batch: ScheduledBatch) -> None:
+        """Rows take over the table and length of others, but for a block of their own."""
+        parents = {move.slot: self.slots[move.parent] for move in batch.beam_moves}
+        known = {slot: (list(parent.table), parent.num_cached) for slot, parent in parents.items()}
+        for move in batch.beam_moves:
+            state = self.slots[move.slot]
+            state.table, state.num_cached = known[move.slot]
+            state.last_token = move.token
+            if move.own_block >= 0:
+                assert state.num_cached // self.tokens_per_block == len(state.table) - 1
+                state.table[-1] = move.own_block
+
     def _cell(self, state: SlotState, position: int) -> int:
         index, offset = divmod(position, self.tokens_per_block)
         if self.window_size is not None:
@@ -161,6 +215,11 @@ class FakeEngine:
             before = hash((before, token)) if is_known else content
             assert content == before, f"position {position} holds KV of another text"
             text.append(token)
+        setup = state.setup
+        if setup.num_candidates:
+            self.candidates[setup.slot] = likely(
+                text, setup.num_candidates, setup.end_id, setup.min_end_position
+            )
         state.last_token = look_back(
             text, state.setup.end_id, state.setup.min_end_position, self.window_size
         )

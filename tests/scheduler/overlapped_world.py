@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from scheduler.world import Decision, World
 
-from inflight_scheduler import LlmRequest, ScheduledBatch
+from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledBatch
 
 
 class OverlappedWorld(World):
     """`World.step` submits a step and reads the one before it."""
 
     running: tuple[ScheduledBatch, list[int]] | None = None
+    candidates: Candidates = NO_CANDIDATES
     num_discarded_tokens = 0
 
     def step(self, decision: Decision | None = None) -> ScheduledBatch:
-        """Decide and submit, then settle the step before; nobody is paused while a step runs."""
+        """Decide and submit, then settle the step before; nobody is paused while a step runs.
+
+        A step that says how the next one goes on is settled first.
+        """
+        settled = self.running
+        if settled is not None and self.planner.must_settle_first(settled[0]):
+            self.running = None
+            self._settle(*settled)
+            self.check_invariants()
         lists = self.decide() if decision is None else decision
         if lists[2] and self.running is not None:
             lists = ([], [], [])
@@ -27,12 +36,15 @@ class OverlappedWorld(World):
         self.running = None
         if not batch.is_empty:
             self.running = (batch, self.engine.execute(batch))
+            self.candidates = self.engine.candidates
             self.planner.advance(batch)
             self.check_invariants()
         if before is not None:
             self._settle(*before)
             self.num_running += 1  # that step was on its way
             self.check_invariants()
+        elif settled is not None:
+            self.num_running += 1
         return batch if before is None else before[0]
 
     def fail(self, *, is_running_lost: bool) -> list[LlmRequest]:
@@ -50,7 +62,7 @@ class OverlappedWorld(World):
         return hurt
 
     def _settle(self, batch: ScheduledBatch, tokens: list[int]) -> None:
-        settled = self.planner.settle(batch, tokens)
+        settled = self.planner.settle(batch, tokens, self.candidates)
         self.num_discarded_tokens += len(tokens) - len(settled)
         for request in settled:
             if request.is_finished:

@@ -58,8 +58,16 @@ class Soak:
             resources=resources,
         )
         span = dice.choice([0, 3, 1000])
-        max_drafts = self.extras.max_drafts
-        self.world = World(scheduler, manager, num_slots, span, resources, max_drafts, check_every)
+        self.world = World(
+            scheduler,
+            manager,
+            num_slots,
+            span,
+            resources,
+            self.extras.max_drafts,
+            check_every,
+            self.extras.max_beams,
+        )
         self.alone: dict[int, list[int]] = {}
         self.num_arrivals = 0
         self.num_iterations = 0

@@ -110,7 +110,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             resources=resources,
         )
         self.world = World(
-            scheduler, manager, num_slots, priority_span, resources, extras.max_drafts
+            scheduler,
+            manager,
+            num_slots,
+            priority_span,
+            resources,
+            extras.max_drafts,
+            max_beams=extras.max_beams,
         )
         self.max_num_tokens = max_num_tokens
         self.may_chunk = chunking is not None
@@ -176,7 +182,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in self.world.finished:
             alone = self.alone[request.request_id]
             if request.finish_reason == FinishReason.CANCELLED:
-                assert request.tokens == alone[: request.num_tokens]
+                is_search = request.beams is not None  # whose best beam may still have changed
+                assert is_search or request.tokens == alone[: request.num_tokens]
             else:
                 assert request.tokens == alone
                 is_cut = request.num_remaining_tokens == 0

@@ -10,6 +10,8 @@ from inflight_scheduler import (
     DEFAULT_PRIORITY_SPAN,
     ActiveRequests,
     BatchPlanner,
+    BeamParams,
+    BeamSearch,
     BlockManager,
     CrossBlocks,
     FinishReason,
@@ -42,8 +44,12 @@ def make_request(
     lora_task_id: int | None = None,
     encoder_length: int = 0,
     num_drafts: int = 0,
+    search: BeamParams | None = None,
 ) -> LlmRequest:
-    """A request whose prompt depends on its id; those of one ``family`` begin alike."""
+    """A request whose prompt depends on its id; those of one ``family`` begin alike.
+
+    Without ``search`` its beams are counted and not carried out.
+    """
     first = request_id if family is None else family
     prompt = [(7 * first + 3 * i) % VOCAB_SIZE for i in range(num_prompt)]
     return LlmRequest(
@@ -52,6 +58,7 @@ def make_request(
         max_new,
         end_id=end_id,
         beam_width=beam_width,
+        beams=None if search is None else BeamSearch(search, max_new, end_id),
         priority=priority,
         cache_salt=cache_salt,
         sampling=SamplingParams(min_length=min_length),
@@ -93,11 +100,12 @@ class World:
         resources: Sequence[Resource] = (),
         max_drafts: int = 0,
         check_every: int = 1,
+        max_beams: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.manager = manager
         self.active = ActiveRequests(manager, priority_span)
-        self.planner = BatchPlanner(manager, num_slots, self.active)
+        self.planner = BatchPlanner(manager, num_slots, self.active, max_beams)
         self.engine = FakeEngine(manager.num_blocks, manager.tokens_per_block, manager.window_size)
         self.resources = resources
         self.windows = [r.block_manager for r in resources if isinstance(r, WindowBlocks)]
@@ -169,7 +177,8 @@ class World:
 
     def complete(self, batch: ScheduledBatch) -> None:
         """Execute, update and release."""
-        advanced = self.planner.update(batch, self.engine.execute(batch))
+        tokens = self.engine.execute(batch)
+        advanced = self.planner.update(batch, tokens, self.engine.candidates)
         for request in advanced:
             assert not request.draft_tokens, "they are verified"
             if request.is_finished:
@@ -210,18 +219,20 @@ class World:
         self.active.check_integrity()
         owned = [request.seq_slot for request in self.active if request.seq_slot is not None]
         self.planner.slots.check_integrity(owned)
-        num_held = 0
+        num_held = num_used = 0
         for request in self.active:
             num_blocks = self.manager.num_blocks_of(request.request_id)
             num_held += num_blocks
+            num_distinct = self.manager.num_distinct_blocks_of(request.request_id)
+            num_used += num_distinct
             assert (num_blocks > 0) == (request.seq_slot is not None)
-            assert num_blocks <= self.manager.get_blocks_at_completion(request)
+            assert num_distinct <= self.manager.get_blocks_at_completion(request)
             if num_blocks:
                 self._check_room(request, num_blocks)
         self._check_further()
         assert num_held == self.manager.num_held_blocks, "blocks of nobody active"
         if not self.manager.enable_reuse:
-            assert num_held == self.manager.num_used_blocks
+            assert num_used == self.manager.num_used_blocks
         for request in self.finished:
             assert request.seq_slot is None
 

@@ -38,6 +38,7 @@ def plan(
         typer.Option(min=0.01, max=0.99, help="The parameter kv_cache_free_gpu_mem_fraction."),
     ] = 0.9,
     max_batch_size: Annotated[int, typer.Option(min=1, max=65536)] = 256,
+    max_beam_width: Annotated[int, typer.Option(min=1, max=64)] = 1,
     max_num_tokens: Annotated[int | None, typer.Option(min=1)] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=2)] = None,
     reserve: Annotated[
@@ -60,6 +61,7 @@ def plan(
                 max_tokens=max_tokens,
                 fraction=fraction,
                 max_batch_size=max_batch_size,
+                max_beam_width=max_beam_width,
                 max_num_tokens=max_num_tokens,
                 max_seq_len=max_seq_len,
                 reserve=parse_size(reserve),
@@ -96,7 +98,10 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
     ]
     facts.append(
-        ("kept for slots", f"{format_size(made.slot_bytes)} ({made.max_batch_size} slots)")
+        (
+            "kept for slots",
+            f"{format_size(made.slot_bytes)} ({made.max_batch_size * made.max_beam_width} slots)",
+        )
     )
     if made.free_bytes is not None:
         facts.append(("left on the GPU", format_size(made.free_bytes)))

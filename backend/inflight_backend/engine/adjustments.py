@@ -124,6 +124,20 @@ class Adjustments:
             top_p = torch.where(is_reset, floats[:, columns.INITIAL_TOP_P], decayed)
             parameters.view(torch.float32)[slots, columns.TOP_P] = top_p
 
+    def move(self, slots: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        """The texts of ``slots`` [N] become those of ``parents`` [N], then ``tokens`` [N], which
+        take ``positions`` [N]. All parents are read first."""
+        if not self._is_used:
+            return
+        if "counts" in self._tables:
+            counts = self._tables["counts"]
+            counts[slots] = counts[parents]
+            counts[slots, tokens] = counts[slots, tokens] + COUNT_UNIT
+        if "history" in self._tables:
+            history = self._tables["history"]
+            history[slots] = history[parents]
+            history[slots, positions] = tokens.int()
+
     def _count(self, setup: SlotSetup) -> None:
         """Count the text so far: what is ignored for presence and frequency is only seen."""
         ignored = min(setup.sampling.prompt_ignore_length, setup.prompt_len)

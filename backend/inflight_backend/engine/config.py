@@ -18,6 +18,7 @@ _NAME_TO_DTYPE = {
     "float16": torch.float16,
 }
 _DEFAULT_NUM_TOKENS = 8192
+MAX_BEAM_WIDTH = 64
 _FP8 = "fp8"
 # Bounds of the Triton kernels, checked here so that the error can name the way out.
 _HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
@@ -27,8 +28,9 @@ _HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
 class EngineConfig:
     """How a checkpoint is run; see `resolve` for what the defaults become.
 
-    ``max_batch_size`` is the number of slots, ``max_num_tokens`` bounds the tokens of one step,
-    ``max_seq_len`` prompt plus new tokens of a request. The KV pool is described in `kv_pool`.
+    ``max_batch_size`` requests of up to ``max_beam_width`` beams run at once, ``max_num_tokens``
+    bounds the tokens of one step, ``max_seq_len`` prompt plus new tokens of a request.
+    The KV pool is described in `kv_pool`.
     ``quantization`` fp8 quantises the linears' weights at load, one scale per row, and what they
     read, one scale per token; ``kv_cache_dtype`` fp8 stores KV in e4m3 without a scale.
     ``cuda_graph_mode`` records generation steps as CUDA graphs where there is a GPU.
@@ -40,6 +42,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     max_batch_size: int = 256
+    max_beam_width: int = 1
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
     tokens_per_block: int = 32
@@ -59,6 +62,7 @@ class EngineConfig:
         _check_choice("quantization", self.quantization, ("none", _FP8))
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", _FP8))
         _check_range("max_batch_size", self.max_batch_size, 1, 2**16)
+        _check_range("max_beam_width", self.max_beam_width, 1, MAX_BEAM_WIDTH)
         _check_range("tokens_per_block", self.tokens_per_block, 1, 1024)
         for name in ("max_num_tokens", "max_seq_len", "max_tokens_in_paged_kv_cache"):
             value = getattr(self, name)
@@ -69,6 +73,11 @@ class EngineConfig:
             raise ConfigurationError(
                 f"kv_cache_free_gpu_mem_fraction must be between 0 and 1, not {fraction}"
             )
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that may draw in one step: one per beam of every request."""
+        return self.max_batch_size * self.max_beam_width
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.ops import Ops
 from inflight_backend.engine.slots import SamplingInputs
 from inflight_backend.step_outputs import (
     EditSource,
@@ -64,14 +65,12 @@ def send_masks(source: MaskSource | None, device: str) -> Tensor | None:
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
-    """Put -inf at the end id of rows whose next token comes before their minimum, in place."""
-    end_ids = sampling.end_ids
-    is_forbidden = (end_ids >= 0) & (end_ids < logits.shape[1])
-    is_forbidden &= sampling.positions < sampling.min_end_positions
-    columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]
-    kept = logits.gather(1, columns)
-    logits.scatter_(1, columns, kept.masked_fill(is_forbidden[:, None], -torch.inf))
+def restrict(logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, ops: Ops) -> None:
+    """Put -inf at what the rows of logits [N, vocab] may not draw now, in place."""
+    if sampling.may_forbid_end:
+        _forbid_end(logits, sampling)
+    if masks is not None:
+        ops.mask_logits(logits, masks)  # last: a token they force is drawn
 
 
 def normalized_log_probs(
@@ -81,3 +80,13 @@ def normalized_log_probs(
     min_p = sampling.min_p if has_min_p else None
     filters = (sampling.temperature, sampling.top_k, sampling.top_p)
     return log_probs_of_draws(logits, tokens, *filters, min_p)
+
+
+def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
+    """Put -inf at the end id of rows whose next token comes before their minimum, in place."""
+    end_ids = sampling.end_ids
+    is_forbidden = (end_ids >= 0) & (end_ids < logits.shape[1])
+    is_forbidden &= sampling.positions < sampling.min_end_positions
+    columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]
+    kept = logits.gather(1, columns)
+    logits.scatter_(1, columns, kept.masked_fill(is_forbidden[:, None], -torch.inf))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from inflight_backend.engine.adjustments import MIN_P, Adjustments
 from inflight_backend.engine.attention import ATTENTION_BACKENDS, AttentionBackend
+from inflight_backend.engine.beams import BeamRows
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
@@ -28,8 +30,8 @@ from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
 from inflight_backend.engine.drawing import (
     HostRules,
     edit_logits,
-    forbid_end,
     normalized_log_probs,
+    restrict,
     send_masks,
 )
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
@@ -85,23 +87,24 @@ class Engine:
         )
         self._decoder = Decoder(model_config, parameters, self._ops)
         self._adjustments = Adjustments(
-            config.max_batch_size,
+            config.num_slots,
             model_config.vocab_size,
             config.seq_len_limit,
             config.device,
             self._ops,
         )
-        self._observer = Observer(config.max_batch_size, config.device)
+        self._observer = Observer(config.num_slots, config.device)
+        self._beams = BeamRows(config.num_slots)
         self._outputs: StepOutputs | None = None
         self._rules = HostRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
         max_blocks = -(-config.seq_len_limit // size)
-        self._slots = SlotTable(config.max_batch_size, max_blocks, size, config.device)
-        words = max_words(config.max_batch_size, config.num_tokens_limit, max_blocks)
-        self._buffer = StepBuffer(words, config.max_batch_size, config.device)
-        self._reader = TokenReader(config.num_tokens_limit, config.device)
+        self._slots = SlotTable(config.num_slots, max_blocks, size, config.device)
+        words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
+        self._buffer = StepBuffer(words, config.num_slots, config.device)
+        self._reader = TokenReader(max(config.num_tokens_limit, config.num_slots), config.device)
         self._runner: GraphRunner | None = None
         if memory is None and config.device == "cuda":
             memory = CudaMemory()
@@ -181,14 +184,20 @@ class Engine:
         return self.config.device != "cpu"
 
     @property
+    def max_beam_width(self) -> int:
+        """Rows that a request may have."""
+        return self.config.max_beam_width
+
+    @property
     def supports_block_copies(self) -> bool:
         """True: plans may ask for `BlockCopy`."""
         return True
 
     @property
     def supports_drafts(self) -> bool:
-        """True: plans may have drafts."""
-        return True
+        """True if plans may have drafts: tokens of a run come from another kernel than single ones,
+        so not in the deterministic mode."""
+        return not self.config.deterministic_mode
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """The tokens that `ScheduledBatch` asks for, in its order.
@@ -233,8 +242,11 @@ class Engine:
             self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
         if batch.new_blocks and self._attention.reads_past_the_end:
             self._pool.clean(words.block_ids.long())
+        if batch.beam_moves:
+            self._move_beams(batch, words)
         self._slots.set_up(batch, words)
         self._adjustments.set_up(batch.setups)
+        self._beams.set_up(batch.setups)
         self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
@@ -318,7 +330,7 @@ class Engine:
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
         is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
-        if is_plain and not rules:
+        if is_plain and not rules and not self._beams.are_in(slots):
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
         sampling = self._slots.sampling(words.generation_slots.long())
@@ -336,7 +348,7 @@ class Engine:
         Logits take room for as many rows as there may be requests: with drafts there can be more
         rows, which then draw part by part.
         """
-        size = self.config.max_batch_size
+        size = self.config.num_slots
         if len(slots) <= size:
             return self._finish_part(hidden, sampling, slots, rules)
         parts = []
@@ -354,14 +366,20 @@ class Engine:
     ) -> Tensor:
         features = self._adjustments.features(slots)
         is_observed = self._observer.wants_draw(slots)
-        if not (features or is_observed or rules):
+        has_beams = self._beams.are_in(slots)
+        if not (features or is_observed or rules or has_beams):
             return self._draw(hidden, sampling)
         logits = self._decoder.logits(hidden)
         original = logits.clone() if is_observed else logits
         edit_logits(logits, rules.edits)
         self._adjustments.apply(logits, sampling, features, self._slots.longest(slots))
         masks, has_min_p = send_masks(rules.masks, self.config.device), bool(features & MIN_P)
-        tokens = self._choose(logits, sampling, masks, has_min_p=has_min_p)
+        restrict(logits, sampling, masks, self._ops)
+        if has_beams:
+            self._beams.keep(slots, logits, sampling.temperature, self._observer)
+            own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
+            sampling = replace(sampling, slots=own)
+        tokens = self._choose(logits, sampling, has_min_p=has_min_p)
         log_probs = None
         if is_observed and self.config.normalize_log_probs:
             log_probs = normalized_log_probs(logits, tokens, sampling, has_min_p=has_min_p)
@@ -375,18 +393,21 @@ class Engine:
         """The next token of every row of hidden [num_samples, hidden_size], without features."""
         if len(hidden) == 0:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        tokens = self._choose(self._decoder.logits(hidden), sampling, None, has_min_p=False)
+        logits = self._decoder.logits(hidden)
+        restrict(logits, sampling, None, self._ops)
+        tokens = self._choose(logits, sampling, has_min_p=False)
         self._slots.store(sampling.slots, tokens)
         return tokens
 
-    def _choose(
-        self, logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, *, has_min_p: bool
-    ) -> Tensor:
+    def _move_beams(self, batch: ScheduledBatch, words: StepWords) -> None:
+        """Rows that search go on from the text of others."""
+        self._slots.move(batch, words)
+        slots, parents = words.move_slots.long(), words.move_parents.long()
+        positions = self._slots.lengths(slots)
+        self._adjustments.move(slots, parents, words.move_tokens.long(), positions)
+
+    def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
         """A token for every row of logits [num_samples, vocab], which may be changed."""
-        if sampling.may_forbid_end:
-            forbid_end(logits, sampling)
-        if masks is not None:
-            self._ops.mask_logits(logits, masks)  # last: a token they force is drawn
         if sampling.is_all_greedy:
             return self._ops.greedy(logits)
         return self._ops.sample(

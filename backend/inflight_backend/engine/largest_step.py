@@ -17,15 +17,18 @@ def largest_batch(config: EngineConfig) -> ScheduledBatch:
 
     All of them write to the same blocks, 0 and up, since what they compute does not matter.
     """
-    num_requests = min(config.max_batch_size, config.num_tokens_limit)
+    num_requests = min(config.num_slots, config.num_tokens_limit)
     length = min(config.num_tokens_limit // num_requests, config.seq_len_limit)
     tokens = (0,) * length
     num_blocks = -(-length // config.tokens_per_block)
     sampling = SamplingParams(top_k=2, top_p=0.9)  # the way that needs the most room
+    num_candidates = 2 * config.max_beam_width if config.max_beam_width > 1 else 0
     slots = range(num_requests)
     return ScheduledBatch(
         iteration=0,
-        setups=tuple(SlotSetup(slot, slot, sampling) for slot in slots),
+        setups=tuple(
+            SlotSetup(slot, slot, sampling, num_candidates=num_candidates) for slot in slots
+        ),
         new_blocks=tuple(
             BlockAssignment(slot, index, index) for slot in slots for index in range(num_blocks)
         ),

@@ -28,6 +28,7 @@ class PendingOutputs:
     logits: list[tuple[list[int], Tensor]] = field(default_factory=list)
     tops: list[tuple[list[tuple[int, int]], Tensor, Tensor]] = field(default_factory=list)
     contexts: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    candidates: list[tuple[list[int], list[int], Tensor, Tensor]] = field(default_factory=list)
 
     def read(self) -> StepOutputs:
         """The same as numbers; NaN stands for a row whose logits are not finite."""
@@ -47,6 +48,10 @@ class PendingOutputs:
             ContextLogits(request_id, start, as_array(rows))
             for request_id, start, rows in self.contexts
         ]
+        for slots, numbers, tokens, log_probs in self.candidates:
+            told = zip(slots, numbers, tokens.tolist(), log_probs.tolist(), strict=True)
+            for slot, number, ids, values in told:
+                outputs.candidates[slot] = list(zip(ids[:number], values, strict=False))
         return outputs
 
 
@@ -68,7 +73,8 @@ class Observer:
         for setup in setups:
             slot, outputs = setup.slot, setup.outputs
             self._request_ids[slot] = setup.request_id
-            self._wants_log_probs[slot] = outputs.log_probs
+            # A search tells the log probabilities it has chosen by.
+            self._wants_log_probs[slot] = outputs.log_probs and not setup.num_candidates
             self._wants_logits[slot] = outputs.generation_logits
             self._num_top[slot] = outputs.num_top_log_probs
             self._wants_context[slot] = outputs.context_logits
@@ -105,7 +111,7 @@ class Observer:
         pending = self._open()
         rows = [row for row, slot in enumerate(slots) if self._wants_log_probs[slot]]
         if rows:
-            index = self._index(rows, len(slots))
+            index = self.index(rows, len(slots))
             values = log_probs[index] if log_probs is not None else None
             if values is None:
                 chosen = logits[index]
@@ -114,10 +120,10 @@ class Observer:
             pending.log_probs.append((self._ids(slots, rows), self._to_host(values)))
         rows = [row for row, slot in enumerate(slots) if self._num_top[slot]]
         if rows:
-            self._keep_top(slots, rows, logits[self._index(rows, len(slots))])
+            self._keep_top(slots, rows, logits[self.index(rows, len(slots))])
         rows = [row for row, slot in enumerate(slots) if self._wants_logits[slot]]
         if rows:
-            chosen = logits[self._index(rows, len(slots))]
+            chosen = logits[self.index(rows, len(slots))]
             pending.logits.append((self._ids(slots, rows), self._to_host(chosen)))
 
     def _keep_top(self, slots: Sequence[int], rows: Sequence[int], logits: Tensor) -> None:
@@ -143,6 +149,13 @@ class Observer:
                 request_id = self._request_ids[chunk.slot]
                 pending.contexts.append((request_id, chunk.start + offset, rows))
 
+    def keep_candidates(
+        self, slots: list[int], numbers: list[int], tokens: Tensor, log_probs: Tensor
+    ) -> None:
+        """Keep the most likely tokens [N, K] of ``slots``, so many of each as ``numbers`` says."""
+        told = (slots, numbers, self._to_host(tokens), self._to_host(log_probs))
+        self._open().candidates.append(told)
+
     def take(self) -> PendingOutputs | None:
         """What the step submitted last brings; None if nobody asked."""
         pending, self._pending = self._pending, None
@@ -156,7 +169,8 @@ class Observer:
     def _ids(self, slots: Sequence[int], rows: Sequence[int]) -> list[int]:
         return [self._request_ids[slots[row]] for row in rows]
 
-    def _index(self, rows: Sequence[int], num_rows: int) -> Tensor | slice:
+    def index(self, rows: Sequence[int], num_rows: int) -> Tensor | slice:
+        """Row numbers as an index on the device; all of ``num_rows`` need none."""
         if len(rows) == num_rows:
             return slice(None)
         index = torch.tensor(rows, dtype=torch.int64)

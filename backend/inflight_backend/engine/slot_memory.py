@@ -39,12 +39,12 @@ def slot_table_shapes(num_slots: int, max_blocks: int) -> Shapes:
     }
 
 
-def max_words(max_batch_size: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
-    """Words of the largest plan (`StepBuffer`): every slot set up, a chunk and a copied block, its
-    whole block table assigned (slots may share blocks, so there can be more assignments than
-    blocks), every token prompt, and the slots of generations, which always take their room."""
-    words_per_slot = NUM_COLUMNS + 13 + 3 * max_blocks_per_slot
-    return max_batch_size * words_per_slot + 4 * max_num_tokens + 1  # a draft draws, too
+def max_words(num_slots: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
+    """Words of the largest plan (`StepBuffer`): every slot set up and moved, a chunk and a copied
+    block, its whole block table assigned (slots may share blocks, so there can be more assignments
+    than blocks), every token prompt, and the slots of generations, which always take their room."""
+    words_per_slot = NUM_COLUMNS + 17 + 3 * max_blocks_per_slot
+    return num_slots * words_per_slot + 4 * max_num_tokens + 1  # a draft draws, too
 
 
 def num_bytes(shapes: Shapes) -> int:

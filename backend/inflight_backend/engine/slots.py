@@ -107,6 +107,32 @@ class SlotTable:
         for each in batch.verified:
             self._host_lengths[each.slot] = each.num_cached
 
+    def move(self, batch: ScheduledBatch, words: StepWords) -> None:
+        """Carry out the moves of beams; comes before `set_up`, which adds new blocks."""
+        if not batch.beam_moves:
+            return
+        slots, parents = words.move_slots.long(), words.move_parents.long()
+        lengths = self._cached_lengths[parents]
+        tables = self._block_tables[parents]  # a copy: all parents are read first
+        places = (lengths // self._tokens_per_block)[:, None].clamp(max=tables.shape[1] - 1)
+        blocks = words.move_blocks[:, None]
+        tables.scatter_(1, places, torch.where(blocks < 0, tables.gather(1, places), blocks))
+        self._block_tables[slots] = tables
+        self._cached_lengths[slots] = lengths
+        self._last_tokens[slots] = words.move_tokens.long()
+        moved = np.array([move.slot for move in batch.beam_moves], dtype=np.int64)
+        origins = np.array([move.parent for move in batch.beam_moves], dtype=np.int64)
+        self._host_lengths[moved] = self._host_lengths[origins]
+
+    def lengths(self, slots: Tensor) -> Tensor:
+        """Tokens cached of ``slots`` [N]: where their next token comes, [N] int64."""
+        return self._cached_lengths[slots]
+
+    @property
+    def padding_slot(self) -> int:
+        """The slot of rows that are nobody's."""
+        return self._padding_slot
+
     def begin(self, batch: ScheduledBatch, words: StepWords) -> StepInputs:
         """Book the progress of a plan that is not empty; returns the inputs of its step."""
         slots = torch.cat((words.chunk_slots, words.generation_slots)).long()  # of all sequences

@@ -46,6 +46,10 @@ class StepWords:
     block_ids: Tensor
     copy_sources: Tensor  # [num_block_copies]
     copy_destinations: Tensor
+    move_slots: Tensor  # [num_beam_moves]
+    move_parents: Tensor
+    move_tokens: Tensor
+    move_blocks: Tensor
     tokens: Tensor  # [num_context_tokens]
     chunk_slots: Tensor  # [num_chunks]
     chunk_starts: Tensor
@@ -131,6 +135,7 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         np.array([block.block_id for block in new_blocks], dtype=np.int32),
         np.array([copy.source for copy in batch.block_copies], dtype=np.int32),
         np.array([copy.destination for copy in batch.block_copies], dtype=np.int32),
+        *_move_columns(batch),
         np.concatenate(tokens) if tokens else _NO_WORDS,
         slots,
         starts,
@@ -143,6 +148,12 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
         np.array([each.num_cached for each in verified], dtype=np.int32),
         np.array([each.token for each in verified], dtype=np.int32),
     ]
+
+
+def _move_columns(batch: ScheduledBatch) -> list[_Words]:
+    """Slot, parent, token and block of every move."""
+    moves = [(move.slot, move.parent, move.token, move.own_block) for move in batch.beam_moves]
+    return list(np.array(moves, dtype=np.int32).reshape(-1, 4).T)
 
 
 def _lags(num_drawn: _Words) -> _Words:

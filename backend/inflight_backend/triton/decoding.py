@@ -12,6 +12,12 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton.beam_stream import (
+    BeamStream,
+    BeamTexts,
+    has_beams,
+    set_beam_tensors,
+)
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
 from inflight_backend.triton.texts import MAX_STOP_WORDS, read_texts, set_text_tensors
@@ -81,10 +87,12 @@ def make_request(
 ) -> InferenceRequest:
     """The request for the batch manager; texts are encoded here.
 
-    With stop words to be found in the text its tokens must come as they are drawn.
+    With stop words to be found in the text its tokens must come as they are drawn. Beams look for
+    those words as tokens.
     """
-    has_stop_text = bool(read_texts(inputs, "stop_words", MAX_STOP_WORDS))
-    request = InferenceRequest(number, is_streaming=has_stop_text or bool(is_streaming(inputs)))
+    stop_texts = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
+    comes_in_pieces = bool(is_streaming(inputs)) or (bool(stop_texts) and not has_beams(inputs))
+    request = InferenceRequest(number, is_streaming=comes_in_pieces)
     text = read_text(inputs)
     for name, tensor in inputs.items():
         if name not in protocol.CONTROL_INPUTS:
@@ -97,6 +105,8 @@ def make_request(
         if not request.has_tensor("end_id") and codec.end_id >= 0:
             request.set_tensor("end_id", np.array([codec.end_id], dtype=np.int32))
     set_text_tensors(request, inputs, codec, limits.vocab_size)
+    if has_beams(inputs):
+        set_beam_tensors(request, inputs, stop_texts, codec, limits.vocab_size)
     return request
 
 
@@ -134,29 +144,38 @@ def make_token_stream(
     inputs: Mapping[str, Array],
     requested: frozenset[str],
     codec: TextCodec | None,
-) -> TokenStream:
+) -> TokenStream | BeamStream:
     """The way back for a validated request (`request.llm_request` is set)."""
     llm_request = request.llm_request
     assert llm_request is not None, "validate the request first"
     text = read_text(inputs)
     outputs = choose_outputs(requested, is_text=text is not None)
+    # The ensemble names them all; perhaps its client did.
+    final_outputs = _BY_NAME_ONLY if requested == _ENSEMBLE_OUTPUTS else frozenset[str]()
+    if read_flag(inputs, "return_finish_reason"):
+        final_outputs |= {"finish_reason"}
+    stop_words = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
+    needs_codec = "text_output" in outputs or stop_words
+    if needs_codec and codec is None:
+        name = "stop_words" if stop_words else "text_output"
+        raise InvalidRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
+    if llm_request.beams is not None:
+        beams = BeamStream(stream, llm_request, outputs, constants=_FIRST)
+        beams.final_outputs = final_outputs
+        if "text_output" in outputs and codec is not None:
+            prompt = codec.decode(llm_request.tokens) if text is None else text
+            beams.texts = BeamTexts.of(codec, llm_request, prompt, stop_words)
+        return beams
     # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
     is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
     includes_prompt = is_whole and not llm_request.exclude_input_in_output
     token_stream = TokenStream(stream, outputs, constants=_FIRST)
-    if requested == _ENSEMBLE_OUTPUTS:  # perhaps the client has named them
-        token_stream.final_outputs = _BY_NAME_ONLY
-    if read_flag(inputs, "return_finish_reason"):
-        token_stream.final_outputs |= {"finish_reason"}
+    token_stream.final_outputs = final_outputs
     if is_whole and llm_request.is_streaming:
         token_stream.is_whole = True
         token_stream.ids = list(llm_request.tokens) if includes_prompt else []
-    stop_words = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
-    if "text_output" not in outputs and not stop_words:
+    if codec is None or not needs_codec:
         return token_stream
-    if codec is None:
-        name = "stop_words" if stop_words else "text_output"
-        raise InvalidRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     token_stream.text = TextWriter(
         IncrementalDetokenizer(codec, llm_request.tokens),
         stop_tokens=StopTokens(llm_request.stop_words) if llm_request.stop_words else None,

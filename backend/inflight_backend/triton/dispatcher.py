@@ -22,6 +22,7 @@ import numpy as np
 
 from inflight_backend.errors import RefusalText
 from inflight_backend.inference_request import NamedTensor
+from inflight_backend.triton.beam_stream import BeamStream
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseStream
 from inflight_backend.triton.token_stream import TokenStream
@@ -58,7 +59,7 @@ class ResponseDispatcher:
         """``stop_request``: called with the id of a request whose answers can no longer be sent."""
         self._stop_request = stop_request
         self._queue: queue.SimpleQueue[_Item | _Stats | _Answer | None] = queue.SimpleQueue()
-        self._streams: dict[int, TokenStream] = {}
+        self._streams: dict[int, TokenStream | BeamStream] = {}
         self._subscribers: dict[ResponseStream, int] = {}  # and the bytes each was sent
         self._subscribers_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
@@ -69,7 +70,7 @@ class ResponseDispatcher:
         """True while so much waits to be sent that no new request should be started."""
         return self._queue.qsize() > _MAX_BACKLOG
 
-    def open(self, request_id: int, stream: TokenStream) -> None:
+    def open(self, request_id: int, stream: TokenStream | BeamStream) -> None:
         """Make a request known; call it before the request can produce anything."""
         self._streams[request_id] = stream
 
@@ -142,7 +143,10 @@ class ResponseDispatcher:
                 self._send_answer(item)
             else:
                 request_id, tensors, is_final, error = item
-                pieces.setdefault(request_id, Piece()).add(tensors, is_final, error)
+                if request_id not in pieces:
+                    is_whole = isinstance(self._streams.get(request_id), BeamStream)
+                    pieces[request_id] = Piece(is_whole=is_whole)
+                pieces[request_id].add(tensors, is_final, error)
         for request_id, piece in pieces.items():
             self._send_piece(request_id, piece)
         if stats:

@@ -15,6 +15,7 @@ import numpy as np
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import Array, InferenceRequest
+from inflight_backend.triton.beam_stream import has_beams
 from inflight_backend.triton.stream import ResponseStream
 
 
@@ -64,7 +65,10 @@ def share(
 
 
 def read_num_sequences(inputs: Mapping[str, Array], maximum: int) -> int:
-    """``num_return_sequences``, 1 if it was not sent; raises `InvalidRequest`."""
+    """``num_return_sequences``, 1 if it was not sent; raises `InvalidRequest`.
+
+    A search with beams is one request, whatever it returns.
+    """
     tensor = inputs.get("num_return_sequences")
     if tensor is None:
         return 1
@@ -75,7 +79,7 @@ def read_num_sequences(inputs: Mapping[str, Array], maximum: int) -> int:
     value = int(tensor.reshape(-1)[0])
     if not 1 <= value <= maximum:
         raise InvalidRequest(f"'num_return_sequences' is {value}, outside 1..{maximum}")
-    return value
+    return 1 if has_beams(inputs) else value
 
 
 def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[InferenceRequest]:

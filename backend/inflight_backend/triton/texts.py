@@ -45,17 +45,20 @@ def set_text_tensors(
     """Turn bad words and biased words into tokens, beside those given as tokens."""
     bad_words = read_texts(inputs, "bad_words", MAX_WORDS // 2)
     if bad_words:
-        _set_bad_words(request, bad_words, _needed(codec, "bad_words"), vocab_size)
+        add_words(request, "bad_words_list", bad_words, _needed(codec, "bad_words"), vocab_size)
     has_weights = "embedding_bias_weights" in inputs
     if "embedding_bias_words" in inputs or has_weights:
         _set_bias(request, inputs, _needed(codec, "embedding_bias_words"), vocab_size)
 
 
-def _set_bad_words(
-    request: InferenceRequest, texts: Sequence[str], codec: TextCodec, vocab_size: int
+def add_words(
+    request: InferenceRequest, name: str, texts: Sequence[str], codec: TextCodec, vocab_size: int
 ) -> None:
-    """A word inside a text begins with a space in most vocabularies, so both forms are bad."""
-    words = list(read_words(request, "bad_words_list", vocab_size))
+    """Add texts to the list ``name`` as tokens.
+
+    A word inside a text begins with a space in most vocabularies, so both forms are added.
+    """
+    words = list(read_words(request, name, vocab_size))
     for text in texts:
         forms = (text,) if text[0].isspace() else (text, f" {text}")
         words += [tuple(ids) for form in forms if (ids := codec.encode_word(form))]
@@ -64,7 +67,7 @@ def _set_bad_words(
     table = np.full((1, 2, max(len(ids), 1)), -1, dtype=np.int32)
     table[0, 0, : len(ids)] = ids
     table[0, 1, : len(words)] = np.cumsum([len(word) for word in words])
-    request.replace_tensor("bad_words_list", table)
+    request.replace_tensor(name, table)
 
 
 def _set_bias(

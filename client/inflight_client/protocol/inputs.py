@@ -25,7 +25,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         ragged("bad_words_list", "INT32", (2, -1), "forbidden words as token ids and end offsets")
     ),
     honoured(ragged("embedding_bias", "FP32", (-1,), "bias added to the logits")),
-    scalar("beam_width", "INT32", "number of beams", 1),
+    honoured(scalar("beam_width", "INT32", "number of beams; default 1: no search")),
     honoured(scalar("temperature", "FP32", "divides the logits; 0 = greedy")),
     honoured(scalar("runtime_top_k", "INT32", "draw among the k most likely; 0 = off")),
     honoured(scalar("runtime_top_p", "FP32", "draw within probability mass p; 0 = off")),
@@ -36,12 +36,16 @@ INPUTS: tuple[TensorSpec, ...] = (
             "runtime_top_p_reset_ids", "INT32", "token after which top_p starts anew; -1 = none", -1
         )
     ),
-    scalar("len_penalty", "FP32", "beam search: length penalty", 1.0),
-    scalar("early_stopping", "BOOL", "beam search: stop early", False),
+    honoured(
+        scalar("len_penalty", "FP32", "scores of beams are divided by length ** this; default 0")
+    ),
+    honoured(scalar("early_stopping", "BOOL", "end with as many answers as beams; default true")),
     honoured(scalar("repetition_penalty", "FP32", "divides positive logits of tokens seen", 1.0)),
     honoured(scalar("presence_penalty", "FP32", "subtracted once from tokens seen", 0.0)),
     honoured(scalar("frequency_penalty", "FP32", "subtracted per occurrence of tokens seen", 0.0)),
-    scalar("beam_search_diversity_rate", "FP32", "beam search: diversity", 0.0),
+    honoured(
+        scalar("beam_search_diversity_rate", "FP32", "added to a beam's score times its rank")
+    ),
     honoured(scalar("min_length", "INT32", "minimum number of new tokens")),
     honoured(scalar("min_tokens", "INT32", "newer name of min_length")),
     honoured(scalar("random_seed", "UINT64", "seed of the draw")),

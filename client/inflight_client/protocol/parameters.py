@@ -24,7 +24,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec(
         "scheduler_class", "str", "", "your own RequestScheduler, as package.module:ClassName"
     ),
-    ParameterSpec("max_beam_width", "int", "1", "largest beam_width", minimum=1, maximum=1),
+    ParameterSpec("max_beam_width", "int", "1", "largest beam_width", minimum=1, maximum=64),
     ParameterSpec("max_batch_size", "int", "256", "requests in flight", minimum=1, maximum=65536),
     ParameterSpec(
         "max_num_tokens",

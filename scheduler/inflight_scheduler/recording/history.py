@@ -154,6 +154,7 @@ class _Follower:
         self._measure(iteration)
         before = {request.request_id: request for request in simulation.active}
         if iteration.decision is not None:
+            simulation.begin(iteration)
             simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
             self._note(index, lists, iteration)

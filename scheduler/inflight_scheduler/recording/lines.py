@@ -13,7 +13,8 @@ generates is told when it changes: ``g`` the whole list, or ``-`` who left it an
 (place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed, ``z`` 1: the one before
 it did. ``b`` 1: the user's scheduler was overruled by the default. ``l``: with block reuse, who
 goes on like which text (id, text, tokens). ``n``: drafts (id, how many, kept, tokens gained,
-id ...). ``s`` 1: overlapped, and no step ran on. The header is described in `header`.
+id ...). ``s`` 1: overlapped, and no step ran on. ``m``: which row each row of a search went on from
+(id, row, row ...). The header is described in `header`.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header, header_fields, read_header
 from inflight_scheduler.recording.likeness import Likeness
@@ -56,13 +58,14 @@ from inflight_scheduler.recording.values import (
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbns")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbmns")
 
+MAX_NUM_ROWS = 1024
 _NUM_NEEDED = 3
 _OPTIONAL: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (0, lambda value: read_integer(value, "a", 0, MAX_TIME)),  # waited
     (0.5, read_priority),
-    (1, lambda value: read_integer(value, "a", 1, 1024)),  # beams
+    (1, lambda value: read_integer(value, "a", 1, MAX_NUM_ROWS)),  # beams
     (None, lambda value: None if value is None else read_integer(value, "a", 0, MAX_NUM_REQUESTS)),
     (0, lambda value: read_integer(value, "a")),  # likeness: text
     (0, lambda value: read_integer(value, "a", 0, MAX_NUM_TOKENS)),  # and length
@@ -109,6 +112,8 @@ class LineWriter:
             content["e"] = iteration.ends
         if iteration.growths:
             content["l"] = [[growth.request_id, *growth.likeness] for growth in iteration.growths]
+        if iteration.moves:
+            content["m"] = [[moves.request_id, *moves.parents] for moves in iteration.moves]
         if iteration.drafts:
             content["n"] = [number for drafts in iteration.drafts for number in drafts]
         flags = {
@@ -163,6 +168,7 @@ class LineReader:
             has_lost="z" in content,
             drafts=_drafts(read_list(content, "n", 4 * MAX_NUM_REQUESTS)),
             is_settled="s" in content,
+            moves=tuple(_moves(fields) for fields in read_list(content, "m", MAX_NUM_REQUESTS)),
         )
         self._number, self._start_us = number, start_us
         return iteration
@@ -271,6 +277,12 @@ def _drafts(flat: list[Any]) -> tuple[Drafts, ...]:
 def _growth(fields: Any) -> Growth:
     values = read_row(fields, "l", 3, 3)
     return Growth(read_id(values[0], "l"), _likeness(values[1], values[2], "l"))
+
+
+def _moves(fields: Any) -> Moves:
+    values = read_row(fields, "m", 2, 1 + MAX_NUM_ROWS)
+    parents = [read_integer(value, "m", 0, MAX_NUM_ROWS - 1) for value in values[1:]]
+    return Moves(read_id(values[0], "m"), tuple(parents))
 
 
 def _likeness(number: Any, length: Any, name: str) -> Likeness:

@@ -28,6 +28,7 @@ from typing import Protocol
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.cache_state import CacheState
+from inflight_scheduler.recording.beams import Moves, MoveWatch
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.likeness import NO_LIKENESS
 from inflight_scheduler.recording.lines import LineWriter
@@ -119,6 +120,8 @@ class FlightRecorder:
         self._has_failed = self._has_lost = self._is_settled = False
         self._drafting: list[tuple[LlmRequest, int, int, int]] = []  # (see `_with_drafts`)
         self._is_by_default = False
+        self._move_watch = MoveWatch()
+        self._moves: tuple[Moves, ...] = ()
         self._running: Decision | None = None  # overlapped: the decision before the last one
         if sink is not None:
             sink.begin(Header(settings, software, self._started))
@@ -126,6 +129,7 @@ class FlightRecorder:
     def arrived(self, request: LlmRequest, came_ns: int | None = None) -> None:
         """``request`` is active from now on; it came at ``came_ns`` on the recorder's clock."""
         self._arrivals.append(request)
+        self._move_watch.add(request)
         if came_ns is not None:
             self._came_ns[request.request_id] = came_ns
 
@@ -146,6 +150,7 @@ class FlightRecorder:
         self._is_by_default = is_by_default
         if self._ends:
             self._note_early_ends()
+        self._moves = self._move_watch.take()
         if self._needs_segment():
             self._open_segment(active_requests)
         if self._arrivals:
@@ -191,6 +196,7 @@ class FlightRecorder:
 
     def ended(self, request: LlmRequest, error: str = "") -> None:
         """``request`` is not active any more; the text of an error is not recorded."""
+        self._move_watch.forget(request)
         if self._texts is not None:
             self._texts.grow(request, is_last=True)
         if error:
@@ -258,9 +264,11 @@ class FlightRecorder:
                 ]
             ),
             self._is_settled,
+            self._moves,
         )
         self._arrivals, self._ends, self._places, self._drafting = [], [], {}, []
         self._has_failed = self._has_lost = self._is_settled = False
+        self._moves = ()
         segment = self._segments[-1]
         segment.iterations.append(iteration)
         segment.num_numbers += _num_numbers(iteration)

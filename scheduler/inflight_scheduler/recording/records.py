@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from inflight_scheduler.chunking import ContextChunking
+from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
@@ -212,7 +213,8 @@ class Iteration(NamedTuple):
     ``has_failed`` tells of a step that brought no tokens, ``has_lost`` (overlapped) of the step
     before, which took this one with it. ``is_by_default``: the decision of the user's scheduler was
     refused, and the default made this one. ``drafts`` are of all who had some, and ``is_settled``
-    (overlapped) says that no step ran on after this iteration. ``growths`` are known when requests
+    (overlapped) says that no step ran on after this iteration. ``moves``: how beams went on before
+    the decision. ``growths`` are known when requests
     give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
     recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
@@ -230,3 +232,4 @@ class Iteration(NamedTuple):
     has_lost: bool = False
     drafts: tuple[Drafts, ...] = ()
     is_settled: bool = False
+    moves: tuple[Moves, ...] = ()

@@ -88,6 +88,7 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
     for arrival in iteration.arrivals:
         simulation.arrive(arrival)
     if iteration.decision is not None:
+        simulation.begin(iteration)
         simulation.draft(iteration)
         lists = simulation.decide() if simulation.active else _NOBODY
         divergence = _compare(iteration.number, iteration.decision, as_decision(lists))

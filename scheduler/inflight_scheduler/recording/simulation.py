@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from inflight_scheduler.batch import ScheduledBatch
+from inflight_scheduler.beam_search import BeamStep
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
+from inflight_scheduler.recording.beams import Moves, RecordedBeams, is_possible
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import MadeUpText, make_book, restore_cache
@@ -29,7 +31,7 @@ from inflight_scheduler.recording.records import (
     RequestState,
     Settings,
 )
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -117,6 +119,7 @@ class Simulation:
         for index, state in enumerate(active):
             self._restore(state, None if cache is None else cache.text_numbers[index])
         self._running = self._resume(active)  # overlapped: the step whose tokens come next
+        self._settled: list[LlmRequest] = []  # who got them before the decision
         if cache is not None and self._book is not None:
             restore_cache(self.block_manager, self._book, cache, self.active)
 
@@ -134,6 +137,35 @@ class Simulation:
             raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
         self._add(request, arrival.place)
         return request
+
+    def begin(self, iteration: Iteration | None = None) -> None:
+        """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
+        running = self._running
+        if running is not None and self.planner.must_settle_first(running):
+            self._running = None
+            ends = {} if iteration is None else dict(iteration.ends)
+            if iteration is not None and iteration.has_lost:
+                self._discard(running, ends)
+                return
+            self._settled = self._settle(running, ends)
+            for request in self._settled:
+                reason = ends.get(request.request_id)
+                has_ended = reason == "end_id" or (reason in TOKEN_ENDS and request.beams)
+                if has_ended and reason != NOT_FINITE and not request.is_finished:
+                    request.finish(FinishReason.END_ID)
+        for moves in () if iteration is None else iteration.moves:
+            self._move(moves)
+
+    def _move(self, moves: Moves) -> None:
+        request = self._known(moves.request_id)
+        step = None if request.beams is None else request.beams.step
+        is_running = request.is_generation_in_progress_state and not request.num_pending_tokens
+        if request.beams is None or step is None or not is_running:
+            raise RecordingError(f"request {moves.request_id} moves beams that do not run")
+        if not is_possible(moves.parents, request.beam_width):
+            raise RecordingError(f"request {moves.request_id}: its beams cannot have moved so")
+        request.beams.step = BeamStep(moves.parents, step.tokens)
+        self.block_manager.follow_beams(request, moves.parents)
 
     def draft(self, iteration: Iteration) -> None:
         """Who has drafts when ``iteration`` is decided."""
@@ -207,7 +239,9 @@ class Simulation:
             raise RecordingError("nothing runs on after this iteration, but a step ran before it")
         is_overlapped = self.settings.is_overlapped and not is_settled
         run = self._run_overlapped if is_overlapped else self._run
-        return Step(num_free_blocks, *self._end_by_tokens(run(batch, iteration, ends), ends))
+        advanced = self._settled + run(batch, iteration, ends)
+        self._settled = []
+        return Step(num_free_blocks, *self._end_by_tokens(advanced, ends))
 
     def settle(self, iteration: Iteration) -> Step:
         """An iteration without a decision, in which the tokens of the step that ran have come."""
@@ -269,12 +303,15 @@ class Simulation:
                 self._discard(self._running, ends)
                 self._running = None
         elif before is not None:
-            owners = self.planner.token_owners(before)
-            tokens = [-1 if ends.get(r.request_id) == NOT_FINITE else 0 for r in owners]
-            advanced = self.planner.settle(before, tokens)
+            advanced = self._settle(before, ends)
         if has_failed:
             self._discard(batch, ends)
         return advanced
+
+    def _settle(self, batch: ScheduledBatch, ends: dict[int, str]) -> list[LlmRequest]:
+        owners = self.planner.token_owners(batch)
+        tokens = [-1 if ends.get(r.request_id) == NOT_FINITE else 0 for r in owners]
+        return self.planner.settle(batch, tokens)
 
     def _discard(self, batch: ScheduledBatch, ends: dict[int, str]) -> None:
         for request in self.planner.discard(batch):
@@ -330,6 +367,11 @@ class Simulation:
         request = _make(state, state.prompt_len, state.max_new_tokens)
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {state.request_id} is larger than the whole pool")
+        if state.beam_width > 1 and state.num_computed > 0:
+            raise RecordingError(
+                "the recording begins in the middle of a search with beams and does not say how "
+                "they share blocks: record to a file from the start (record_file)"
+            )
         self._add(request, None)
         request.orig_prompt_len = state.orig_prompt_len
         request.num_pauses = state.num_pauses
@@ -388,6 +430,7 @@ def _make(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -
         MadeUpText(0),
         max_new_tokens,
         beam_width=facts.beam_width,
+        beams=RecordedBeams(facts.beam_width, max_new_tokens) if facts.beam_width > 1 else None,
         priority=facts.priority,
     )
     request.tokens = MadeUpText(prompt_len)

@@ -98,7 +98,7 @@ class RecordedTexts:
         if request.tokens[-1] < 0:
             return
         self._keep(request)
-        if request.num_tokens == request.prompt_len:
+        if request.beams is not None or request.num_tokens == request.prompt_len:
             return
         found = self._index.add(request.cache_salt, request.tokens, request.text_number)
         if found.length > request.prompt_len:

@@ -119,6 +119,7 @@ class _Run:
 
     def _step(self) -> None:
         simulation, recorder = self._simulation, self._recorder
+        simulation.begin()
         lists = simulation.decide()
         self._latencies.decided(lists)
         if recorder is not None:

@@ -110,6 +110,7 @@ class _Collector:
             simulation.arrive(arrival)
             latencies.arrived(arrival.request_id, came_us)
         if iteration.decision is not None:
+            simulation.begin(iteration)
             simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
             latencies.decided(lists)

@@ -76,6 +76,7 @@ def test_a_request_alone_and_among_others(engine: Engine, monkeypatch: pytest.Mo
     assert alone.generated == other.generated
     assert len(alone.generated) == NUM_TOKENS
     assert all(map(torch.equal, rows, by_job[other])), "not one bit differs"
+    assert not engine.supports_drafts, "tokens of one run come from another kernel"
 
 
 def test_it_needs_the_kernels(checkpoint: Callable[..., Path]) -> None:

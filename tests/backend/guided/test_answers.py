@@ -16,6 +16,7 @@ from checkpoints import write_checkpoint
 from llguidance import LLParserLimits
 from manager_harness import Recorder, request, running
 
+from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.guided import compiler as compiler_module
 from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.inference_request import InferenceRequest
@@ -155,6 +156,26 @@ def test_requests_without_a_guide_get_what_they_would_get_alone(random_model: Pa
     recorder = serve(random_model, alone, params())
     for each in alone:
         assert recorder.tokens(each.request_id) == together.tokens(each.request_id)
+
+
+def test_others_verify_drafts_beside_guided_answers(random_model: Path) -> None:
+    """Rows of drafts stand before the guided ones, whose masks must find theirs."""
+
+    def requests() -> list[InferenceRequest]:
+        guided = [ask(number, *GUIDES[number][:2], num_new=60) for number in (1, 2)]
+        return [*guided, ask(3, num_new=60), ask(4, num_new=60)]
+
+    plain = serve(random_model, requests(), params())
+    ngram = params(speculative_decoding_config=SpeculativeDecodingConfig("ngram"))
+    drafted = serve(random_model, requests(), ngram)
+    for number in range(1, 5):
+        assert drafted.tokens(number) == plain.tokens(number)
+    beside = [
+        stats["Generation Requests"] - stats["Requests with Draft Tokens"]
+        for stats in drafted.stats
+        if "Draft Tokens" in stats
+    ]
+    assert max(beside) > 0
 
 
 @pytest.mark.parametrize("folder_name", ["random", "demo"])

@@ -92,7 +92,7 @@ def test_outputs_follow_the_request(server: Server) -> None:
         ({"request_output_len": 4}, "the prompt is missing"),  # 4
         ({"text_input": b"\xff\xfe"}, "'text_input' is not valid UTF-8"),  # 5
         ({"input_ids": [1], "request_output_len": 0}, "'request_output_len' is 0"),  # 14
-        ({"input_ids": [1], "beam_width": 2}, "'beam_width' is not supported"),
+        ({"input_ids": [1], "beam_width": 2}, "'beam_width' is 2, more than max_beam_width = 1"),
         ({"text_input": "1", "stream": True, "streaming": True}, "given twice"),
         ({"input_ids": [1] * 200, "request_output_len": 100}, "300, more than max_seq_len = 256"),
         ({"input_ids": [1], "stop": True}, "a stop request needs the request id"),
@@ -394,7 +394,7 @@ def test_load_failure_is_one_line_in_the_status_file(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     with pytest.raises(RuntimeError, match="max_beam_width"):
-        Server(tmp_path, CountingEngine(), max_beam_width="9")
+        Server(tmp_path, CountingEngine(), max_beam_width="65")
     status = read_status(tmp_path / "status.json")
     assert status is not None
     assert status.phase == "failed"

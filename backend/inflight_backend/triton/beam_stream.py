@@ -1,0 +1,137 @@
+"""The answer of a search with beams on its way out: every response says everything anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.inference_request import Array, InferenceRequest
+from inflight_backend.response_tensors import finish_reason_tensor
+from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton.stop_text import StopText, StopTokens
+from inflight_backend.triton.stream import Stream
+from inflight_backend.triton.texts import add_words
+from inflight_scheduler import BeamSearch, FinishReason, LlmRequest
+from inflight_scheduler.sampling import Word
+
+
+@dataclass(frozen=True, slots=True)
+class BeamTexts:
+    """Makes the text of each beam: the prompt, if it is part of the answer, and what follows it.
+
+    Stop words are left out, as tokens and as text.
+    """
+
+    codec: TextCodec
+    prompt_ids: tuple[int, ...]
+    prefix: str
+    num_prompt_ids: int
+    stop_words: tuple[Word, ...]
+    stop_texts: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, codec: TextCodec, request: LlmRequest, prompt: str, stop_texts: Sequence[str]
+    ) -> BeamTexts:
+        """For ``request``, whose prompt reads ``prompt``."""
+        includes_prompt = not (request.is_streaming or request.exclude_input_in_output)
+        return cls(
+            codec,
+            tuple(request.tokens),
+            prompt if includes_prompt else "",
+            len(request.tokens) if includes_prompt else 0,
+            request.stop_words,
+            tuple(stop_texts),
+        )
+
+    def text(self, ids: Sequence[int]) -> bytes:
+        """The text of one beam; O(tokens)."""
+        new_ids = list(ids[self.num_prompt_ids :])
+        if self.stop_words:
+            new_ids = StopTokens(self.stop_words).push(new_ids, is_final=True)
+        detokenizer = IncrementalDetokenizer(self.codec, self.prompt_ids)
+        text = detokenizer.push(new_ids) + detokenizer.finish()
+        if self.stop_texts:
+            text = StopText(self.stop_texts).push(text, is_final=True)
+        return (self.prefix + text).encode()
+
+
+@dataclass(slots=True)
+class BeamStream:
+    """The way back of one request with beams; as `TokenStream`, but nothing is put together.
+
+    ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
+    last response, ``constants`` go with every one. ``texts`` is set when text is among them.
+    """
+
+    stream: Stream
+    request: LlmRequest
+    outputs: frozenset[str]
+    texts: BeamTexts | None = None
+    constants: Mapping[str, Array] = field(default_factory=dict)
+    final_outputs: frozenset[str] = frozenset()
+
+    def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
+        """Which row of its Triton request this is; None for the only one. Beams are one sequence.
+
+        ``is_asked``: say so in every response.
+        """
+        assert sequence is None, "a search is one request"
+        if row is not None:
+            self.constants = {**self.constants, "batch_index": np.array([[row]], dtype=np.int32)}
+            if is_asked:
+                self.outputs |= {"batch_index"}
+
+    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
+        """Send ``extras``, all that is known of the beams; ``ids`` is empty. False, always: words
+        that end an answer are found by the search."""
+        tensors = self._nothing() if "output_ids" not in extras else dict(extras)
+        if self.texts is not None:
+            beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
+            texts = [self.texts.text(ids[:length].tolist()) for ids, length in beams]
+            tensors["text_output"] = np.array([texts], dtype=np.object_)
+        tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
+        tensors.update(self.constants)
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
+        self.stream.send(
+            {name: tensor for name, tensor in tensors.items() if name in outputs},
+            is_final=is_final,
+        )
+        return False
+
+    def _nothing(self) -> dict[str, Array]:
+        """What a request that never reached the batch manager has: it was stopped before."""
+        search = self.request.beams
+        assert isinstance(search, BeamSearch)
+        num_beams = search.params.num_returned
+        return {
+            "output_ids": np.empty((1, num_beams, 0), dtype=np.int32),
+            "sequence_length": np.zeros((1, num_beams), dtype=np.int32),
+            "finish_reason": finish_reason_tensor(FinishReason.CANCELLED),
+        }
+
+
+def has_beams(inputs: Mapping[str, Array]) -> bool:
+    """True for a request that searches; what is wrong with its width is said later."""
+    width = inputs.get("beam_width")
+    return width is not None and width.size == 1 and bool(width.reshape(-1)[0] > 1)
+
+
+def set_beam_tensors(
+    request: InferenceRequest,
+    inputs: Mapping[str, Array],
+    stop_texts: Sequence[str],
+    codec: TextCodec | None,
+    vocab_size: int,
+) -> None:
+    """What beams want to know beside the inputs passed on: how many of them to return, and the
+    texts that end one, as tokens."""
+    if "num_return_sequences" in inputs:
+        request.replace_tensor("num_return_sequences", inputs["num_return_sequences"])
+    if stop_texts:
+        if codec is None:
+            raise InvalidRequest("'stop_words' needs a tokenizer, and the checkpoint has none")
+        add_words(request, "stop_words_list", stop_texts, codec, vocab_size)

@@ -1,0 +1,301 @@
+"""Beam search on real checkpoints: what transformers finds, whatever loop and scheduler do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import load_oracle, write_checkpoint
+from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
+from inflight_scheduler import CapacitySchedulerPolicy
+from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.replay import replay
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+EARLY_STOPPING: dict[int, bool | str] = {1: True, 0: False, 2: "never"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A search, and the same in transformers' words; ``more`` of both, where they differ."""
+
+    width: int
+    num_new: int
+    num_prompt: int = 11
+    length_penalty: float = 0.0
+    early_stopping: int = 1
+    has_end: bool = True
+    ours: tuple[tuple[str, Any], ...] = ()
+    theirs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def prompt(self) -> list[int]:
+        return [self.width, *PROMPT[: self.num_prompt], self.num_new]
+
+
+# Bans come after transformers' log softmax and before ours, so there it must be done again.
+AGAIN = ("renormalize_logits", True)
+CASES = (
+    Case(2, 8),
+    Case(2, 1, has_end=False),
+    Case(4, 14, 6, 1.0, 0),
+    Case(3, 13, 9, 2.0, 2),
+    Case(4, 14, 10, -0.5),
+    Case(3, 9, 2, has_end=False),
+    Case(4, 13, 7, 1.0, 0, ours=(("min_length", 5),), theirs=(("min_new_tokens", 5), AGAIN)),
+    Case(
+        2,
+        12,
+        ours=(("no_repeat_ngram_size", 2), ("bad_words_list", [[9, 2], [1, 2]])),
+        theirs=(("no_repeat_ngram_size", 2), ("bad_words_ids", [[9], [2]]), AGAIN),
+    ),
+)
+
+
+@torch.inference_mode()
+def search(folder: Path, case: Case, end_id: int | None) -> tuple[list[list[int]], list[float]]:
+    """What transformers finds: answers without their end, and their scores."""
+    length = len(case.prompt)
+    found = load_oracle(folder).generate(
+        torch.tensor([case.prompt]),
+        attention_mask=torch.ones(1, length, dtype=torch.long),
+        num_beams=case.width,
+        num_return_sequences=case.width,
+        max_new_tokens=case.num_new,
+        do_sample=False,
+        eos_token_id=end_id,
+        pad_token_id=0,
+        length_penalty=case.length_penalty,
+        early_stopping=EARLY_STOPPING[case.early_stopping],
+        return_dict_in_generate=True,
+        output_scores=True,
+        **dict(case.theirs),
+    )
+    answers = [row.tolist()[length:] for row in found.sequences]
+    return [
+        answer[: answer.index(end_id)] if end_id in answer else answer for answer in answers
+    ], found.sequences_scores.tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def end_ids(folder: Path) -> list[int | None]:
+    """For each case a token that its beams really come to."""
+    return [
+        search(folder, case, None)[0][0][case.num_new // 3] if case.has_end else None
+        for case in CASES
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, end_ids: list[int | None]) -> list[list[list[int]]]:
+    return [search(folder, *both)[0] for both in zip(CASES, end_ids, strict=True)]
+
+
+def make_request(
+    request_id: int, case: Case, end_id: int | None, *, streaming: bool = False, **more: Any
+) -> InferenceRequest:
+    made = request(
+        request_id,
+        case.prompt,
+        case.num_new,
+        streaming=streaming,
+        beam_width=case.width,
+        len_penalty=case.length_penalty,
+        end_id=-1 if end_id is None else end_id,
+        **{"exclude_input_in_output": True, **dict(case.ours), **more},
+    )
+    made.set_tensor("early_stopping", np.array([[case.early_stopping]], dtype=np.int32))
+    return made
+
+
+def beams_of(tensors: dict[str, Any]) -> list[list[int]]:
+    """The answers of a response."""
+    lengths = tensors["sequence_length"][0]
+    return [
+        ids[:length].tolist() for ids, length in zip(tensors["output_ids"][0], lengths, strict=True)
+    ]
+
+
+def run(
+    folder: Path,
+    requests: list[InferenceRequest],
+    policy: CapacitySchedulerPolicy = GUARANTEED,
+    num_tokens: int = 1024,
+    stop_at: int | None = None,
+    **params: Any,
+) -> Recorder:
+    """``stop_at``: stop request 0 with its so-many-th response."""
+    config = EngineConfig(
+        device="cpu",
+        max_batch_size=4,
+        max_beam_width=4,
+        tokens_per_block=4,
+        max_num_tokens=40,
+        max_seq_len=40,
+        max_tokens_in_paged_kv_cache=num_tokens,
+    )
+    recorder = Recorder(requests)
+    if stop_at is not None:
+        recorder.on_response = lambda _, __: (
+            recorder.stops.add(0) if len(recorder.responses[0]) == stop_at else None
+        )
+    params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
+    options = TrtGptModelOptionalParams(max_batch_size=4, **params)
+    engine = Engine.load(folder, config)
+    with running(recorder, engine, policy, params=options, max_beam_width=4) as manager:
+        recorder.wait_for_finals(*(each.request_id for each in requests))
+        manager._batcher.block_manager.check_integrity()
+    if "record_file" in params:
+        assert_replays(Path(params["record_file"]))
+    assert not recorder.stats or recorder.stats[-1]["Used KV cache blocks"] == 0
+    return recorder
+
+
+def assert_replays(file: Path) -> None:
+    """Every decision can be made again from its recording."""
+    with open_recording(file) as reader:
+        result = replay(reader)
+    assert result.divergence is None, result
+
+
+def answers(
+    folder: Path, end_ids: list[int | None], *arguments: Any, **params: Any
+) -> tuple[list[list[list[int]]], list[dict[str, Any]]]:
+    """All cases at once, beside a request without beams."""
+    requests = [make_request(i, *both) for i, both in enumerate(zip(CASES, end_ids, strict=True))]
+    requests.insert(3, request(99, PROMPT, 12))
+    recorder = run(folder, requests, *arguments, **params)
+    assert len(recorder.tokens(99)) == 12
+    return [beams_of(recorder.named_tensors[i][-1]) for i in range(len(CASES))], recorder.stats
+
+
+def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
+    folder: Path, end_ids: list[int | None], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    lengths = {len(beam) for beams in expected for beam in beams}
+    assert len(lengths) > 6, "some end early"
+    file = {"record_file": str(tmp_path / "plain.jsonl")}
+    found, stats = answers(folder, end_ids, **file)
+    assert found == expected
+    assert max(s["Generation Requests"] for s in stats) > 1
+    assert max(s["Active Request Count"] for s in stats) == 4
+    file = {"record_file": str(tmp_path / "overlapped.jsonl")}
+    overlapped: dict[str, Any] = {"overlap_scheduler": OverlapScheduler.ON, **file}
+    assert answers(folder, end_ids, **overlapped)[0] == expected
+    reuse = KvCacheConfig(enable_block_reuse=True)
+    chunked: dict[str, Any] = {"enable_chunked_context": True, "kv_cache_config": reuse}
+    for number, more in enumerate(({}, overlapped)):
+        more = {**more, "record_file": str(tmp_path / f"{number}.jsonl")}
+        found, stats = answers(folder, end_ids, MAX_UTILIZATION, 84, **chunked, **more)
+        assert found == expected
+        assert max(s["Paused Requests"] for s in stats) > 0
+
+
+def test_log_probs_are_those_the_beams_were_chosen_by(folder: Path) -> None:
+    case = Case(3, 6, length_penalty=1.0)
+    beams, scores = search(folder, case, None)
+    made = make_request(0, case, None, return_log_probs=True, return_num_output_tokens=True)
+    tensors = run(folder, [made]).named_tensors[0][-1]
+    assert beams_of(tensors) == beams
+    log_probs, sums = tensors["output_log_probs"], tensors["cum_log_probs"]
+    assert log_probs.shape == (1, 3, 6)
+    np.testing.assert_allclose(log_probs.sum(axis=2), sums, rtol=1e-5)
+    np.testing.assert_allclose(sums[0] / 6, scores, rtol=1e-4)
+    assert tensors["num_output_tokens"].tolist() == [[18]]
+
+
+def test_a_stream_tells_all_beams_so_far_and_a_pause_repeats_none(folder: Path) -> None:
+    cases = (CASES[2], CASES[4])
+    requests = [make_request(i, case, None, streaming=True) for i, case in enumerate(cases)]
+    recorder = run(folder, requests, MAX_UTILIZATION, 84)
+    assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
+    for request_id, case in enumerate(cases):
+        responses = [beams_of(each) for each in recorder.named_tensors[request_id]]
+        assert responses[-1] == search(folder, case, None)[0]
+        lengths = [{len(beam) for beam in beams} for beams in responses]
+        assert lengths == [{length} for length in range(1, case.num_new + 1)]
+
+
+def test_whole_answers_begin_with_the_prompt_and_are_padded(
+    folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
+) -> None:
+    case, beams = CASES[2], expected[2]
+    whole: dict[str, Any] = {"exclude_input_in_output": False}
+    requests = [make_request(i, case, end_ids[2], **whole) for i in range(2)]
+    requests[1].set_tensor("pad_id", np.array([[7]], dtype=np.int32))
+    requests[1].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
+    recorder = run(folder, requests)
+    for request_id, num_beams, pad_id in ((0, 4, -1), (1, 3, 7)):
+        ids = recorder.named_tensors[request_id][0]["output_ids"][0]
+        assert len({len(beam) for beam in beams[:num_beams]}) > 1, "there is something to pad"
+        padding = [[pad_id] * (ids.shape[1] - len(case.prompt) - len(beam)) for beam in beams]
+        rows = zip(beams[:num_beams], padding, strict=False)
+        assert ids.tolist() == [[*case.prompt, *beam, *pad] for beam, pad in rows]
+
+
+def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"beam_width": 5}, "'beam_width' is 5, more than max_beam_width = 4"),
+        ({"runtime_top_k": 2}, "'runtime_top_k' is 2, but 'beam_width' above 1"),
+        ({"runtime_top_p": 0.5}, "'runtime_top_p' is 0.5, but"),
+        ({"min_p": 0.1}, "'min_p' is 0.1, but"),
+        ({"return_generation_logits": True}, "'return_generation_logits' and 'beam_width'"),
+        (
+            {"guided_decoding_guide_type": "json", "end_id": 3},
+            "'guided_decoding_guide_type' and 'beam_width' above 1 exclude each other",
+        ),
+    ]
+    requests = [
+        request(i, PROMPT, 4, **{"beam_width": 2, **values}) for i, (values, _) in enumerate(wrong)
+    ]
+    requests.append(make_request(6, CASES[0], None))
+    requests[6].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
+    wrong.append(({}, "'num_return_sequences' is 3, more than 'beam_width' = 2"))
+    recorder = run(folder, requests)
+    for request_id, (_, message) in enumerate(wrong):
+        assert message in recorder.responses[request_id][0][2]
+
+
+def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:
+    made = make_request(0, CASES[5], None, streaming=True)
+    recorder = run(folder, [made], stop_at=4)
+    last, before = recorder.named_tensors[0][-1], recorder.named_tensors[0][-2]
+    assert last["finish_reason"].tolist() == [[b"cancelled"]]
+    assert [len(beam) for beam in beams_of(last)] == [4, 4, 4]
+    assert beams_of(last) == beams_of(before)
+
+
+def test_stop_words_end_a_beam_as_an_end_id_does_but_belong_to_it(folder: Path) -> None:
+    case = Case(2, 10, has_end=False)
+    free, _ = search(folder, case, None)
+    word = free[0][2:4]
+    made = make_request(0, case, None, stop_words_list=[word, [2, -1]])
+    beams = beams_of(run(folder, [made]).named_tensors[0][-1])
+    assert free[0][:4] in beams
+    for beam in beams:
+        assert all(beam[i : i + 2] != word for i in range(len(beam) - 2)), "nothing follows it"
+
+
+def test_a_server_has_so_many_beams_at_most() -> None:
+    for width, message in ((65, "must be between 1 and 64"), (2, "more than the engine")):
+        with (
+            pytest.raises(ConfigurationError, match=f"max_beam_width is {width}.*{message}"),
+            running(Recorder(), max_beam_width=width),
+        ):
+            pass
