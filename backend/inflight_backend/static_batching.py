@@ -25,7 +25,12 @@ class StaticBatchTally:
         self._batch_size = 0
 
     def count(self, batch: ScheduledBatch) -> StaticBatchStats:
-        """The numbers of ``batch``, the plan that comes after the one counted last."""
+        """The numbers of ``batch``, the plan that comes after the one counted last.
+
+        An empty one is none: the tokens of a step that ran may have been waited for beside it.
+        """
+        if batch.is_empty:
+            return StaticBatchStats()
         num_generating = batch.num_generation_requests
         if num_generating == 0:
             self._batch_size = len(batch.context_chunks)

@@ -130,6 +130,7 @@ class OverlappedSteps:
         Nobody is paused while a step runs: such a decision waits for the next turn. A step that
         says how the next one goes on is read before that is decided.
         """
+        self._batcher.num_paused = 0  # where nothing is scheduled
         if self._batcher.wants_drafts:
             return self._turn_alone()
         batcher, before = self._batcher, self._running
@@ -138,8 +139,8 @@ class OverlappedSteps:
         if before is not None and batcher.planner.must_settle_first(before[0]):
             self._running = None
             settled = self._settle(before, failed)
-            if failed or any(request.is_finished for request in settled):
-                # Those who have finished hold their slots until the caller releases them.
+            if failed or any(map(_has_ended, settled)):
+                # They hold their slots until the caller releases them.
                 batcher.recorder.settled()
                 outputs = None if failed else read_outputs(before[1])
                 return StepOutcome(_NO_BATCH, settled, failed, outputs, is_completed=not failed)
@@ -203,6 +204,11 @@ def read_outputs(step: PendingStep) -> StepOutputs | None:
 def candidates_of(outputs: StepOutputs | None) -> Candidates:
     """Those of the rows that search."""
     return NO_CANDIDATES if outputs is None else outputs.candidates
+
+
+def _has_ended(request: LlmRequest) -> bool:
+    """Finished, or without a token to go on with, which its caller answers with an error."""
+    return request.is_finished or request.tokens[request.num_drawn_tokens - 1] < 0
 
 
 def _log_failure(batch: ScheduledBatch) -> None:

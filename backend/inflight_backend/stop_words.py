@@ -66,8 +66,12 @@ class StopWordWatch:
 
 
 def _finish(request: LlmRequest, end: int) -> None:
-    """The answer ends at ``end``, whatever else the last step has brought."""
-    if request.is_finished and request.finish_reason is not FinishReason.LENGTH:
+    """The answer ends at ``end``, whatever else the last step has brought.
+
+    An end id that ends the word, too, stays the reason.
+    """
+    ended_here = end == request.num_tokens and request.finish_reason is not FinishReason.LENGTH
+    if request.is_finished and ended_here:
         return
     request.drop_pending_tokens()
     del request.tokens[end:]

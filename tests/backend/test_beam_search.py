@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import load_oracle, write_checkpoint
+from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -162,16 +162,18 @@ def run(
         recorder.wait_for_finals(*(each.request_id for each in requests))
         manager._batcher.block_manager.check_integrity()
     if "record_file" in params:
-        assert_replays(Path(params["record_file"]))
+        num_pauses = assert_replays(Path(params["record_file"]))
+        assert sum(stats["Paused Requests"] for stats in recorder.stats) == num_pauses
     assert not recorder.stats or recorder.stats[-1]["Used KV cache blocks"] == 0
     return recorder
 
 
-def assert_replays(file: Path) -> None:
-    """Every decision can be made again from its recording."""
+def assert_replays(file: Path) -> int:
+    """Every decision can be made again from its recording; how many pauses there were."""
     with open_recording(file) as reader:
         result = replay(reader)
     assert result.divergence is None, result
+    return result.num_pauses
 
 
 def answers(
@@ -279,6 +281,20 @@ def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:
     assert last["finish_reason"].tolist() == [[b"cancelled"]]
     assert [len(beam) for beam in beams_of(last)] == [4, 4, 4]
     assert beams_of(last) == beams_of(before)
+
+
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+def test_a_search_without_a_possible_token_disturbs_nobody(
+    folder: Path, overlap: OverlapScheduler, tmp_path: Path
+) -> None:
+    """Its first step brings no beam that could go on in the next one."""
+    nothing = np.full((1, VOCAB_SIZE), -np.inf, dtype=np.float32)
+    broken = make_request(0, CASES[5], None, embedding_bias=nothing)
+    others = [make_request(1, CASES[5], None), request(2, PROMPT, 6)]
+    file = tmp_path / "recording.jsonl"
+    recorder = run(folder, [broken, *others], overlap_scheduler=overlap, record_file=str(file))
+    assert "no token could be drawn" in recorder.responses[0][-1][2]
+    assert [recorder.responses[each][-1][2] for each in (1, 2)] == ["", ""]
 
 
 def test_stop_words_end_a_beam_as_an_end_id_does_but_belong_to_it(folder: Path) -> None:

@@ -17,8 +17,10 @@ from manager_harness import (
     running,
 )
 
+from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 V1 = TrtGptModelType.V1
@@ -95,6 +97,22 @@ def test_a_stopped_request_leaves_its_slot_empty() -> None:
         recorder.wait_for_finals(1, 2)
     assert recorder.responses[1] == [([1, 2], True, "")]
     assert [stats["Empty Generation Slots"] for stats in recorder.stats] == [0, 1, 1, 1]
+
+
+def test_tokens_that_are_waited_for_do_not_forget_the_size_of_the_batch() -> None:
+    """A request with drafts comes while a step runs, which is then read in a turn of its own."""
+    params = TrtGptModelOptionalParams(
+        max_batch_size=2,
+        overlap_scheduler=OverlapScheduler.ON,
+        speculative_decoding_config=SpeculativeDecodingConfig(max_draft_len=2),
+    )
+    drafting = request(3, [70], 4, draft_input_ids=[71, 72])
+    recorder = Recorder([request(1, [1], 6), request(2, [50], 4), drafting])
+    with running(recorder, params=params, model_type=V1):
+        recorder.wait_for_finals(1, 2, 3)
+    seen = [stats["Empty Generation Slots"] for stats in recorder.stats]
+    assert min(seen) == 0
+    assert max(seen) == 1
 
 
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])

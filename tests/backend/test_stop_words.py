@@ -44,28 +44,34 @@ def words_list(*words: list[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int
     answer=st.lists(LETTERS, min_size=1, max_size=12),
     words=st.lists(WORD, min_size=1, max_size=3),
     num_at_once=st.integers(1, 3),
+    end_id=st.sampled_from([-1, 2]),
 )
 def test_an_answer_ends_with_the_first_word_in_it(
-    prompt: list[int], answer: list[int], words: list[tuple[int, ...]], num_at_once: int
+    prompt: list[int],
+    answer: list[int],
+    words: list[tuple[int, ...]],
+    num_at_once: int,
+    end_id: int,
 ) -> None:
-    expected = next(
-        (
-            answer[:end]
-            for end in range(1, len(answer) + 1)
-            if any(tuple(answer[max(end - len(w), 0) : end]) == w for w in words)
-        ),
-        None,
-    )
-    watch, llm_request = StopWordWatch(), LlmRequest(1, prompt, len(answer))
+    """Or with the end id, if that comes first or ends the word."""
+    expected, reason = answer, FinishReason.LENGTH
+    for end in range(1, len(answer) + 1):
+        is_word = any(tuple(answer[max(end - len(w), 0) : end]) == w for w in words)
+        if is_word or answer[end - 1] == end_id:
+            is_end = answer[end - 1] == end_id
+            expected = answer[:end]
+            reason = FinishReason.END_ID if is_end else FinishReason.STOP_WORDS
+            break
+    watch, llm_request = StopWordWatch(), LlmRequest(1, prompt, len(answer), end_id=end_id)
     watch.add(llm_request, words)
     for start in range(0, len(answer), num_at_once):
         if llm_request.is_finished:
             break
         for token in answer[start : start + num_at_once]:
-            llm_request.add_new_token(token)
+            if not llm_request.is_finished:
+                llm_request.add_new_token(token)
         watch.check()
-    reason = FinishReason.LENGTH if expected is None else FinishReason.STOP_WORDS
-    assert llm_request.tokens[len(prompt) :] == (expected or answer)
+    assert llm_request.tokens[len(prompt) :] == expected
     assert llm_request.finish_reason is reason
 
 

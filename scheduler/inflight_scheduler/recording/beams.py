@@ -6,7 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from inflight_scheduler.beam_search import BeamStep, Candidate
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.request import FinishReason, LlmRequest
+
+MAX_BEAM_ENTRIES = 2**24
+"""Entries of the block tables of all beams in flight, at most: these share blocks, so the size of
+the pool does not bound them."""
 
 
 class Moves(NamedTuple):
@@ -79,6 +84,31 @@ class MoveWatch:
                 moves.append(Moves(request_id, step.parents))
             self._searches[request_id] = request, step
         return tuple(moves)
+
+
+class BeamEntries:
+    """Counts the entries that the block tables of all beams have at their last tokens."""
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._num = 0
+
+    def add(self, request: LlmRequest) -> None:
+        """``request`` is active; `RecordingError` where that makes too many."""
+        self._num += self._entries(request)
+        if self._num > MAX_BEAM_ENTRIES:
+            raise RecordingError(
+                f"the tables of all beams have more than {MAX_BEAM_ENTRIES} blocks"
+            )
+
+    def remove(self, request: LlmRequest) -> None:
+        """It is not any more."""
+        self._num -= self._entries(request)
+
+    def _entries(self, request: LlmRequest) -> int:
+        if request.beams is None:
+            return 0
+        return request.num_rows * -(-request.max_num_tokens // self._tokens_per_block)
 
 
 def is_possible(moves: Iterable[int], width: int) -> bool:

@@ -15,7 +15,7 @@ from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
-from inflight_scheduler.recording.beams import Moves, RecordedBeams, is_possible
+from inflight_scheduler.recording.beams import BeamEntries, Moves, RecordedBeams, is_possible
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import MadeUpText, make_book, restore_cache
@@ -31,7 +31,7 @@ from inflight_scheduler.recording.records import (
     RequestState,
     Settings,
 )
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -116,6 +116,7 @@ class Simulation:
             )
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
+        self._beam_entries = BeamEntries(settings.tokens_per_block)
         for index, state in enumerate(active):
             self._restore(state, None if cache is None else cache.text_numbers[index])
         self._running = self._resume(active)  # overlapped: the step whose tokens come next
@@ -151,8 +152,8 @@ class Simulation:
             for request in self._settled:
                 reason = ends.get(request.request_id)
                 has_ended = reason == "end_id" or (reason in TOKEN_ENDS and request.beams)
-                if has_ended and reason != NOT_FINITE and not request.is_finished:
-                    request.finish(FinishReason.END_ID)
+                if has_ended or request.is_finished:  # it holds its slot
+                    raise RecordingError(f"request {request.request_id} ended before this decision")
         for moves in () if iteration is None else iteration.moves:
             self._move(moves)
 
@@ -238,6 +239,8 @@ class Simulation:
         if is_settled and self._running is not None:
             raise RecordingError("nothing runs on after this iteration, but a step ran before it")
         is_overlapped = self.settings.is_overlapped and not is_settled
+        if is_overlapped and batch.num_drafts > 0:
+            raise RecordingError("drafts run in a step that runs on after this iteration")
         run = self._run_overlapped if is_overlapped else self._run
         advanced = self._settled + run(batch, iteration, ends)
         self._settled = []
@@ -333,7 +336,8 @@ class Simulation:
             return
         for request in requests:
             self.planner.release(request)
-            self._by_id.pop(request.request_id, None)
+            if self._by_id.pop(request.request_id, None) is not None:
+                self._beam_entries.remove(request)
         self.active = [r for r in self.active if r.request_id in self._by_id]
 
     def _grow(self, iteration: Iteration) -> None:
@@ -356,6 +360,7 @@ class Simulation:
             raise RecordingError(f"request {request.request_id} arrives while it is active")
         if len(self._by_id) >= MAX_NUM_REQUESTS:
             raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
+        self._beam_entries.add(request)
         self._by_id[request.request_id] = request
         self.active.insert(len(self.active) if place is None else place, request)
 

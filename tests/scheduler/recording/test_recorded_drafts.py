@@ -21,6 +21,7 @@ from scheduler.recording.recorded import (
 
 from inflight_scheduler import ContextChunking, LlmRequest, ScheduledBatch
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.records import Decision, Drafts, Iteration, Settings
@@ -178,3 +179,32 @@ def test_what_cannot_be(drafts: str, message: str) -> None:
     first = first.replace("}", f',"n":{drafts}}}')
     with pytest.raises(RecordingError, match=message.replace("(", "\\(")):
         replay(read(header + first + "".join(rest)))
+
+
+SETTLED_FIRST = (
+    '{"i":1,"t":0,"d":0,"a":[[1,4,1,0,0.5,2],[2,4,4]],"c":[1,4],"f":15}',
+    '{"i":2,"t":0,"d":0,"c":[2,4],"f":15}',
+)
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_overlapped", "message"),
+    [
+        (SETTLED_FIRST, True, "request 1 ended before this decision"),
+        (('{"i":1,"t":0,"d":0,"a":[[1,4,4]],"c":[1,4],"n":[1,2,2,1],"f":14}',), True, "runs on"),
+        (
+            ('{"i":1,"t":0,"d":0,"a":[[1,4194304,1,0,0.5,1024]],"x":1,"f":0}',),
+            False,
+            "the tables of all beams have more than 16777216",
+        ),
+    ],
+)
+def test_no_file_leads_where_the_loop_never_goes(
+    lines: tuple[str, ...], is_overlapped: bool, message: str
+) -> None:
+    """Nor to tables larger than any pool: blocks that beams share cost nothing there."""
+    num_blocks = 16 if is_overlapped else 2**22
+    settings = Settings(GUARANTEED, num_blocks, 4, 1, is_overlapped=is_overlapped)
+    text = LineWriter().header(Header(settings)) + "".join(f"{line}\n" for line in lines)
+    with pytest.raises(RecordingError, match=message):
+        replay(read(text))
