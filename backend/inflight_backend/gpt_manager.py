@@ -305,14 +305,18 @@ class GptManager:
     def return_completed_requests(self) -> None:
         """Send everything this iteration produced; all state of finished requests is free."""
         responses, self._responses = self._responses, []
+        spoilt: list[LlmRequest] = []  # they have had their final
         for response in responses:
             request, is_final, error = response.request, response.is_final, response.error
+            if request in spoilt:
+                continue
             try:
                 tensors = [] if error else make_tensors(request, is_final, self._gatherer)
             except Exception:  # this one ends with an error, the others get theirs
                 _logger.exception("a response of request %d cannot be built", request.request_id)
                 tensors, is_final, error = [], True, "the response could not be built"
                 self._end(request, error)
+                spoilt.append(request)
                 self._responses = [kept for kept in self._responses if kept.request is not request]
             if error:
                 self._gatherer.discard(request.request_id)

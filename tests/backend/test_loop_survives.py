@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from inflight_backend.health import MAX_FAILURES_IN_A_ROW, LoopHealth
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.response_tensors import make_tensors
-from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.step_loop import OverlapScheduler, StepOutcome
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch
 
 FAILED = "the batch manager failed while it held this request"
@@ -78,9 +79,11 @@ def test_a_callback_that_ends_the_thread_does_not(name: str) -> None:
 
 
 @pytest.mark.case(118)
+@pytest.mark.parametrize("is_step_lost", [False, True])
 def test_a_response_that_cannot_be_built_ends_its_request_only(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_step_lost: bool
 ) -> None:
+    """Once, also if its next step, which was on its way, is lost in the same iteration."""
     real = make_tensors
 
     def make(request: LlmRequest, is_final: bool, *more: Any) -> list[NamedTensor]:
@@ -89,8 +92,18 @@ def test_a_response_that_cannot_be_built_ends_its_request_only(
         return real(request, is_final, *more)
 
     monkeypatch.setattr(gpt_manager, "make_tensors", make)
-    recorder = Recorder([request(i, [100 * i], 20) for i in (1, 2)])
+    recorder = Recorder()
     with running(recorder) as manager:
+        turn = manager._steps.turn
+
+        def losing_turn() -> StepOutcome:
+            outcome = turn()
+            lost = [r for r in outcome.advanced if r.request_id == 1 and r.num_tokens == 6]
+            return dataclasses.replace(outcome, failed=lost)
+
+        if is_step_lost:
+            monkeypatch.setattr(manager._steps, "turn", losing_turn)
+        recorder.pending += [request(i, [100 * i], 20) for i in (1, 2)]
         recorder.wait_for_finals(1, 2)
         assert finals_of(recorder, 1) == ["the response could not be built"]
         assert recorder.tokens(2) == list(range(201, 221))
