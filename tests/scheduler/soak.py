@@ -141,6 +141,8 @@ class Soak:
         for request in self.world.finished:
             alone = self.alone.pop(request.request_id)
             if request.finish_reason == FinishReason.CANCELLED:
+                if request.beams is not None:
+                    continue  # the best beam so far need not be the beginning of the best one
                 alone = alone[: request.num_tokens]
             assert request.tokens == alone
         self.world.finished.clear()
