@@ -68,6 +68,14 @@ def assert_holds_a_stream(recording: Path) -> None:
     assert any("a" in json.loads(line) for line in lines), "a stream was open for a while"
 
 
+def wait_until_recorded(recording: Path) -> None:
+    """Until an iteration is in the file, which is a quarter of a second behind."""
+    deadline = time.monotonic() + 30
+    while recording.read_bytes().count(b"\n") < 3:
+        assert time.monotonic() < deadline, "nothing is recorded"
+        time.sleep(0.02)
+
+
 def wait_until_ready_again(running: ServeProcess, times: int) -> None:
     deadline = time.monotonic() + RECOVER_SECONDS
     while running.stderr.count("ready again") < times:
@@ -93,6 +101,7 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
     kills: list[Callable[[], None]] = [running.kill_model, running.kill_tritonserver]
     for number, kill in enumerate(kills, start=1):
         streams = OpenStreams(running, pool)
+        wait_until_recorded(recording)
         killed = time.monotonic()
         kill()
         streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)

@@ -148,9 +148,10 @@ def test_many_tiny_requests_leave_nothing_behind(
         return sys.getallocatedblocks()
 
     crowd(500)
-    before = crowd(500)
-    after = crowd(2000)
-    assert after - before < 500, "objects kept of 2,000 requests"
+    counts = [crowd(500), *(crowd(2000) for _ in range(2))]
+    growths = [after - before for before, after in itertools.pairwise(counts)]
+    # The whole process is counted; what others do shows once, what requests leave shows each time.
+    assert min(growths) < 500, f"objects kept of 2,000 requests: {growths}"
 
 
 @pytest.mark.case(71)
