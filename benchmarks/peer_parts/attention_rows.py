@@ -187,7 +187,7 @@ def _flashinfer(batch: Batch) -> Call:
 def _sdpa(batch: Batch) -> Call:
     """torch's, for whole prompts of one length: it knows no blocks, so they are laid out first."""
     if batch.query_lens != batch.context_lens or len(set(batch.query_lens)) > 1:
-        raise NotImplementedError("whole prompts of one length only")
+        raise ValueError("torch has no paged attention: it runs for whole prompts of one length")
     tensors, heads = batch.tensors, batch.heads
     count, length = len(batch.query_lens), batch.query_lens[0]
 

@@ -88,7 +88,8 @@ def pose_as_flash_attn_interface() -> None:
 
 
 def _padded(*_: object, **__: object) -> Tensor:
-    raise NotImplementedError("paged batching asks for ragged attention only")
+    """``flash_attn_func``, which transformers looks up; its paged batching never calls it."""
+    raise AssertionError("transformers called padded attention in paged batching")
 
 
 def ragged(
