@@ -375,7 +375,8 @@ def test_200_streams_count_without_a_gap_with_a_quarter_of_the_kv_they_need(
     assert max(each["Used KV cache blocks"] for each in stats) > 0.9 * num_blocks
     assert max(each["Active Request Count"] for each in stats) > num_streams // 2
     assert (sum(each["Paused Requests"] for each in stats) > 0) == (policy == "max_utilization")
-    assert [each["Iteration Counter"] for each in stats] == list(range(len(stats)))
+    counters = [each["Iteration Counter"] for each in stats]  # the feed may open after the first
+    assert counters == list(range(counters[0], counters[0] + len(stats)))
     assert stats_of(server)["Used KV cache blocks"] == 0
     server.stop()
     assert "identical" in run_inflight("replay", recording)

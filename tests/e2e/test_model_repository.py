@@ -19,12 +19,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.harness import assert_counts, temporary_folder
-from e2e.load_tools import (
-    end_genai_perf,
-    genai_perf_results,
-    run_perf_analyzer,
-    start_genai_perf,
-)
+from e2e.load_tools import run_genai_perf, run_perf_analyzer
 from e2e.plain import PlainServer, plain_server
 from write_compatibility_docs import absent
 
@@ -237,27 +232,11 @@ def test_genai_perf(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> 
     options = [f"--tokenizer={DEMO_MODEL}", "--streaming", "-u", server.grpc_url]
     options += ["--synthetic-input-tokens-mean=24", "--output-tokens-mean=16"]
     options += ["--output-tokens-mean-deterministic", "--concurrency=2"]
-    options += [
-        "--request-count=6",
-        "--warmup-request-count=2",
-    ]  # one for each stream, or it never ends
-    runs = {
-        backend: start_genai_perf(
-            tmp_path / backend, ["-m", model, f"--backend={backend}", *options]
-        )
-        for backend, model in GENAI_PERF.items()
-    }
-    try:
-        outputs = {
-            backend: process.communicate(timeout=LOAD_TOOL_SECONDS)[0]
-            for backend, process in runs.items()
-        }
-    finally:
-        for process in runs.values():
-            end_genai_perf(process)
-    for backend, printed in outputs.items():
-        assert runs[backend].returncode == 0, printed
-        results = genai_perf_results(tmp_path / backend)
+    options += ["--request-count=6"]
+    options += ["--warmup-request-count=2"]  # one for each stream, or it never ends
+    for backend, model in GENAI_PERF.items():
+        arguments = ["-m", model, f"--backend={backend}", *options]
+        results = run_genai_perf(tmp_path / backend, arguments, LOAD_TOOL_SECONDS)
         assert results["request_count"]["avg"] == 6
         # The text that came, by the tokenizer: exactly as much as min_length and max_tokens say.
         assert results["output_sequence_length"]["min"] == 16
