@@ -11,12 +11,14 @@ interpreter lock and a core from the engine, and what piles up meanwhile is sent
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -49,7 +51,33 @@ class _Answer:
     text: str
 
 
+class _Opening(Enum):
+    """A feed was opened; its first entry waits."""
+
+    FEED = 0
+
+
+@dataclass(slots=True)
+class _Feed:
+    """A subscriber: its first entry until that is sent, which iteration that is (-1: a later one
+    was sent too), and the bytes it was sent."""
+
+    first: str | None
+    after: int
+    num_bytes: int = 0
+
+    def take(self, texts: list[str]) -> list[str]:
+        """What of ``texts`` is new here, behind the first entry."""
+        if self.after >= 0:
+            texts = [text for text in texts if _iteration_of(text) > self.after]
+            self.after = -1 if texts else self.after
+        if self.first is not None:
+            texts, self.first = [self.first, *texts], None
+        return texts
+
+
 _Item = tuple[int, Sequence[NamedTensor], bool, str]
+_Message = _Item | _Stats | _Answer | _Opening
 
 
 class ResponseDispatcher:
@@ -58,9 +86,9 @@ class ResponseDispatcher:
     def __init__(self, stop_request: Callable[[int], None]) -> None:
         """``stop_request``: called with the id of a request whose answers can no longer be sent."""
         self._stop_request = stop_request
-        self._queue: queue.SimpleQueue[_Item | _Stats | _Answer | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._streams: dict[int, TokenStream | BeamStream] = {}
-        self._subscribers: dict[ResponseStream, int] = {}  # and the bytes each was sent
+        self._subscribers: dict[ResponseStream, _Feed] = {}
         self._subscribers_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
         self._thread.start()
@@ -93,10 +121,14 @@ class ResponseDispatcher:
         """Send ``text`` as tensor ``name``, the only response of ``stream``; from any thread."""
         self._queue.put(_Answer(stream, name, text))
 
-    def subscribe(self, stream: ResponseStream) -> None:
-        """Send every statistics JSON to ``stream``, until `unsubscribe` or very many bytes."""
+    def subscribe(self, stream: ResponseStream, last_stats: Callable[[], str]) -> None:
+        """Send ``stream`` the last statistics JSON, then that of every further iteration without
+        a gap, until `unsubscribe` or very many bytes."""
         with self._subscribers_lock:
-            self._subscribers[stream] = 0
+            feed = self._subscribers[stream] = _Feed(None, -1)  # from now on all are queued
+            feed.first = last_stats()
+            feed.after = _iteration_of(feed.first)
+        self._queue.put(_Opening.FEED)
 
     def unsubscribe(self, stream: ResponseStream) -> None:
         """End the feed of ``stream`` with a final response."""
@@ -120,7 +152,7 @@ class ResponseDispatcher:
             if num_requests > _FEW_REQUESTS and is_open:
                 time.sleep(min(time.perf_counter() - started, _MAX_REST_SECONDS))
 
-    def _take_all(self) -> list[_Item | _Stats | _Answer | None]:
+    def _take_all(self) -> list[_Message | None]:
         """Everything in the queue, waiting for the first."""
         items = [self._queue.get()]
         while True:
@@ -129,11 +161,11 @@ class ResponseDispatcher:
             except queue.Empty:
                 return items
 
-    def _send_round(self, items: Sequence[_Item | _Stats | _Answer | None]) -> tuple[int, bool]:
+    def _send_round(self, items: Sequence[_Message | None]) -> tuple[int, bool]:
         """Merge per request and send: (requests served, True unless the end was reached)."""
         pieces: dict[int, Piece] = {}
         stats: list[str] = []
-        is_open = True
+        is_opening, is_open = False, True
         for item in items:
             if item is None:
                 is_open = False
@@ -141,6 +173,8 @@ class ResponseDispatcher:
                 stats.append(item.text)
             elif isinstance(item, _Answer):
                 self._send_answer(item)
+            elif isinstance(item, _Opening):
+                is_opening = True
             else:
                 request_id, tensors, is_final, error = item
                 if request_id not in pieces:
@@ -149,7 +183,7 @@ class ResponseDispatcher:
                 pieces[request_id].add(tensors, is_final, error)
         for request_id, piece in pieces.items():
             self._send_piece(request_id, piece)
-        if stats:
+        if stats or is_opening:
             self._send_stats(stats)
         return len(pieces), is_open
 
@@ -182,20 +216,26 @@ class ResponseDispatcher:
             _logger.exception("sending an answer failed")
             answer.stream.abandon("the answer could not be sent")
 
-    def _send_stats(self, stats: list[str]) -> None:
-        tensor = np.array([[text.encode() for text in stats]], dtype=np.object_)
-        num_bytes = sum(map(len, stats))
+    def _send_stats(self, texts: list[str]) -> None:
         with self._subscribers_lock:
-            for stream in self._subscribers:
-                self._subscribers[stream] += num_bytes
-            subscribers = dict(self._subscribers)
-        for stream, num_bytes in subscribers.items():
-            try:
-                stream.send({"stats": tensor}, is_final=False)
-                if num_bytes > _MAX_FEED_BYTES:
-                    self.unsubscribe(stream)
-            except Exception:
-                _logger.exception("sending statistics failed; this feed ends")
-                with self._subscribers_lock:
-                    self._subscribers.pop(stream, None)
-                stream.abandon("the statistics could not be sent")
+            news = [(stream, feed, feed.take(texts)) for stream, feed in self._subscribers.items()]
+        for stream, feed, new_texts in news:
+            if new_texts:
+                self._feed(stream, feed, new_texts)
+
+    def _feed(self, stream: ResponseStream, feed: _Feed, texts: list[str]) -> None:
+        tensor = np.array([[text.encode() for text in texts]], dtype=np.object_)
+        feed.num_bytes += sum(map(len, texts))
+        try:
+            stream.send({"stats": tensor}, is_final=False)
+            if feed.num_bytes > _MAX_FEED_BYTES:
+                self.unsubscribe(stream)
+        except Exception:
+            _logger.exception("sending statistics failed; this feed ends")
+            with self._subscribers_lock:
+                self._subscribers.pop(stream, None)
+            stream.abandon("the statistics could not be sent")
+
+
+def _iteration_of(text: str) -> int:
+    return int(json.loads(text)["Iteration Counter"])

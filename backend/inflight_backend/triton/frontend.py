@@ -274,11 +274,12 @@ class Frontend:
                 f"{_MAX_FEEDS} feeds of statistics are open, which is the limit; "
                 "ask without streaming, or try again later"
             )
-        last = np.array([[self._stats_json().encode()]], dtype=np.object_)
-        stream.send({"stats": last}, is_final=not is_feed)
         if is_feed:
             self._feeds.append(stream)
-            self._dispatcher.subscribe(stream)
+            self._dispatcher.subscribe(stream, self._stats_json)
+        else:
+            last = np.array([[self._stats_json().encode()]], dtype=np.object_)
+            stream.send({"stats": last}, is_final=True)
 
     def _end_feed(self, feed: ResponseStream) -> None:
         with suppress(ValueError):  # the watchdog may have ended it just now
