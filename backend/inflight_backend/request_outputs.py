@@ -18,6 +18,7 @@ import numpy as np
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.request_values import flag, integer
+from inflight_backend.small_tensors import row, scalar
 from inflight_backend.step_outputs import ContextLogits, Logits, StepOutputs, TopLogProbs
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams, ScheduledBatch
 
@@ -129,9 +130,9 @@ class OutputGatherer:
 
     def take(self, request: LlmRequest, num_tokens: int, is_final: bool) -> list[NamedTensor]:
         """The tensors that go with the next ``num_tokens`` tokens of the answer."""
-        if not self._gathered or request.request_id not in self._gathered:
+        gathered = self._gathered.get(request.request_id)
+        if gathered is None:
             return []
-        gathered = self._gathered[request.request_id]
         tensors = _take_tensors(gathered, num_tokens)
         if is_final:
             self.discard(request.request_id)
@@ -153,15 +154,19 @@ class OutputGatherer:
         self._gathered.pop(request_id, None)
 
 
-def _keep_draw(gathered: _Gathered, outputs: StepOutputs) -> None:
+def _keep_draw(gathered: _Gathered, drawn: StepOutputs) -> None:
     """As many as tokens count: behind a wrong draft others were drawn."""
-    request_id, num_tokens = gathered.request.request_id, gathered.request.num_generated_tokens
-    num_new = num_tokens - len(gathered.log_probs)
-    gathered.log_probs += outputs.log_probs.get(request_id, [])[:num_new]
-    num_new = num_tokens - len(gathered.top_log_probs)
-    gathered.top_log_probs += outputs.top_log_probs.get(request_id, [])[:num_new]
-    num_new = num_tokens - len(gathered.logits)
-    gathered.logits += outputs.generation_logits.get(request_id, [])[:num_new]
+    request, asked = gathered.request, gathered.request.outputs
+    request_id, num_tokens = request.request_id, request.num_generated_tokens
+    if asked.log_probs:
+        num_new = num_tokens - len(gathered.log_probs)
+        gathered.log_probs += drawn.log_probs.get(request_id, ())[:num_new]
+    if asked.num_top_log_probs:
+        num_new = num_tokens - len(gathered.top_log_probs)
+        gathered.top_log_probs += drawn.top_log_probs.get(request_id, ())[:num_new]
+    if asked.generation_logits:
+        num_new = num_tokens - len(gathered.logits)
+        gathered.logits += drawn.generation_logits.get(request_id, ())[:num_new]
 
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
@@ -183,8 +188,8 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     if outputs.log_probs:
         log_probs = gathered.log_probs[start:end]
         gathered.cum_log_prob += sum(log_probs)
-        cumulative = np.array([[gathered.cum_log_prob]], dtype=np.float32)
-        tensors.append(NamedTensor("output_log_probs", np.array([[log_probs]], dtype=np.float32)))
+        cumulative = scalar(gathered.cum_log_prob, np.float32)
+        tensors.append(NamedTensor("output_log_probs", row(log_probs, np.float32)))
         tensors.append(NamedTensor("cum_log_probs", cumulative))
     if outputs.num_top_log_probs:
         tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
@@ -196,7 +201,8 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
         rows = gathered.logits[start:end]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
-    return tensors + _take_of_request(gathered, end)
+    tensors += _take_of_request(gathered, end)
+    return tensors
 
 
 def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedTensor]:
@@ -229,12 +235,12 @@ def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
         _integer("kv_cache_alloc_new_blocks", new),
         _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
         _integer("kv_cache_alloc_total_blocks", gathered.num_blocks),
-        *(NamedTensor(name, np.array([[ns]], dtype=np.int64)) for name, ns in times.items()),
-        NamedTensor("acceptance_rate", np.array([[acceptance_rate]], dtype=np.float32)),
+        *(NamedTensor(name, scalar(ns, np.int64)) for name, ns in times.items()),
+        NamedTensor("acceptance_rate", scalar(acceptance_rate, np.float32)),
         _integer("total_accepted_draft_tokens", request.num_accepted_drafts),
         _integer("total_draft_tokens", request.num_verified_drafts),
     ]
 
 
 def _integer(name: str, value: int) -> NamedTensor:
-    return NamedTensor(name, np.array([[value]], dtype=np.int32))
+    return NamedTensor(name, scalar(value, np.int32))

@@ -31,7 +31,7 @@ class Piece:
             return
         for name, tensor in tensors:
             if name == "output_ids":
-                self.ids.extend(tensor.reshape(-1).tolist())
+                self.ids += tensor.ravel().tolist()
         if len(tensors) > 2:  # sequence_length follows from the ids
             extras = {n: t for n, t in tensors if n not in ("output_ids", "sequence_length")}
-            self.extras = merge(self.extras, extras)
+            self.extras = merge(self.extras, extras) if self.extras else extras

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 Word = tuple[int, ...]
 
@@ -15,12 +16,16 @@ class StopText:
         self._held = ""
         self.is_hit = False
 
+    def fork(self) -> StopText:
+        """Another one that goes on from here."""
+        return copy(self)
+
     def push(self, piece: str, *, is_final: bool) -> str:
         """Add text; returns what can leave now. After a hit nothing does."""
         if self.is_hit:
             return ""
         text = self._held + piece
-        places = [place for word in self._words if (place := text.find(word)) >= 0]
+        places = [text.find(word) for word in self._words if word in text]
         if places:
             self.is_hit, self._held = True, ""
             return text[: min(places)]
@@ -32,10 +37,11 @@ class StopText:
         """Characters at the end of ``text`` that a word begins with, at most."""
         longest = 0
         for word in self._words:
-            for size in range(min(len(word) - 1, len(text)), longest, -1):
-                if text.endswith(word[:size]):
-                    longest = size
-                    break
+            place = text.find(word[0], max(len(text) - len(word) + 1, 0))
+            while place >= 0 and not word.startswith(text[place:]):
+                place = text.find(word[0], place + 1)
+            if place >= 0:
+                longest = max(longest, len(text) - place)
         return longest
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.response_tensors import finish_reason_tensor, length_tensor
+from inflight_backend.small_tensors import row, scalar
 from inflight_backend.text import IncrementalDetokenizer
 from inflight_backend.triton.extras import after_the_end, merge, without_last
 from inflight_backend.triton.stop_text import StopText, StopTokens
@@ -57,15 +58,19 @@ class TextWriter:
     def _write_until_stop(
         self, stop: StopText, ids: Sequence[int], is_final: bool
     ) -> tuple[str, int]:
-        """Token by token, so that it is known which one completed the stop word."""
-        pieces: list[str] = []
-        for number, token in enumerate(ids, start=1):
-            if stop.is_hit:
-                return "".join(pieces), number - 1
-            pieces.append(stop.push(self.detokenizer.push((token,)), is_final=False))
+        """The text before a stop word, and how many of ``ids`` it took to complete that."""
+        before = (self.detokenizer.fork(), stop.fork()) if len(ids) > 1 else None
+        text = stop.push(self.detokenizer.push(ids), is_final=False)
+        if stop.is_hit and before is not None:  # once more, token by token: which one was it?
+            num_used = 0
+            detokenizer, again = before
+            while not again.is_hit and num_used < len(ids):
+                again.push(detokenizer.push(ids[num_used : num_used + 1]), is_final=False)
+                num_used += 1
+            return text, num_used
         if is_final and not stop.is_hit:
-            pieces.append(stop.push(self.detokenizer.finish(), is_final=True))
-        return "".join(pieces), len(ids)
+            text += stop.push(self.detokenizer.finish(), is_final=True)
+        return text, len(ids)
 
 
 @dataclass(slots=True)
@@ -96,7 +101,7 @@ class TokenStream:
         """
         for name, index in (("batch_index", row), ("sequence_index", sequence)):
             if index is not None:
-                tensor = np.array([[index]], dtype=np.int32)
+                tensor = scalar(index, np.int32)
                 self.constants = {**self.constants, name: tensor}
                 if is_asked:
                     self.outputs |= {name}
@@ -136,11 +141,11 @@ class TokenStream:
         tensors: dict[str, Array] = {}
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
         if "output_ids" in self.outputs:
-            tensors["output_ids"] = np.array([[ids]], dtype=np.int32)
+            tensors["output_ids"] = row(ids, np.int32)
         if "sequence_length" in self.outputs:
             tensors["sequence_length"] = length_tensor(len(ids))
         if "text_output" in self.outputs:
-            tensors["text_output"] = np.array([[text.encode()]], dtype=np.object_)
+            tensors["text_output"] = scalar(text.encode(), np.object_)
         if "finish_reason" in outputs:
             tensors["finish_reason"] = self._finish_reason(extras, is_final)
         for name, tensor in extras.items():

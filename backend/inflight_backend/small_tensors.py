@@ -1,0 +1,29 @@
+"""The few numbers of a response as tensors.
+
+They are made for every token of every stream, nearly always one number, and an empty array that is
+filled takes half the time of `numpy.array`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def scalar(value: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """[[value]]."""
+    tensor = np.empty((1, 1), dtype)
+    tensor[0, 0] = value
+    return tensor
+
+
+def row(values: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """[[values]]: of one beam, one for each token."""
+    if len(values) != 1:
+        return np.array(values, dtype)[None, None]
+    tensor = np.empty((1, 1, 1), dtype)
+    tensor[0, 0, 0] = values[0]
+    return tensor
