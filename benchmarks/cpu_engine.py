@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from random_llama import num_parameters, random_llama
 from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +46,7 @@ def main() -> None:
     options = _parse()
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        num_parameters = _write_checkpoint(Path(folder))
+        size = _write_checkpoint(Path(folder))
         engines = _load_engines(Path(folder), options)
         rounds = list(_measure(engines, options))
     medians = {
@@ -65,7 +66,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "model": {"architecture": "LlamaForCausalLM", "parameters": num_parameters},
+        "model": {"architecture": "LlamaForCausalLM", "parameters": size},
         "input_tokens": options.input,
         "output_tokens": options.output,
         "median_tokens_per_second": medians,
@@ -86,26 +87,17 @@ def _parse() -> argparse.Namespace:
 
 def _write_checkpoint(folder: Path) -> int:
     """A random Llama; returns its number of parameters."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=_VOCAB_SIZE,
+    model = random_llama(
+        _VOCAB_SIZE,
         hidden_size=768,
         intermediate_size=2048,
         num_hidden_layers=12,
         num_attention_heads=12,
         num_key_value_heads=4,
-        max_position_embeddings=2048,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters(model)
 
 
 def _load_engines(folder: Path, options: argparse.Namespace) -> dict[str, Generate]:

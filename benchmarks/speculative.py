@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from random_llama import num_parameters, random_llama
 from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
@@ -69,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        num_parameters = _write_checkpoints(Path(folder))
+        size = _write_checkpoints(Path(folder))
         for text in _TEXTS:
             engine = _load(Path(folder) / ("cycle" if text == "repeats" else "plain"), options)
             rows += [_measure(engine, text, count, options) for count in options.requests]
@@ -78,7 +79,7 @@ def main() -> None:
         **describe_run("inflight", "torch", "transformers", "numpy"),
         "threads": 1,
         "load_average": os.getloadavg(),
-        "model": {"architecture": "LlamaForCausalLM", "parameters": num_parameters},
+        "model": {"architecture": "LlamaForCausalLM", "parameters": size},
         "max_draft_len": _CONFIG.max_draft_len,
         "max_matching_ngram_size": _CONFIG.max_matching_ngram_size,
         "input_tokens": _NUM_PROMPT,
@@ -99,23 +100,14 @@ def _parse() -> argparse.Namespace:
 
 def _write_checkpoints(folder: Path) -> int:
     """A random Llama, and one whose texts are cycles; returns the number of parameters."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=_VOCAB_SIZE,
+    model = random_llama(
+        _VOCAB_SIZE,
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=8,
         num_attention_heads=8,
         num_key_value_heads=4,
-        max_position_embeddings=2048,
-        bos_token_id=None,
-        eos_token_id=None,
     )
-    model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(folder / "plain")
     with torch.no_grad():
         for layer in model.model.layers:
@@ -127,7 +119,7 @@ def _write_checkpoints(folder: Path) -> int:
         rows = model.model.embed_tokens.weight[tokens]
         model.lm_head.weight[following.clamp(max=_VOCAB_SIZE - 1)] = rows
     model.save_pretrained(folder / "cycle")
-    return sum(parameter.numel() for parameter in model.parameters())
+    return num_parameters(model)
 
 
 def _load(folder: Path, options: argparse.Namespace) -> Engine:

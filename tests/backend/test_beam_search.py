@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def run(
     policy: CapacitySchedulerPolicy = GUARANTEED,
     num_tokens: int = 1024,
     stop_at: int | None = None,
+    recorder: Recorder | None = None,
     **params: Any,
 ) -> Recorder:
     """``stop_at``: stop request 0 with its so-many-th response."""
@@ -150,7 +152,8 @@ def run(
         max_seq_len=40,
         max_tokens_in_paged_kv_cache=num_tokens,
     )
-    recorder = Recorder(requests)
+    recorder = recorder or Recorder(requests)
+    ids = [each.request_id for each in recorder.pending]
     if stop_at is not None:
         recorder.on_response = lambda _, __: (
             recorder.stops.add(0) if len(recorder.responses[0]) == stop_at else None
@@ -159,7 +162,7 @@ def run(
     options = TrtGptModelOptionalParams(max_batch_size=4, **params)
     engine = Engine.load(folder, config)
     with running(recorder, engine, policy, params=options, max_beam_width=4) as manager:
-        recorder.wait_for_finals(*(each.request_id for each in requests))
+        recorder.wait_for_finals(*ids)
         manager._batcher.block_manager.check_integrity()
     if "record_file" in params:
         num_pauses = assert_replays(Path(params["record_file"]))
@@ -281,6 +284,23 @@ def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:
     assert last["finish_reason"].tolist() == [[b"cancelled"]]
     assert [len(beam) for beam in beams_of(last)] == [4, 4, 4]
     assert beams_of(last) == beams_of(before)
+
+
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+def test_a_search_past_its_deadline_returns_its_beams(
+    folder: Path, overlap: OverlapScheduler
+) -> None:
+    seconds = 2.0
+    made = make_request(0, CASES[5], None, streaming=True, allotted_time_ms=int(seconds * 1000))
+    recorder = Recorder([made])
+    recorder.on_response = lambda _, __: (
+        time.sleep(seconds) if len(recorder.responses[0]) == 4 else None
+    )
+    run(folder, [], overlap_scheduler=overlap, recorder=recorder)
+    last = recorder.named_tensors[0][-1]
+    assert last["finish_reason"].tolist() == [[b"timed_out"]]
+    assert {len(beam) for beam in beams_of(last)} in ({4}, {5})
+    assert beams_of(last) == beams_of(recorder.named_tensors[0][-2])
 
 
 @pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])

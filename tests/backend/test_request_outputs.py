@@ -4,7 +4,6 @@ transformers, whatever the scheduler does."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.request_outputs import MAX_LOGITS_BYTES, check_outputs
 from inflight_backend.step_loop import OverlapScheduler
@@ -30,18 +28,8 @@ NUM_NEW = 9
 class TensorRecorder(Recorder):
     """Keeps every tensor of every response."""
 
-    def __init__(self, requests: Sequence[InferenceRequest]) -> None:
-        super().__init__(requests)
-        self.tensors: dict[int, list[dict[str, Any]]] = {}
-
-    def send(
-        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        self.tensors.setdefault(request_id, []).append(dict(tensors))
-        super().send(request_id, tensors, is_final, error)
-
     def joined(self, request_id: int, name: str) -> Any:
-        return np.concatenate([sent[name] for sent in self.tensors[request_id]], axis=2)
+        return np.concatenate([sent[name] for sent in self.named_tensors[request_id]], axis=2)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +109,7 @@ def test_logits_are_those_of_transformers(
         answer = recorder.tokens(i)
         assert len(answer) == NUM_NEW
         context, generation = oracle(folder, prompt, answer)
-        last = recorder.tensors[i][-1]
+        last = recorder.named_tensors[i][-1]
         if i % 2 == 0:
             np.testing.assert_allclose(last["context_logits"][0], context, atol=2e-4)
         assert ("context_logits" in last) == (i % 2 == 0)
@@ -141,7 +129,7 @@ def test_logits_are_those_of_transformers(
         log_probs = recorder.joined(i, "output_log_probs")
         np.testing.assert_allclose(log_probs[0, 0], expected, atol=2e-4)
         np.testing.assert_allclose(last["cum_log_probs"], [[expected.sum()]], atol=2e-3)
-        assert len(recorder.tensors[i]) == (NUM_NEW if is_streaming else 1)
+        assert len(recorder.named_tensors[i]) == (NUM_NEW if is_streaming else 1)
 
 
 # (how it is drawn, the filters of transformers that leave the same tokens)
@@ -208,10 +196,10 @@ def test_numbers_and_times(folder: Path) -> None:
         recorder.pending.append(request(3, PROMPT, 6, streaming=False, **wants))
         manager.wake()
         recorder.wait_for_finals(3)
-    assert list(recorder.tensors[2][-1]) == ["output_ids", "sequence_length", "finish_reason"]
-    counts = [int(sent["num_output_tokens"].item()) for sent in recorder.tensors[1]]
+    assert list(recorder.named_tensors[2][-1]) == ["output_ids", "sequence_length", "finish_reason"]
+    counts = [int(sent["num_output_tokens"].item()) for sent in recorder.named_tensors[1]]
     assert counts == [1, 2, 3, 4, 5, 6]
-    first, second = recorder.tensors[1][-1], recorder.tensors[3][-1]
+    first, second = recorder.named_tensors[1][-1], recorder.named_tensors[3][-1]
     for sent in (first, second):
         assert sent["num_input_tokens"].tolist() == [[17]]
         times = [

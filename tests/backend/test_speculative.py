@@ -16,7 +16,7 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, runn
 
 from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.inference_request import InferenceRequest, NamedTensor
+from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy
@@ -48,25 +48,15 @@ DRAWS: list[dict[str, Any]] = [
 class TensorRecorder(Recorder):
     """Keeps all tensors of each response, too."""
 
-    def __init__(self, requests: Sequence[InferenceRequest]) -> None:
-        super().__init__(requests)
-        self.tensors: dict[int, list[dict[str, Any]]] = {}
-
-    def send(
-        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
-    ) -> None:
-        self.tensors.setdefault(request_id, []).append({t.name: t.tensor for t in tensors})
-        super().send(request_id, tensors, is_final, error)
-
     def joined(self, request_id: int, name: str) -> list[float]:
         """The values of ``name`` over all responses."""
-        found = [each[name].reshape(-1) for each in self.tensors[request_id] if name in each]
+        found = [each[name].reshape(-1) for each in self.named_tensors[request_id] if name in each]
         values: list[float] = np.concatenate(found).tolist()
         return values
 
     def last(self, request_id: int, name: str) -> float:
         """The one value of ``name`` in the final response."""
-        return float(self.tensors[request_id][-1][name].reshape(-1)[0])
+        return float(self.named_tensors[request_id][-1][name].reshape(-1)[0])
 
 
 class Answers(NamedTuple):

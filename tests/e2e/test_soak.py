@@ -1,4 +1,4 @@
-"""The soak in small: `benchmarks/soak.py` with twelve seconds of load and the same checks."""
+"""The soak in small: `benchmarks/soak.py` with two minutes of load and the same checks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.case(85, 90, 117)
-def test_a_short_soak_leaves_zeros_where_zeros_belong(tmp_path: Path) -> None:
+def test_two_minutes_of_soak_leave_zeros_where_zeros_belong(tmp_path: Path) -> None:
     report = tmp_path / "soak.json"
-    command = [sys.executable, "benchmarks/soak.py", "--minutes", "0.2"]
-    command += ["--policies", "max_utilization", "-o", str(report)]
+    command = [sys.executable, "benchmarks/soak.py", "--minutes", "2", "-o", str(report)]
     result = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=480
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    (part,) = json.loads(report.read_text())["policies"]
-    load = part["load"]
-    assert set(load["finals_per_request_read_to_its_end"]) == {"1"}
-    for outcome in ("completed", "cancelled", "stopped", "reset", "refused by name"):
-        assert load["outcomes"][outcome] > 0
-    assert "silent" not in {**load["outcomes"], **part["kills"]["outcomes"]}
-    assert part["questions"]["not_answered"] == 0
-    assert [each["what"] for each in part["recoveries"]] == ["model process killed"]
+    parts = json.loads(report.read_text())["policies"]
+    assert [part["policy"] for part in parts] == ["guaranteed_no_evict", "max_utilization"]
+    for part in parts:
+        load = part["load"]
+        assert set(load["finals_per_request_read_to_its_end"]) == {"1"}
+        for outcome in ("completed", "cancelled", "stopped", "reset", "refused by name"):
+            assert load["outcomes"][outcome] > 0
+        assert "silent" not in {**load["outcomes"], **part["kills"]["outcomes"]}
+        assert part["questions"]["not_answered"] == 0
+        assert {each["what"] for each in part["recoveries"]} >= {"model process killed"}
