@@ -140,6 +140,7 @@ def run(
     num_tokens: int = 1024,
     stop_at: int | None = None,
     recorder: Recorder | None = None,
+    attention_backend: str = "torch",
     **params: Any,
 ) -> Recorder:
     """``stop_at``: stop request 0 with its so-many-th response."""
@@ -151,6 +152,7 @@ def run(
         max_num_tokens=40,
         max_seq_len=40,
         max_tokens_in_paged_kv_cache=num_tokens,
+        attention_backend=attention_backend,
     )
     recorder = recorder or Recorder(requests)
     ids = [each.request_id for each in recorder.pending]
@@ -210,6 +212,19 @@ def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
         found, stats = answers(folder, end_ids, MAX_UTILIZATION, 84, **chunked, **more)
         assert found == expected
         assert max(s["Paused Requests"] for s in stats) > 0
+
+
+def test_the_beams_are_the_same_with_the_kernels_and_the_loop_of_a_gpu(tmp_path: Path) -> None:
+    """The kernels run in Triton's interpreter where there is no GPU."""
+    shape: dict[str, Any] = {"head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 1}
+    folder = write_checkpoint(tmp_path / "model", **shape)
+    cases = (Case(3, 7, 9, has_end=False), Case(2, 6, 5, 1.0, 0, has_end=False))
+    requests = [make_request(i, case, None) for i, case in enumerate(cases)]
+    gpu: dict[str, Any] = {"overlap_scheduler": OverlapScheduler.ON, "attention_backend": "triton"}
+    recorder = run(folder, requests, **gpu)
+    for request_id, case in enumerate(cases):
+        found = beams_of(recorder.named_tensors[request_id][-1])
+        assert found == search(folder, case, None)[0]
 
 
 def test_log_probs_are_those_the_beams_were_chosen_by(folder: Path) -> None:

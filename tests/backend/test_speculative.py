@@ -175,6 +175,35 @@ def test_looked_up_drafts_change_no_answer(
         assert rate == pytest.approx(accepted / max(verified, 1))
 
 
+def test_drafts_change_no_answer_with_the_kernels_of_a_gpu(tmp_path: Path) -> None:
+    """They run in Triton's interpreter where there is no GPU."""
+    shape: dict[str, Any] = {"head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 1}
+    folder = write_checkpoint(tmp_path / "model", **shape)
+    found: list[Answers] = []
+    for backend in ("torch", "triton"):
+        engine: Any = Engine.load(
+            folder,
+            EngineConfig(
+                device="cpu",
+                max_batch_size=2,
+                tokens_per_block=4,
+                max_tokens_in_paged_kv_cache=64,
+                attention_backend=backend,
+            ),
+        )
+        values = {"exclude_input_in_output": True, "return_log_probs": True}
+        values["return_perf_metrics"] = True
+        requests = [request(i, prompts()[2], 5, **values) for i in range(2)]
+        for number, right in found[0].tokens.items() if found else ():  # 1 or 2 of 3 are right
+            drafts = [*right[: number + 1], (right[number + 1] + 1) % VOCAB_SIZE, 0][:3]
+            requests[number].set_tensor("draft_input_ids", np.array([drafts], dtype=np.int32))
+        config = SpeculativeDecodingConfig(max_draft_len=3)
+        found.append(run(engine, requests, config, max_batch_size=2))
+    check_same(found[1], found[0])
+    accepted = [found[1].recorder.last(i, "total_accepted_draft_tokens") for i in range(2)]
+    assert accepted == [1, 2]
+
+
 def test_the_look_up_of_transformers_gives_the_same(folder: Path, engine: Any) -> None:
     """Its own prompt look-up, an implementation of the same method."""
     model = load_oracle(folder)
