@@ -225,7 +225,7 @@ def test_an_engine_that_verifies_nothing_is_asked_for_no_drafts() -> None:
     recorder = Recorder([request(1, [5], 4, draft_input_ids=[6])])
     with running(recorder, engine):
         recorder.wait_for_finals(1)
-    assert "more than max_draft_len = 0" in recorder.responses[1][0][2]
+    assert "but max_draft_len is 0 on this server" in recorder.responses[1][0][2]
 
 
 def test_several_tokens_of_a_step_are_one_response() -> None:

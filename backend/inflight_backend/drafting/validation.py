@@ -33,6 +33,11 @@ def read_drafts(
     if ids.ndim > 2:
         raise InvalidRequest(f"'{FIELD}' has shape {list(ids.shape)}, expected [1, k]")
     drafts: list[int] = ids.reshape(-1).tolist()
+    if drafts and max_draft_len == 0:
+        raise InvalidRequest(
+            f"'{FIELD}' holds {len(drafts)} tokens, but max_draft_len is 0 on this server, as "
+            "always with deterministic_mode: nothing would verify them"
+        )
     if len(drafts) > max_draft_len:
         raise InvalidRequest(
             f"'{FIELD}' holds {len(drafts)} tokens, more than max_draft_len = {max_draft_len}; "

@@ -69,7 +69,8 @@ class Observer:
         self._pending: PendingOutputs | None = None
 
     def set_up(self, setups: Sequence[SlotSetup]) -> None:
-        """Take over the setups of a plan."""
+        """Take over the setups of a plan, and forget what a step that failed has left."""
+        self._pending = None
         for setup in setups:
             slot, outputs = setup.slot, setup.outputs
             self._request_ids[slot] = setup.request_id
