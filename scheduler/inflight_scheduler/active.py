@@ -23,7 +23,8 @@ then has given the request its number: one order from the first queue to the las
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from operator import attrgetter
@@ -75,6 +76,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         "_order",
         "_phase_of",
         "_phases",
+        "_slots",
         "block_manager",
         "num_blocks_at_completion",
         "num_with_beams_or_adapter",
@@ -96,6 +98,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._by_id: dict[int, LlmRequest] = {}
         self._order = _Line()
         self._phases = tuple(_Line() for _ in Phase)
+        self._slots: list[int | None] = []  # of those that generate
         self._phase_of: dict[int, Phase] = {}
         self._clock = 0  # plans made so far
         self._borders: dict[int, dict[int, LlmRequest]] = {}  # clock -> who may open a block then
@@ -178,6 +181,11 @@ class ActiveRequests(Sequence[LlmRequest]):
         return self._phases[Phase.GENERATION].view()
 
     @property
+    def generation_slots(self) -> tuple[int | None, ...]:
+        """The slots of `generation`, in that order; a slot does not change while one generates."""
+        return tuple(self._slots)
+
+    @property
     def completing(self) -> Sequence[LlmRequest]:
         """Whose last token is being computed, in order."""
         return self._phases[Phase.COMPLETING].requests
@@ -232,22 +240,27 @@ class ActiveRequests(Sequence[LlmRequest]):
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
         assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
         assert self.num_with_drafts == sum(request.num_draft_tokens > 0 for request in requests)
+        slots = [(r.seq_slot, slot) for r, slot in zip(self.generation, self._slots, strict=True)]
+        assert all(now in (None, before) for now, before in slots), "a slot has changed"
         due = {request.request_id for request in self.due_requests()}
         at_border = [r.request_id for r in self.generation if manager.num_places_left(r) == 0]
         assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
 
     def _enter(self, request: LlmRequest, phase: Phase) -> None:
         self._phase_of[request.request_id] = phase
-        self._phases[phase].insert(request)
+        index = self._phases[phase].insert(request)
         if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion += num_blocks
         if phase is Phase.GENERATION:
+            self._slots.insert(index, request.seq_slot)
             self._set_border(request, 0)
 
     def _leave(self, request: LlmRequest) -> None:
         phase = self._phase_of.pop(request.request_id)
-        self._phases[phase].remove(request)
+        index = self._phases[phase].remove(request)
+        if phase is Phase.GENERATION:
+            del self._slots[index]
         if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion -= num_blocks
@@ -262,21 +275,32 @@ class ActiveRequests(Sequence[LlmRequest]):
 class _Line:
     """Requests by rank. `view` is a copy that is made only when something has changed."""
 
-    __slots__ = ("_view", "requests")
+    __slots__ = ("_ranks", "_view", "requests")
 
     def __init__(self) -> None:
         self.requests: list[LlmRequest] = []
+        # The first half of each rank, side by side: a search looks at no request far from its end.
+        self._ranks = array("d")
         self._view: list[LlmRequest] | None = None
 
-    def insert(self, request: LlmRequest) -> None:
-        insort(self.requests, request, key=_rank)
+    def insert(self, request: LlmRequest) -> int:
+        """Put it in its place, and return that."""
+        index = bisect_right(self._ranks, request.rank[0])
+        while index > 0 and self.requests[index - 1].rank > request.rank:
+            index -= 1
+        self.requests.insert(index, request)
+        self._ranks.insert(index, request.rank[0])
         self._view = None
+        return index
 
-    def remove(self, request: LlmRequest) -> None:
-        index = bisect_left(self.requests, request.rank, key=_rank)
-        assert self.requests[index] is request, f"request {request.request_id} is not in its place"
-        del self.requests[index]
+    def remove(self, request: LlmRequest) -> int:
+        """Take it out, and return where it was."""
+        index = bisect_left(self._ranks, request.rank[0])
+        while self.requests[index] is not request:
+            index += 1
+        del self.requests[index], self._ranks[index]
         self._view = None
+        return index
 
     def view(self) -> list[LlmRequest]:
         if self._view is None:

@@ -53,9 +53,10 @@ def move_beams(
 ) -> list[BeamMove]:
     """Where each row goes on, before it gets another block; its own last block gets a copy."""
     moves: list[BeamMove] = []
+    if not requests or requests[0].beams is None:
+        return moves  # all have as many beams as the first
     for request in requests:
-        if request.beams is None:
-            continue
+        assert request.beams is not None
         step, slot = request.beams.step, request.seq_slot
         assert step is not None
         assert slot is not None

@@ -47,7 +47,7 @@ from inflight_scheduler.beam_planning import (
     set_up_rows,
 )
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, slots_of
+from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, rows_of, slots_of
 from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
 from inflight_scheduler.slot_pool import SlotPool
 from inflight_scheduler.verification import OpenSlots, add_verified_tokens, fitting_drafts
@@ -248,7 +248,9 @@ class BatchPlanner:
         runs = zip([*context_requests, *generation_requests], batch.runs, strict=False)
         drawing = [request for request, run in runs for _ in range(run.num_drawn)]
         plain = generation_requests[len(batch.draft_runs) :]
-        return [*drawing, *(request for request in plain for _ in range(request.num_rows))]
+        if batch.num_beams == 1:
+            return [*drawing, *plain]
+        return [*drawing, *(request for request in plain for _ in range(batch.num_beams))]
 
     def must_settle_first(self, batch: ScheduledBatch) -> bool:
         """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
@@ -259,7 +261,11 @@ class BatchPlanner:
 
     def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
         """A step that runs already, of which ``requests`` expect the tokens, in this order."""
-        batch = ScheduledBatch(iteration=self._iteration, generation_slots=slots_of(requests))
+        batch = ScheduledBatch(
+            iteration=self._iteration,
+            generation_slots=slots_of(requests),
+            num_beams=requests[0].num_rows if requests else 1,
+        )
         self._planned[batch.iteration] = ([], list(requests))
         self._advanced.add(batch.iteration)
         return batch
@@ -398,7 +404,8 @@ class BatchPlanner:
         if active is not None and self._is_everybody(requests) and active.num_with_drafts == 0:
             due: Sequence[LlmRequest] = active.due_requests()
             if requests is not self._generation:
-                self._generation, self._generation_slots = requests, slots_of(requests)
+                self._generation = requests
+                self._generation_slots = rows_of(requests, active.generation_slots)
             slots = self._generation_slots
         else:
             num_places_left = manager.num_places_left
