@@ -150,6 +150,7 @@ def scheduler(result: Result) -> str:
                 "" if target is None else f"{target / 1000:.1f}",
             )
         )
+    num_turns = len(result["rows"][0]["total_us_p50_of_repeats"])
     head = (
         "policy",
         "requests that run",
@@ -161,12 +162,13 @@ def scheduler(result: Result) -> str:
     )
     return (
         "## What the scheduler costs\n\n"
-        "Milliseconds of processor time per iteration (median): decide, plan, apply the tokens.\n"
-        f"One request in {result['new_tokens']} ends in each iteration and another one comes. "
-        "*All anew*: the same\ndecision, with everything summed up from all requests in each "
-        "iteration, as in TensorRT-LLM's\npublished Python scheduler. Thousands of requests do not "
-        "fit a core's cache, so the last rows say as much\nabout the memory of the machine at that "
-        "moment as about the code: on this one they vary by a factor of two.\n\n"
+        "Milliseconds of processor time per iteration: decide, plan, apply the tokens (median; of "
+        f"{num_turns} turns\nthe best, since neighbours can only add). One request in "
+        f"{result['new_tokens']} ends in each iteration and another\none comes. *All anew*: the "
+        "same decision, with everything summed up from all requests in each\niteration, as in "
+        "TensorRT-LLM's published Python scheduler. Thousands of requests do not fit a\ncore's "
+        "cache, so the last rows say as much about the memory of the machine as about the code:\n"
+        "on this one, which others use too, they vary by a factor of two from turn to turn.\n\n"
     ) + table(head, rows, is_numeric=True)
 
 
