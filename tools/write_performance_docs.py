@@ -98,8 +98,8 @@ def responses(result: Result) -> str:
         "## What a response costs the host\n\n"
         f"Processor time per token streamed, {result['streams']} streams at once, from the drawn "
         "token to the tensors that\nTriton is given; the goal is "
-        f"{result['limit_us_per_token']:.0f} us. The machine was busy with other work (load "
-        f"{result['load_average']:.0f}), which makes\nevery figure larger.\n\n"
+        f"{result['limit_us_per_token']:.0f} us. The machine is shared (its load then: "
+        f"{result['load_average']:.1f}).\n\n"
     ) + table(head, rows)
 
 
