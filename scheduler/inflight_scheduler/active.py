@@ -297,6 +297,8 @@ class _Line:
         """Take it out, and return where it was."""
         index = bisect_left(self._ranks, request.rank[0])
         while self.requests[index] is not request:
+            is_near = self._ranks[index] == request.rank[0]
+            assert is_near, f"request {request.request_id} is not in its place"
             index += 1
         del self.requests[index], self._ranks[index]
         self._view = None
