@@ -36,11 +36,13 @@ from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
     LlmRequest,
+    LlmRequestState,
     make_scheduler,
 )
 
 TOKENS_PER_BLOCK = 32
 PROMPT_LEN, SHARED_LEN, MAX_NEW = 128, 64, 256
+COMPLETE = LlmRequestState.GENERATION_COMPLETE
 TARGET_US = {1024: 1000.0, 4096: 4000.0}
 
 
@@ -81,7 +83,7 @@ class Load:
         batch = self.planner.plan(context, generation, paused)
         planned = time.thread_time()
         advanced = self.planner.update(batch, [7] * (len(context) + len(generation)))
-        finished = [request for request in advanced if request.is_finished]
+        finished = [request for request in advanced if request.state is COMPLETE]
         for request in finished:
             self.planner.release(request)
             if self.tracked is None:

@@ -7,9 +7,10 @@ the work of deciding should grow with what changed. `ActiveRequests` hears of ev
 - each phase as a list of its own, in order,
 - the blocks that all started requests take until their last token,
 - a calendar of block borders: which requests open a block in the coming step. One in
-  ``tokens_per_block`` does, and nobody else needs to be looked at.
+  ``tokens_per_block`` does, and nobody else needs to be looked at,
+- a calendar of last tokens: which requests reach their ``max_new_tokens`` in the coming step.
 
-The calendar may be early, never late: a running request gains at most one token per plan, so an
+A calendar may be early, never late: a running request gains at most one token per plan, so an
 entry is a lower bound, looked at again when its time has come. Whoever gets or loses draft tokens,
 which can bring it several at once, is looked at in the next step.
 
@@ -23,15 +24,15 @@ then has given the request its number: one order from the first queue to the las
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from operator import attrgetter
 from typing import overload
 
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.request_lines import GenerationLine, RequestLine
+from inflight_scheduler.step_calendar import StepCalendar
 
 DEFAULT_PRIORITY_SPAN = 1000
 """How many later arrivals of priority 1 may pass a request of priority 0."""
@@ -68,15 +69,14 @@ class ActiveRequests(Sequence[LlmRequest]):
     """
 
     __slots__ = (
-        "_border_at",
         "_borders",
         "_by_id",
-        "_clock",
+        "_ends",
+        "_generation",
         "_num_arrivals",
         "_order",
         "_phase_of",
         "_phases",
-        "_slots",
         "block_manager",
         "num_blocks_at_completion",
         "num_with_beams_or_adapter",
@@ -96,13 +96,14 @@ class ActiveRequests(Sequence[LlmRequest]):
         self.num_with_drafts = 0
         self._num_arrivals = 0
         self._by_id: dict[int, LlmRequest] = {}
-        self._order = _Line()
-        self._phases = tuple(_Line() for _ in Phase)
-        self._slots: list[int | None] = []  # of those that generate
+        self._order = RequestLine()
+        self._generation = GenerationLine()
+        self._phases = tuple(
+            self._generation if phase is Phase.GENERATION else RequestLine() for phase in Phase
+        )
         self._phase_of: dict[int, Phase] = {}
-        self._clock = 0  # plans made so far
-        self._borders: dict[int, dict[int, LlmRequest]] = {}  # clock -> who may open a block then
-        self._border_at: dict[int, int] = {}  # id -> the one entry of the calendar that counts
+        self._borders = StepCalendar()  # who may open a block
+        self._ends = StepCalendar()  # who may have had its last token
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -162,8 +163,8 @@ class ActiveRequests(Sequence[LlmRequest]):
     def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
         """What a request calls when it has other draft tokens."""
         self.num_with_drafts += (request.num_draft_tokens > 0) - (num_before > 0)
-        if request.request_id in self._border_at:
-            self._set_border(request, 0)
+        if self._phase_of[request.request_id] is Phase.GENERATION:
+            self._look_at(request)
 
     @property
     def fresh(self) -> Sequence[LlmRequest]:
@@ -178,12 +179,12 @@ class ActiveRequests(Sequence[LlmRequest]):
     @property
     def generation(self) -> list[LlmRequest]:
         """Who generates, in order; the same list object until that changes, and never altered."""
-        return self._phases[Phase.GENERATION].view()
+        return self._generation.view()
 
     @property
     def generation_slots(self) -> tuple[int | None, ...]:
         """The slots of `generation`, in that order; a slot does not change while one generates."""
-        return tuple(self._slots)
+        return tuple(self._generation.slots)
 
     @property
     def completing(self) -> Sequence[LlmRequest]:
@@ -197,32 +198,41 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
-        due: dict[int, LlmRequest] = {}
-        for request_id, request in self._borders.pop(self._clock, {}).items():
-            if self._border_at.get(request_id) != self._clock:
-                continue  # it has left generation meanwhile
+        due = []
+        for request in self._borders.take():
             num_places_left = self.block_manager.num_places_left(request)
+            self._borders.enter(request, num_places_left)
             if num_places_left == 0:
-                due[request_id] = request
-            else:
-                self._set_border(request, num_places_left)
-        if due:
-            self._borders[self._clock] = due
-        return list(due.values())
+                due.append(request)
+        return due
 
     def tick(self, have_all_run: bool) -> None:
         """A plan was made; the next one is another step.
 
         ``have_all_run``: it gives everybody who generates one token.
         """
-        due = self._borders.pop(self._clock, {})
-        last = self._clock
-        self._clock += 1
         # Whoever got a block and fills its first place has no need of the next one for a while.
-        num_steps = self.block_manager.tokens_per_block - 1 if have_all_run else 0
-        for request_id, request in due.items():
-            if self._border_at.get(request_id) == last:
-                self._set_border(request, num_steps)
+        num_steps = self.block_manager.tokens_per_block if have_all_run else 1
+        for request in self._borders.take():
+            self._borders.enter(request, num_steps)
+        for request in self._ends.take():  # early: it has not got a token in each step
+            self._ends.enter(request, request.num_remaining_tokens)
+        self._borders.clock += 1
+        self._ends.clock += 1
+
+    def add_tokens(self, tokens: Sequence[int]) -> None:
+        """`LlmRequest.add_new_token` for each of `generation`, in that order.
+
+        What a step brings to everybody: O(1) for each, without a look at the request.
+        """
+        self._generation.append(tokens)
+        for request in self._generation.with_end_id(tokens):
+            request.finish(FinishReason.END_ID)
+        for request in self._ends.take():
+            if request.num_remaining_tokens == 0:
+                request.finish(FinishReason.LENGTH)
+            else:
+                self._ends.enter(request, request.num_remaining_tokens)
 
     def check_integrity(self) -> None:
         """Compare everything with what the requests say; O(requests).
@@ -240,74 +250,38 @@ class ActiveRequests(Sequence[LlmRequest]):
         assert num_blocks == self.num_blocks_at_completion, "the reservation has drifted"
         assert self.num_with_beams_or_adapter == sum(map(_has_beams_or_adapter, requests))
         assert self.num_with_drafts == sum(request.num_draft_tokens > 0 for request in requests)
-        slots = [(r.seq_slot, slot) for r, slot in zip(self.generation, self._slots, strict=True)]
-        assert all(now in (None, before) for now, before in slots), "a slot has changed"
+        self._generation.check_integrity()
+        for request in self.generation:
+            num_steps = self._ends.num_steps_to(request)
+            is_in_time = 0 <= num_steps <= request.num_remaining_tokens
+            assert is_in_time, f"{request} would end late"
         due = {request.request_id for request in self.due_requests()}
         at_border = [r.request_id for r in self.generation if manager.num_places_left(r) == 0]
         assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
 
     def _enter(self, request: LlmRequest, phase: Phase) -> None:
         self._phase_of[request.request_id] = phase
-        index = self._phases[phase].insert(request)
+        self._phases[phase].insert(request)
         if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion += num_blocks
         if phase is Phase.GENERATION:
-            self._slots.insert(index, request.seq_slot)
-            self._set_border(request, 0)
+            self._look_at(request)
+
+    def _look_at(self, request: LlmRequest) -> None:
+        """In the next plan, whatever it holds and however many tokens are left for it now."""
+        self._borders.enter(request, 0)
+        self._ends.enter(request, 0)
 
     def _leave(self, request: LlmRequest) -> None:
         phase = self._phase_of.pop(request.request_id)
-        index = self._phases[phase].remove(request)
+        self._phases[phase].remove(request)
         if phase is Phase.GENERATION:
-            del self._slots[index]
+            self._borders.forget(request)
+            self._ends.forget(request)
         if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion -= num_blocks
-        self._border_at.pop(request.request_id, None)
-
-    def _set_border(self, request: LlmRequest, num_steps: int) -> None:
-        at = self._clock + num_steps
-        self._border_at[request.request_id] = at
-        self._borders.setdefault(at, {})[request.request_id] = request
-
-
-class _Line:
-    """Requests by rank. `view` is a copy that is made only when something has changed."""
-
-    __slots__ = ("_ranks", "_view", "requests")
-
-    def __init__(self) -> None:
-        self.requests: list[LlmRequest] = []
-        # The first half of each rank, side by side: a search looks at no request far from its end.
-        self._ranks = array("d")
-        self._view: list[LlmRequest] | None = None
-
-    def insert(self, request: LlmRequest) -> int:
-        """Put it in its place, and return that."""
-        index = bisect_right(self._ranks, request.rank[0])
-        while index > 0 and self.requests[index - 1].rank > request.rank:
-            index -= 1
-        self.requests.insert(index, request)
-        self._ranks.insert(index, request.rank[0])
-        self._view = None
-        return index
-
-    def remove(self, request: LlmRequest) -> int:
-        """Take it out, and return where it was."""
-        index = bisect_left(self._ranks, request.rank[0])
-        while self.requests[index] is not request:
-            is_near = self._ranks[index] == request.rank[0]
-            assert is_near, f"request {request.request_id} is not in its place"
-            index += 1
-        del self.requests[index], self._ranks[index]
-        self._view = None
-        return index
-
-    def view(self) -> list[LlmRequest]:
-        if self._view is None:
-            self._view = list(self.requests)
-        return self._view
 
 
 def _has_beams_or_adapter(request: LlmRequest) -> bool:

@@ -48,7 +48,7 @@ from inflight_scheduler.beam_planning import (
 )
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, rows_of, slots_of
-from inflight_scheduler.request import LlmRequest, add_new_tokens, expect_tokens
+from inflight_scheduler.request import LlmRequest, expect_tokens
 from inflight_scheduler.slot_pool import SlotPool
 from inflight_scheduler.verification import OpenSlots, add_verified_tokens, fitting_drafts
 
@@ -165,8 +165,14 @@ class BatchPlanner:
         check_num_tokens(batch, tokens)
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
-        # Read before contexts join: the same list means that nobody has left since the plan.
-        is_complete = self._is_everybody(generation_requests)
+        # Before contexts join: the same list means that nobody has left since the plan.
+        is_complete = (
+            self._is_everybody(generation_requests)
+            and not batch.beam_moves
+            and not self._may_have_drafts
+        )
+        if self.active is not None and is_complete:
+            self.active.add_tokens(tokens[len(tokens) - len(generation_requests) :])
         advanced: list[LlmRequest] = []
         requests = [*context_requests, *islice(generation_requests, len(batch.draft_runs))]
         for request, run in zip(requests, batch.runs, strict=True):
@@ -181,9 +187,7 @@ class BatchPlanner:
                 _drop_drafts(request)
                 add_verified_tokens(request, run.drafts, drawn, num_added)
                 advanced.append(request)
-        has_one_row = not batch.beam_moves
-        if is_complete and has_one_row and not self._may_have_drafts:
-            add_new_tokens(generation_requests, token_iterator)
+        if is_complete:
             return [*advanced, *generation_requests]
         rows = zip(batch.generation_slots, token_iterator, strict=True)
         first_rows = islice(rows, 0, None, batch.num_beams)

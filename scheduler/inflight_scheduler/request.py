@@ -22,6 +22,7 @@ from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
 
 if TYPE_CHECKING:
     from inflight_scheduler.beam_search import Beams, Candidate
+    from inflight_scheduler.reuse import PrefixMatch
 
 
 class LlmRequestState(IntEnum):
@@ -80,8 +81,8 @@ class LlmRequest:
     ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
     `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed or was
     found cached. Requests share cached blocks only if ``cache_salt`` and adapter are the same;
-    ``block_keys`` is the memory of `ReuseIndex` for this text, and ``text_number`` what the flight
-    recorder calls it (-1: nothing).
+    ``block_keys`` and ``prefix_match`` are the memory of `ReuseIndex` for this text, and
+    ``text_number`` is what the flight recorder calls it (-1: nothing).
 
     While steps of it run (overlapped loop), the last ``num_pending_tokens`` entries of ``tokens``
     are `PENDING_TOKEN`: they count wherever tokens are counted, and nobody has seen them.
@@ -128,6 +129,7 @@ class LlmRequest:
         "orig_prompt_len",
         "outputs",
         "pad_id",
+        "prefix_match",
         "priority",
         "prompt_len",
         "queue_deadline",
@@ -181,6 +183,7 @@ class LlmRequest:
         self.priority = priority
         self.cache_salt = cache_salt
         self.block_keys: list[bytes] = []
+        self.prefix_match: tuple[tuple[int, int], PrefixMatch] | None = None
         self.text_number = -1
         self.lora_task_id = lora_task_id
         self.encoder_length = encoder_length
@@ -419,23 +422,12 @@ class LlmRequest:
             self.tracker.phase_changed(self)
 
 
-def add_new_tokens(requests: Iterable[LlmRequest], tokens: Iterable[int]) -> None:
-    """`LlmRequest.add_new_token` for all of ``requests``.
+def expect_tokens(requests: Iterable[LlmRequest]) -> None:
+    """`LlmRequest.expect_token` for all of ``requests``.
 
     Each generating request comes through here once per iteration: written out, the loop takes half
     of what it takes with method calls.
     """
-    for request, token in zip(requests, tokens, strict=True):
-        text = request.tokens
-        text.append(token)
-        if token == request.end_id:
-            request.finish(FinishReason.END_ID)
-        elif len(text) >= request.max_num_tokens:
-            request.finish(FinishReason.LENGTH)
-
-
-def expect_tokens(requests: Iterable[LlmRequest]) -> None:
-    """`LlmRequest.expect_token` for all of ``requests``, written out for the same reason."""
     for request in requests:
         text = request.tokens
         text.append(PENDING_TOKEN)

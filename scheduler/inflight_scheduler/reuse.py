@@ -56,7 +56,6 @@ class ReuseIndex:
         "_block_to_key",
         "_hash_key",
         "_key_to_block",
-        "_memo",
         "_packed_block",
         "_starts",
         "_version",
@@ -78,9 +77,6 @@ class ReuseIndex:
         self._starts: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self._beginnings: dict[tuple[bytes, int], int] = {}
         self._version = 0
-        # The last answer of `match`: a decision asks several times about one request.
-        # (An id would not do: the next request with it may have another prompt.)
-        self._memo: tuple[LlmRequest, tuple[int, int], PrefixMatch] | None = None
 
     def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
         """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
@@ -132,10 +128,11 @@ class ReuseIndex:
 
         That token is always computed, since the first new token is drawn from its result.
         """
+        # Deciding and planning ask several times about one request, and nothing changes meanwhile.
         question = (self._version, request.prompt_len)
-        if self._memo is None or self._memo[0] is not request or self._memo[1] != question:
-            self._memo = (request, question, self._match(request))
-        return self._memo[2]
+        if request.prefix_match is None or request.prefix_match[0] != question:
+            request.prefix_match = (question, self._match(request))
+        return request.prefix_match[1]
 
     def first_missing(self, request: LlmRequest) -> bytes | None:
         """Key of the first full prompt block that is not cached; None if there is none."""

@@ -380,6 +380,7 @@ class Simulation:
         self._add(request, None)
         request.orig_prompt_len = state.orig_prompt_len
         request.num_pauses = state.num_pauses
+        request.tokens = MadeUpText(state.num_tokens)
         if text_number is not None:
             request.tokens = MadeUpText(state.num_tokens, self._book, text_number)
         if state.num_computed == 0:
@@ -388,7 +389,6 @@ class Simulation:
         request.move_to_next_context_chunk()
         has_room = self.planner.num_free_slots > 0
         if text_number is None:
-            request.tokens = MadeUpText(state.num_tokens)
             num_cached = max(state.prompt_len, request.num_cached_tokens)
             num_tokens = max(num_cached, state.num_blocks * self.settings.tokens_per_block)
             blocks = self.block_manager.allocate(state.request_id, num_tokens)
