@@ -131,12 +131,11 @@ def test_a_run_deadline_without_a_start_says_what_was_in_the_way() -> None:
         time.sleep(LIMIT)
         engine.go_on.set()
         recorder.wait_for_finals(1, 2)
-        load = manager.describe_load()
     assert recorder.responses[1][-1] == ([], True, "")
     assert recorder.responses[2] == [
         ([], True, "not started before its deadline: waiting for KV blocks: needs 8, free 0")
     ]
-    assert load == (
+    assert manager.describe_load() == (
         "0 of 8 places are taken, 0 of those requests wait, and 8 of 8 KV blocks are free"
     )
 
