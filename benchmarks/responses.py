@@ -169,7 +169,7 @@ def _send(
             piece = Piece()
             for step in steps:
                 piece.add(step[number], False, "")
-            client.stream.send(piece.ids, piece.extras, is_final=False)
+            client.stream.send(piece.ids, piece.extras.joined(), is_final=False)
 
 
 def measure(num_tokens: int, num_rounds: int) -> list[dict[str, Any]]:

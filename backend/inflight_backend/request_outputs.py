@@ -18,7 +18,7 @@ import numpy as np
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.request_values import flag, integer
-from inflight_backend.small_tensors import row, scalar
+from inflight_backend.small_tensors import FLOAT32, INT32, INT64, row, scalar
 from inflight_backend.step_outputs import ContextLogits, Logits, StepOutputs, TopLogProbs
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams, ScheduledBatch
 
@@ -70,8 +70,11 @@ def check_outputs(
 
 @dataclass(slots=True)
 class _Gathered:
+    """Of one request. ``is_asked_for_more``: than rows for its tokens."""
+
     request: LlmRequest
     arrival_ns: int
+    is_asked_for_more: bool
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
@@ -93,8 +96,16 @@ class OutputGatherer:
 
     def add(self, request: LlmRequest, arrival_ns: int) -> None:
         """Gather for ``request`` from now on, if it wants to know anything."""
-        if request.outputs is not NO_OUTPUTS:
-            self._gathered[request.request_id] = _Gathered(request, arrival_ns)
+        asked = request.outputs
+        if asked is not NO_OUTPUTS:
+            is_asked_for_more = (
+                asked.context_logits
+                or asked.num_input_tokens
+                or asked.num_output_tokens
+                or asked.perf_metrics
+            )
+            gathered = _Gathered(request, arrival_ns, is_asked_for_more)
+            self._gathered[request.request_id] = gathered
 
     def planned(self, batch: ScheduledBatch) -> None:
         """A step is about to run: who is scheduled for the first time, who got blocks."""
@@ -188,9 +199,8 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     if outputs.log_probs:
         log_probs = gathered.log_probs[start:end]
         gathered.cum_log_prob += sum(log_probs)
-        cumulative = scalar(gathered.cum_log_prob, np.float32)
-        tensors.append(NamedTensor("output_log_probs", row(log_probs, np.float32)))
-        tensors.append(NamedTensor("cum_log_probs", cumulative))
+        tensors.append(NamedTensor("output_log_probs", row(log_probs, FLOAT32)))
+        tensors.append(NamedTensor("cum_log_probs", scalar(gathered.cum_log_prob, FLOAT32)))
     if outputs.num_top_log_probs:
         tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
         ids = np.array([ids for ids, _ in tops], dtype=np.int32).reshape(shape)
@@ -201,7 +211,8 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
         rows = gathered.logits[start:end]
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
-    tensors += _take_of_request(gathered, end)
+    if gathered.is_asked_for_more:
+        tensors += _take_of_request(gathered, end)
     return tensors
 
 
@@ -235,12 +246,12 @@ def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
         _integer("kv_cache_alloc_new_blocks", new),
         _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
         _integer("kv_cache_alloc_total_blocks", gathered.num_blocks),
-        *(NamedTensor(name, scalar(ns, np.int64)) for name, ns in times.items()),
-        NamedTensor("acceptance_rate", scalar(acceptance_rate, np.float32)),
+        *(NamedTensor(name, scalar(ns, INT64)) for name, ns in times.items()),
+        NamedTensor("acceptance_rate", scalar(acceptance_rate, FLOAT32)),
         _integer("total_accepted_draft_tokens", request.num_accepted_drafts),
         _integer("total_draft_tokens", request.num_verified_drafts),
     ]
 
 
 def _integer(name: str, value: int) -> NamedTensor:
-    return NamedTensor(name, scalar(value, np.int32))
+    return NamedTensor(name, scalar(value, INT32))

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from inflight_backend.beam_responses import make_beam_tensors
 from inflight_backend.inference_request import NamedTensor
 from inflight_backend.request_outputs import OutputGatherer
-from inflight_backend.small_tensors import row, scalar
+from inflight_backend.small_tensors import INT32, OBJECT, row, scalar
 from inflight_scheduler import NO_OUTPUTS, FinishReason, LlmRequest
 
 
@@ -36,7 +36,7 @@ def make_tensors(
         end -= 1
     ids = request.tokens[start:end]
     request.num_sent_tokens += len(ids)
-    tensors = [NamedTensor("output_ids", row(ids, np.int32)), _named_length(len(ids))]
+    tensors = [NamedTensor("output_ids", row(ids, INT32)), _named_length(len(ids))]
     if request.outputs is not NO_OUTPUTS:
         tensors += gatherer.take(request, end - max(start, request.orig_prompt_len), is_final)
     if is_final:
@@ -47,7 +47,7 @@ def make_tensors(
 @lru_cache
 def finish_reason_tensor(reason: FinishReason) -> npt.NDArray[np.object_]:
     """[[reason]] in lower case; read-only."""
-    tensor = scalar(reason.name.lower().encode(), np.object_)
+    tensor = scalar(reason.name.lower().encode(), OBJECT)
     tensor.flags.writeable = False
     return tensor
 
@@ -55,7 +55,7 @@ def finish_reason_tensor(reason: FinishReason) -> npt.NDArray[np.object_]:
 @lru_cache(maxsize=64)
 def length_tensor(length: int) -> npt.NDArray[np.int32]:
     """[[length]], made once: a stream sends the same one with every token."""
-    tensor = scalar(length, np.int32)
+    tensor = scalar(length, INT32)
     tensor.flags.writeable = False
     return tensor
 

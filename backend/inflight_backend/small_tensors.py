@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+INT32 = np.dtype(np.int32)  # numpy takes a type's name in place of its dtype, but slowly
+INT64 = np.dtype(np.int64)
+FLOAT32 = np.dtype(np.float32)
+OBJECT = np.dtype(np.object_)
 
-def scalar(value: Any, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+
+def scalar(value: Any, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """[[value]]."""
     tensor = np.empty((1, 1), dtype)
     tensor[0, 0] = value
     return tensor
 
 
-def row(values: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def row(values: Sequence[Any], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """[[values]]: of one beam, one for each token."""
     if len(values) != 1:
         return np.array(values, dtype)[None, None]

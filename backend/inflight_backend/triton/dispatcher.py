@@ -197,7 +197,7 @@ class ResponseDispatcher:
         try:
             if piece.ids or not piece.error:
                 is_final = piece.is_final and not piece.error
-                if token_stream.send(piece.ids, piece.extras, is_final=is_final):
+                if token_stream.send(piece.ids, piece.extras.joined(), is_final=is_final):
                     self._stop_request(request_id)
             if piece.error:
                 is_refusal = isinstance(piece.error, RefusalText)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,13 +14,39 @@ _PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
 )
 
 
-def merge(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
-    """``first``, then ``second``: rows of tokens go on, of all else the last word counts."""
-    merged = {**first, **second}
-    for name in _PER_TOKEN & first.keys() & second.keys():
-        parts = [part for part in (first[name], second[name]) if part.shape[_TOKEN_AXIS]]
-        merged[name] = np.concatenate(parts, axis=_TOKEN_AXIS) if parts else second[name]
-    return merged
+class Extras:
+    """What comes with several responses: rows of tokens go on, of all else the last word counts.
+
+    ``last`` is the latter, by name.
+    """
+
+    __slots__ = ("_rows", "last")
+
+    def __init__(self) -> None:
+        self.last: dict[str, Array] = {}
+        self._rows: dict[str, list[Array]] = {}
+
+    def add(self, name: str, tensor: Array) -> None:
+        """What the next response says in tensor ``name``."""
+        if name not in _PER_TOKEN:
+            self.last[name] = tensor
+        elif name not in self._rows:
+            self._rows[name] = [tensor]
+        else:
+            self._rows[name].append(tensor)
+
+    def joined(self) -> dict[str, Array]:
+        """All of it, by name; O(tokens)."""
+        if not self._rows:
+            return self.last
+        return {**self.last, **{name: _joined(parts) for name, parts in self._rows.items()}}
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    filled = [part for part in parts if part.shape[_TOKEN_AXIS]]
+    return np.concatenate(filled, axis=_TOKEN_AXIS) if filled else parts[-1]
 
 
 def without_last(extras: Mapping[str, Array], num_tokens: int) -> dict[str, Array]:

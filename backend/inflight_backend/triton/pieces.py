@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inflight_backend.inference_request import Array, NamedTensor
-from inflight_backend.triton.extras import merge
+from inflight_backend.inference_request import NamedTensor
+from inflight_backend.triton.extras import Extras
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Piece:
     """
 
     ids: list[int] = field(default_factory=list)
-    extras: dict[str, Array] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
     is_final: bool = False
     error: str = ""
     is_whole: bool = False
@@ -27,11 +27,13 @@ class Piece:
         self.is_final = is_final or bool(error)
         self.error = self.error or error
         if self.is_whole:
-            self.extras.update(tensors)
+            self.extras.last.update(tensors)
             return
         for name, tensor in tensors:
             if name == "output_ids":
-                self.ids += tensor.ravel().tolist()
-        if len(tensors) > 2:  # sequence_length follows from the ids
-            extras = {n: t for n, t in tensors if n not in ("output_ids", "sequence_length")}
-            self.extras = merge(self.extras, extras) if self.extras else extras
+                if tensor.size == 1:  # nearly always
+                    self.ids.append(tensor.item())
+                else:
+                    self.ids += tensor.ravel().tolist()
+            elif name != "sequence_length":  # that follows from the ids
+                self.extras.add(name, tensor)

@@ -13,6 +13,7 @@ class StopText:
 
     def __init__(self, words: Iterable[str]) -> None:
         self._words = tuple(words)
+        self._first_letters = frozenset(word[0] for word in self._words)
         self._held = ""
         self.is_hit = False
 
@@ -24,6 +25,8 @@ class StopText:
         """Add text; returns what can leave now. After a hit nothing does."""
         if self.is_hit:
             return ""
+        if not self._held and self._first_letters.isdisjoint(piece):  # nearly always
+            return piece
         text = self._held + piece
         places = [text.find(word) for word in self._words if word in text]
         if places:

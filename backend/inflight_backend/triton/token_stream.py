@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.response_tensors import finish_reason_tensor, length_tensor
-from inflight_backend.small_tensors import row, scalar
+from inflight_backend.small_tensors import INT32, OBJECT, row, scalar
 from inflight_backend.text import IncrementalDetokenizer
-from inflight_backend.triton.extras import after_the_end, merge, without_last
+from inflight_backend.triton.extras import Extras, after_the_end, without_last
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
 from inflight_scheduler import FinishReason
@@ -90,7 +89,7 @@ class TokenStream:
     is_whole: bool = False
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    extras: dict[str, Array] = field(default_factory=dict)
+    extras: Extras = field(default_factory=Extras)
     constants: Mapping[str, Array] = field(default_factory=dict)
     is_stopped: bool = False
 
@@ -101,7 +100,7 @@ class TokenStream:
         """
         for name, index in (("batch_index", row), ("sequence_index", sequence)):
             if index is not None:
-                tensor = scalar(index, np.int32)
+                tensor = scalar(index, INT32)
                 self.constants = {**self.constants, name: tensor}
                 if is_asked:
                     self.outputs |= {name}
@@ -113,7 +112,7 @@ class TokenStream:
         """
         was_stopped, text = self.is_stopped, ""
         if was_stopped:  # these were generated before the stop could be heard
-            ids, extras = (), after_the_end(extras, self.extras)
+            ids, extras = (), after_the_end(extras, self.extras.last)
         elif self.text is not None:
             text, num_ids = self.text.write(ids, is_final)
             self.is_stopped = self.text.is_stopped
@@ -121,14 +120,15 @@ class TokenStream:
                 extras = without_last(extras, len(ids) - num_ids)
                 ids = ids[:num_ids]
         if self.is_whole or self.is_stopped:
-            self.extras = merge(self.extras, extras)
+            for name, tensor in extras.items():
+                self.extras.add(name, tensor)
         is_hit = self.is_stopped and not was_stopped and not is_final
         if self.is_whole:
             self.ids.extend(ids)
             self.texts.append(text)
             if not is_final:
                 return is_hit
-            ids, text, extras = self.ids, "".join(self.texts), self.extras
+            ids, text, extras = self.ids, "".join(self.texts), self.extras.joined()
         tensors = self._tensors(ids, text, extras, is_final)
         # A stream of text alone has nothing to say while a token completes no character.
         if text or is_final or len(tensors) != 1 or "text_output" not in tensors:
@@ -141,11 +141,11 @@ class TokenStream:
         tensors: dict[str, Array] = {}
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
         if "output_ids" in self.outputs:
-            tensors["output_ids"] = row(ids, np.int32)
+            tensors["output_ids"] = row(ids, INT32)
         if "sequence_length" in self.outputs:
             tensors["sequence_length"] = length_tensor(len(ids))
         if "text_output" in self.outputs:
-            tensors["text_output"] = scalar(text.encode(), np.object_)
+            tensors["text_output"] = scalar(text.encode(), OBJECT)
         if "finish_reason" in outputs:
             tensors["finish_reason"] = self._finish_reason(extras, is_final)
         for name, tensor in extras.items():
