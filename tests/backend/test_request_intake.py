@@ -16,7 +16,7 @@ from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.logits_processors import FIELD, ActiveProcessors
+from inflight_backend.logits_processors import ActiveProcessors
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.step_loop import OverlapScheduler
@@ -83,7 +83,7 @@ def demanding(request_id: int, num_new: int = 6, **values: Any) -> InferenceRequ
         return_perf_metrics=True,
         allotted_time_ms=600_000,
         stop_words_list=[[999], [1]],
-        **{FIELD: "mine"},
+        logits_post_processor_name="mine",
         **values,
     )
 
@@ -199,8 +199,8 @@ def test_nothing_stays_of_those_whose_blocks_cannot_be_given_back(
 
     recorder = Recorder([demanding(1), demanding(2)])
     path = tmp_path / "recording.jsonl"
+    monkeypatch.setattr(BatchPlanner, "release", fail)
     with running(recorder, EditingEngine(), params=params_with(path)) as manager:
-        monkeypatch.setattr(BatchPlanner, "release", fail)
         recorder.wait_for_finals(1, 2)
         monkeypatch.undo()
         assert "batch manager failed" in finals_of(recorder, 1)[0]

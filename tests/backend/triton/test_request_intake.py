@@ -11,13 +11,18 @@ from triton_harness import WAIT, error_of, ids_of, wait_until
 
 from inflight_backend.logits_processors import ActiveProcessors
 from inflight_backend.status import read_status
+from inflight_scheduler import ScheduledBatch
 
 
 @pytest.mark.case(89, 117)
 def test_one_of_a_burst_cannot_be_taken(make_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One runs, and three wait while its step does, so that they are fetched together."""
     go_on = threading.Event()
-    server = make_server(CountingEngine(before_step=lambda _: go_on.wait(WAIT)), max_batch_size="8")
+
+    def wait(batch: ScheduledBatch) -> None:
+        assert go_on.wait(WAIT)
+
+    server = make_server(CountingEngine(before_step=wait), max_batch_size="8")
     add, num_left = ActiveProcessors.add, 1
 
     def add_but_one(owner: ActiveProcessors, request: Any) -> None:
@@ -48,4 +53,4 @@ def test_one_of_a_burst_cannot_be_taken(make_server: Any, monkeypatch: pytest.Mo
     assert ids_of(again) == [300, 301, 302]
     assert server.model._frontend.num_live == 0
     server.drain_file.write_text("")
-    wait_until(lambda: read_status(server.status_file).phase == "drained")
+    wait_until(lambda: getattr(read_status(server.status_file), "phase", "") == "drained")
