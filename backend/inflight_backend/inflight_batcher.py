@@ -223,6 +223,7 @@ class InflightBatcher:
         if self.active or self.block_manager.num_used_blocks:
             return False
         try:
+            self.active.check_integrity()
             self.block_manager.check_integrity()
             self.planner.slots.check_integrity(())
         except Exception:

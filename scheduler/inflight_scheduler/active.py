@@ -146,12 +146,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         """Forget ``request``; False if it was not here."""
         if self._by_id.get(request.request_id) is not request:
             return False
-        del self._by_id[request.request_id]
-        request.tracker = None
+        self._leave(request)
         self._order.remove(request)
         self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
         self.num_with_drafts -= request.num_draft_tokens > 0
-        self._leave(request)
+        del self._by_id[request.request_id]  # last: whoever could not be removed is still known
+        request.tracker = None
         return True
 
     def phase_changed(self, request: LlmRequest) -> None:
