@@ -87,7 +87,7 @@ class RecordedTexts:
         """A prompt, as it came."""
         number, self._num_texts = self._num_texts, self._num_texts + 1
         request.text_number = number
-        text = pack(request.tokens)
+        text = pack(request.tokens[: request.prompt_len])
         self._active[request.request_id] = request, text
         found = self._index.add(request.cache_salt, text, number)
         self._likenesses[request.request_id] = found
