@@ -159,7 +159,7 @@ class Frontend:
             self.stop_group(number)
         deadline = time.monotonic() + _LAST_SECONDS
         while self._live and time.monotonic() < deadline:
-            time.sleep(_LAST_SECONDS / 200)
+            time.sleep(0.005)
         self.fail_all(message)
 
     def fail_all(self, message: str) -> None:
