@@ -78,7 +78,8 @@ def one_round(requests: list[TimedRequest], folder: Path) -> tuple[float, dict[s
     for name, changes in {"as recorded": {}, **OTHERS}.items():
         changed = replace(settings, **changes)
         predicted, fast, slow = (
-            predict(changed, workload.jobs, cost.scaled(factor)) for factor in (1.0, 0.9, 1.1)
+            predict(changed, workload.jobs, cost.scaled(factor), book=workload.book)
+            for factor in (1.0, 0.9, 1.1)
         )
         first = measured if not changes else measure(requests, folder / "other.jsonl", changes)
         again = measure(requests, folder / "other.jsonl", changes)
