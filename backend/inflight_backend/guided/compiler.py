@@ -5,8 +5,10 @@ A compiled grammar is a matcher of llguidance that has seen nothing yet; every a
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,8 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
+
+_logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 10.0
 """How long a request waits for its grammar, the queue of grammars included."""
@@ -61,7 +65,16 @@ class PendingGuide:
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' was not compiled within {COMPILE_SECONDS:g} s; simplify it"
             )
-        return self._future.result().deep_copy()
+        try:
+            return self._future.result().deep_copy()
+        except InvalidRequest:
+            raise
+        except BaseException as error:  # our bug, or a panic of the library
+            where = "".join(traceback.format_tb(error.__traceback__))  # its text may quote it
+            _logger.error("compiling a grammar raised %s:\n%s", type(error).__name__, where)
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' could not be compiled: the server failed"
+            ) from None
 
 
 class GuideCompiler:
@@ -85,7 +98,7 @@ class GuideCompiler:
         """Compile ``guide``, unless that was done lately or is being done; returns at once."""
         with self._lock:
             future = self._compiled.get(guide)
-            if future is None:
+            if future is None or _is_lost(future):
                 future = self._compiled[guide] = self._pool.submit(self._compile, guide)
                 if len(self._compiled) > MAX_CACHED:
                     self._compiled.popitem(last=False)
@@ -121,6 +134,13 @@ class GuideCompiler:
                 f"{_short(matcher.get_error())}"
             )
         return matcher
+
+
+def _is_lost(future: Future[LLMatcher]) -> bool:
+    """True for a grammar that is not at fault for having no matcher: it is compiled anew."""
+    if not future.done():
+        return False
+    return future.cancelled() or not isinstance(future.exception(), InvalidRequest | None)
 
 
 def to_grammar(guide: Guide) -> str:
