@@ -22,11 +22,13 @@ from inflight_backend.serve.settings import DEMO_MODEL
 
 
 class TimedRequest(NamedTuple):
-    """A request that arrives ``seconds`` after the start."""
+    """A request that arrives ``seconds`` after the start; prompts of one ``family`` (0 to 8) begin
+    alike, those of two do not."""
 
     seconds: float
     prompt_len: int
     num_new_tokens: int
+    family: int = 0
 
 
 class _Clients:
@@ -48,7 +50,7 @@ class _Clients:
             if request.seconds > now:
                 break
             self._waiting.popleft()
-            tokens = [1 + k % 9 for k in range(request.prompt_len)]
+            tokens = [1 + (request.family + k) % 9 for k in range(request.prompt_len)]
             taken.append(
                 InferenceRequest.from_tokens(
                     number, tokens, request.num_new_tokens, is_streaming=True

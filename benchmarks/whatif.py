@@ -40,12 +40,14 @@ METRICS = ("tokens_per_second", "seconds", "ttft_p50", "ttft_p99", "itl_p50", "i
 
 
 def make_requests(number: int, rate: float, seed: int) -> list[TimedRequest]:
-    """Poisson arrivals with 10 to 120 prompt tokens and 10 to 120 new ones."""
+    """Poisson arrivals with 10 to 120 prompt tokens, which begin in nine ways, and 10 to 120 new
+    ones."""
     rng = random.Random(seed)
     seconds, requests = 0.0, []
     for _ in range(number):
         seconds += rng.expovariate(rate)
-        requests.append(TimedRequest(seconds, rng.randint(10, 120), rng.randint(10, 120)))
+        lengths = rng.randint(10, 120), rng.randint(10, 120)
+        requests.append(TimedRequest(seconds, *lengths, family=rng.randrange(9)))
     return requests
 
 
@@ -78,7 +80,8 @@ def one_round(requests: list[TimedRequest], folder: Path) -> tuple[float, dict[s
     for name, changes in {"as recorded": {}, **OTHERS}.items():
         changed = replace(settings, **changes)
         predicted, fast, slow = (
-            predict(changed, workload.jobs, cost.scaled(factor)) for factor in (1.0, 0.9, 1.1)
+            predict(changed, workload.jobs, cost.scaled(factor), book=workload.book)
+            for factor in (1.0, 0.9, 1.1)
         )
         first = measured if not changes else measure(requests, folder / "other.jsonl", changes)
         again = measure(requests, folder / "other.jsonl", changes)

@@ -100,6 +100,14 @@ def _check_chunk(request: LlmRequest) -> None:
         )
 
 
+def count_step_tokens(
+    context: Sequence[LlmRequest], generation: Sequence[LlmRequest], block_manager: BlockManager
+) -> int:
+    """Tokens that a step with these requests computes, before it is planned."""
+    num_tokens = sum(_num_context_tokens(request, block_manager) for request in context)
+    return num_tokens + sum(r.beam_width + r.num_draft_tokens for r in generation)
+
+
 def _num_context_tokens(request: LlmRequest, block_manager: BlockManager) -> int:
     """What the planner will run: a chunk ends at the prompt's end, wherever reuse starts it.
 
@@ -137,8 +145,7 @@ def _check_batch(
         raise InvalidDecision(f"beam widths {sorted(beam_widths)} in one generation step")
     _check_bound("requests", len(context) + len(generation), "max_batch_size", max_batch_size)
     if max_num_tokens is not None:
-        num_tokens = sum(_num_context_tokens(request, block_manager) for request in context)
-        num_tokens += sum(r.beam_width + r.num_draft_tokens for r in generation)
+        num_tokens = count_step_tokens(context, generation, block_manager)
         _check_bound("tokens", num_tokens, "max_num_tokens", max_num_tokens)
 
 

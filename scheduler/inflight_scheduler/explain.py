@@ -21,6 +21,7 @@ from inflight_scheduler.capacity import (
     StaticBatchScheduler,
     is_started_context,
 )
+from inflight_scheduler.decision import count_step_tokens
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.resources import Books, Lack
@@ -167,7 +168,7 @@ def explain_left_out(
     """
     context, generation, paused = decision
     running = {id(request) for request in (*context, *generation)}
-    num_tokens = sum(r.context_chunk_size for r in context) + sum(r.beam_width for r in generation)
+    num_tokens = count_step_tokens(context, generation, block_manager)
     facts = LeftOut(name, len(running), max_batch_size, num_tokens, max_num_tokens)
     free = block_manager.num_free_blocks if num_free_blocks is None else num_free_blocks
     pausing = {id(request) for request in paused}

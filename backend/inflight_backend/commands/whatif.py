@@ -31,6 +31,7 @@ from inflight_backend.errors import ConfigurationError
 if TYPE_CHECKING:
     from inflight_scheduler.recording.cost_model import CostModel
     from inflight_scheduler.recording.latency import Summary
+    from inflight_scheduler.recording.likeness import TextBook
     from inflight_scheduler.recording.records import Settings
     from inflight_scheduler.recording.simulation import MakeScheduler
     from inflight_scheduler.recording.whatif import Variant
@@ -85,14 +86,15 @@ def whatif(
             workload = read_workload(reader)
         cost = fit_cost_model(workload.samples)
         jobs: Sequence[Job] = workload.jobs
+        book = workload.book
         if rate is not None:
             lengths = _parse_range("--prompt", prompt), _parse_range("--output", output)
-            jobs = make_workload(rate, *lengths, num_requests, seed)
+            jobs, book = make_workload(rate, *lengths, num_requests, seed), None
         variants = list(_variants(settings, policy, kv_blocks, max_num_tokens, max_batch_size))
         make = scheduler_maker(scheduler_class)
         measured = workload.latencies.summary()
         with recordings_folder(save, is_needed=timelines is not None) as folder:
-            rows = _run(variants, jobs, cost, make, folder)
+            rows = _run(variants, jobs, book, cost, make, folder)
             if rate is None:
                 rows.insert(0, Prediction(MEASURED, measured, recording=recording))
             answer = Answer(rows, cost, len(jobs), len(workload.samples), measured.max_batch)
@@ -150,6 +152,7 @@ def _name(changes: dict[str, Any]) -> str:
 def _run(
     variants: Sequence[Variant],
     jobs: Sequence[Job],
+    book: TextBook | None,
     cost: CostModel,
     make: MakeScheduler,
     folder: Path | None,
@@ -162,11 +165,13 @@ def _run(
     for variant in variants:
         maker = make if variant.settings.scheduler_class is not None else default_scheduler
         path = None if folder is None else folder / _file_name(variant)
-        summary = _predict(variant.settings, jobs, cost, maker, path)
+        summary = _predict(variant.settings, jobs, book, cost, maker, path)
         span: tuple[float, float] | None = None
         if len(jobs) <= MAX_SURE_JOBS:
             costs = cost.scaled(1 - TOLERANCE), cost.scaled(1 + TOLERANCE)
-            low, high = (predict(variant.settings, jobs, c, make_scheduler=maker) for c in costs)
+            low, high = (
+                predict(variant.settings, jobs, c, book=book, make_scheduler=maker) for c in costs
+            )
             span = low.ttft_p50, high.ttft_p50
         predictions.append(Prediction(variant.name, summary, span, path))
     return predictions
@@ -175,6 +180,7 @@ def _run(
 def _predict(
     settings: Settings,
     jobs: Sequence[Job],
+    book: TextBook | None,
     cost: CostModel,
     maker: MakeScheduler,
     path: Path | None,
@@ -184,12 +190,20 @@ def _predict(
     from inflight_scheduler.recording.whatif import Clock, predict
 
     if path is None:
-        return predict(settings, jobs, cost, make_scheduler=maker)
+        return predict(settings, jobs, cost, book=book, make_scheduler=maker)
     clock = Clock()
     path.parent.mkdir(parents=True, exist_ok=True)
     recorder = FlightRecorder(settings, software="whatif", sink=RecordingFile(path), clock=clock)
     try:
-        return predict(settings, jobs, cost, make_scheduler=maker, recorder=recorder, clock=clock)
+        return predict(
+            settings,
+            jobs,
+            cost,
+            book=book,
+            make_scheduler=maker,
+            recorder=recorder,
+            clock=clock,
+        )
     finally:
         recorder.close()
 

@@ -42,7 +42,7 @@ FORMAT_VERSION = 1
 _HEADER_KEYS = frozenset(
     ("inflight_recording", "software", "started", "settings", "active", "cache")
 )
-_MAX_NUM_TEXTS = 2**37  # a made-up token, number and place, fits 63 bits
+_MAX_NUM_TEXTS = 2**37  # numbered since the server started
 _CACHE_KEYS = frozenset(("texts", "parts", "of", "tables", "kept", "idle", "starts"))
 
 

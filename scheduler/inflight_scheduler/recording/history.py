@@ -157,17 +157,20 @@ class _Follower:
             simulation.begin(iteration)
             simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
-            self._note(index, lists, iteration)
-            simulation.carry_out(lists, iteration)
+            reasons = self._reasons(lists, iteration)
+            plan = simulation.plan(lists, iteration)
+            self._note(index, lists, reasons)
+            self._history.num_context_tokens[index] = plan.batch.num_context_tokens
+            simulation.run(plan, iteration)
         elif iteration.is_settled:
             simulation.settle(iteration)
-        reasons = dict(iteration.ends)
+        end_reasons = dict(iteration.ends)
         simulation.end(iteration)
         self._history.is_last_busy.append(not simulation.active)
         if len(simulation.active) < len(before):
             left = before.keys() - {request.request_id for request in simulation.active}
             for request_id in left:
-                self._end_row(before[request_id], index, reasons.get(request_id, "length"))
+                self._end_row(before[request_id], index, end_reasons.get(request_id, "length"))
 
     def finish(self) -> None:
         """The recording is over; rows of those still in flight stay open."""
@@ -182,11 +185,14 @@ class _Follower:
         history.step_us.append(iteration.step_us)
         history.num_context.append(len(decision.context) if decision else 0)
         history.num_generation.append(len(decision.generation) if decision else 0)
-        history.num_context_tokens.append(decision.num_context_tokens if decision else 0)
+        history.num_context_tokens.append(0)  # until it is planned
         history.num_free_blocks.append(min(iteration.num_free_blocks, 2**62))
 
-    def _note(self, index: int, lists: Lists, iteration: Iteration) -> None:
-        """A span, or one iteration more of the last one, for everybody active."""
+    def _note(self, index: int, lists: Lists, reasons: dict[int, WaitReason]) -> None:
+        """A span, or one iteration more of the last one, for everybody active.
+
+        The decision is planned: sizes of chunks are what is computed.
+        """
         context, generation, paused = lists
         for request in generation:
             self._extend(request, Activity.GENERATION, index, num_tokens=1)
@@ -197,7 +203,6 @@ class _Follower:
         idle = [r for r in self._simulation.active if r.state is not _TO_COMPLETE]
         if len(context) + len(generation) == len(idle):
             return
-        reasons = self._reasons(lists, iteration)
         running = {id(request) for request in (*context, *generation)}
         is_paused = {id(request) for request in paused}
         for request in idle:
@@ -209,8 +214,10 @@ class _Follower:
             self._rows[request.request_id].num_pauses += 1
 
     def _reasons(self, lists: Lists, iteration: Iteration) -> dict[int, WaitReason]:
+        """Why those who do not run do not; to be asked before anything is carried out."""
         simulation, settings = self._simulation, self._history.settings
-        if not self._with_reasons or simulation.scheduler is None:
+        does_everybody_run = len(lists[0]) + len(lists[1]) == len(simulation.active)
+        if not self._with_reasons or simulation.scheduler is None or does_everybody_run:
             return {}
         if settings.scheduler_class is None or iteration.is_by_default:
             return explain(simulation.scheduler, simulation.active, (), lists)

@@ -54,7 +54,7 @@ class Latencies:
     def decided(
         self, lists: tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
     ) -> None:
-        """A decision, before it is carried out: who is paused, what is computed once more."""
+        """A decision that is planned: who is paused, what is computed once more."""
         context, generation, paused = lists
         self._max_batch = max(self._max_batch, len(context) + len(generation))
         self._num_pauses += len(paused)

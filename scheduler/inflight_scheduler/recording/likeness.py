@@ -251,14 +251,14 @@ class TextBook:
                     continue
                 until = min(piece.end, last)
                 if piece.source is None:
-                    result.extend(_own_token(text, k) for k in range(first, until))
+                    result += [_own_token(text)] * (until - first)
                 else:
                     pending.append((text, until, last, before))
                     pending.append((piece.source, first, until, piece.time))
                     first = last = until
                     break
                 first = until
-            result.extend(_own_token(text, k) for k in range(first, last))
+            result += [_own_token(text)] * (last - first)
         return result
 
     def _tick(self) -> int:
@@ -266,5 +266,7 @@ class TextBook:
         return self._time
 
 
-def _own_token(number: int, place: int) -> int:
-    return (number << 25) + place
+def _own_token(number: int) -> int:
+    """Tokens are compared at the same place of texts that agree up to there, so one token does for
+    all places of a text; 31 bits of it, for a `TextIndex` that gets made-up texts."""
+    return number & 0x7FFFFFFF

@@ -13,9 +13,10 @@ from typing import SupportsIndex, overload
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.cache_state import CacheContent
+from inflight_scheduler.recording.beams import RecordedBeams
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import Likeness, TextBook
-from inflight_scheduler.recording.records import CacheStart
+from inflight_scheduler.recording.records import Arrival, CacheStart, RequestState
 from inflight_scheduler.request import LlmRequest
 
 MAX_CACHED_TOKENS = 2**27
@@ -29,14 +30,14 @@ class MadeUpText(list[int]):
     ``is_broken``: the last token is the one that says that the model's numbers failed.
     """
 
-    __slots__ = ("_book", "is_broken", "length", "number")
+    __slots__ = ("book", "is_broken", "length", "number")
 
     def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
         super().__init__()
         self.length = length
         self.number = number
         self.is_broken = False
-        self._book = book
+        self.book = book
 
     def __len__(self) -> int:
         return self.length
@@ -62,11 +63,27 @@ class MadeUpText(list[int]):
             if self.is_broken:
                 return -1
             place = range(self.length)[index]
-            return 0 if self._book is None else self._book.tokens(self.number, place, place + 1)[0]
+            return 0 if self.book is None else self.book.tokens(self.number, place, place + 1)[0]
         start, end, _ = index.indices(self.length)
-        if self._book is None:
+        if self.book is None:
             return [0] * max(end - start, 0)
-        return self._book.tokens(self.number, start, end)
+        return self.book.tokens(self.number, start, end)
+
+
+def make_request(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
+    """A request with these lengths, whose text is like no other."""
+    request = LlmRequest(
+        facts.request_id,
+        MadeUpText(0),
+        max_new_tokens,
+        beam_width=facts.beam_width,
+        beams=RecordedBeams(facts.beam_width, max_new_tokens) if facts.beam_width > 1 else None,
+        priority=facts.priority,
+    )
+    request.tokens = MadeUpText(prompt_len)
+    request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
+    request.max_num_tokens = prompt_len + max_new_tokens
+    return request
 
 
 def make_book(cache: CacheStart) -> TextBook:

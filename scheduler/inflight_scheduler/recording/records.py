@@ -156,7 +156,7 @@ class CacheStart:
 
 
 class Chunk(NamedTuple):
-    """``num_tokens`` of the context of a request run."""
+    """At most ``num_tokens`` of the context of a request run: what is cached of them does not."""
 
     request_id: int
     num_tokens: int
@@ -173,11 +173,6 @@ class Decision(NamedTuple):
     def num_requests(self) -> int:
         """Requests that ran."""
         return len(self.context) + len(self.generation)
-
-    @property
-    def num_context_tokens(self) -> int:
-        """Prompt tokens computed."""
-        return sum(chunk.num_tokens for chunk in self.context)
 
 
 class End(NamedTuple):

@@ -17,7 +17,6 @@ from inflight_scheduler.recording.simulation import (
     Lists,
     MakeScheduler,
     Simulation,
-    as_decision,
     default_scheduler,
 )
 
@@ -90,11 +89,12 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
     if iteration.decision is not None:
         simulation.begin(iteration)
         simulation.draft(iteration)
-        lists = simulation.decide() if simulation.active else _NOBODY
-        divergence = _compare(iteration.number, iteration.decision, as_decision(lists))
+        lists = simulation.decide()
+        divergence = _compare(iteration.number, iteration.decision, _as_decision(lists))
         if divergence is not None:
             return divergence
-        num_free_blocks = simulation.carry_out(lists, iteration).num_free_blocks
+        plan = simulation.plan(lists, iteration)
+        num_free_blocks = simulation.block_manager.num_free_blocks
         if num_free_blocks != iteration.num_free_blocks:
             return Divergence(
                 iteration.number,
@@ -102,13 +102,21 @@ def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergenc
                 str(iteration.num_free_blocks),
                 str(num_free_blocks),
             )
+        simulation.run(plan, iteration)
     elif iteration.is_settled:
         simulation.settle(iteration)
     simulation.end(iteration)
     return None
 
 
-_NOBODY: Lists = ([], [], [])
+def _as_decision(lists: Lists) -> Decision:
+    """The ids and sizes of a decision."""
+    context, generation, paused = lists
+    return Decision(
+        tuple([Chunk(request.request_id, request.context_chunk_size) for request in context]),
+        tuple([request.request_id for request in generation]),
+        tuple([request.request_id for request in paused]),
+    )
 
 
 def _compare(number: int, recorded: Decision, replayed: Decision) -> Divergence | None:

@@ -1,13 +1,13 @@
 """The scheduler run again: requests without text, the same rules, the same books of blocks.
 
 `Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
-recorded ones: `arrive`, `draft`, `decide`, then `carry_out` (which also runs the step), then `end`.
+recorded ones: `arrive`, `begin`, `draft`, `decide` (or `follow`), `plan`, `run`, then `end`.
+What a decision computes is known between `plan` and `run`: what is cached of a prompt is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.beam_search import BeamStep
@@ -15,22 +15,27 @@ from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
-from inflight_scheduler.recording.beams import BeamEntries, Moves, RecordedBeams, is_possible
+from inflight_scheduler.recording.beams import BeamEntries, Moves, is_possible
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import TextBook
-from inflight_scheduler.recording.made_up import MadeUpText, make_book, restore_cache
+from inflight_scheduler.recording.made_up import (
+    MadeUpText,
+    make_book,
+    make_request,
+    restore_cache,
+)
 from inflight_scheduler.recording.records import (
     MAX_NUM_REQUESTS,
     NOT_FINITE,
     TOKEN_ENDS,
     Arrival,
     CacheStart,
-    Chunk,
     Decision,
     Iteration,
     RequestState,
     Settings,
 )
+from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
@@ -43,17 +48,6 @@ MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
 
 Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 """Context, generation and paused requests: a decision."""
-
-
-class Step(NamedTuple):
-    """What carrying out a decision did: blocks free meanwhile, who got a token, who ended.
-
-    Overlapped, the tokens are those of the step before.
-    """
-
-    num_free_blocks: int
-    advanced: list[LlmRequest]
-    ended: list[LlmRequest]
 
 
 def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
@@ -94,8 +88,12 @@ class Simulation:
         active: Sequence[RequestState] = (),
         scheduler: MakeScheduler | None = default_scheduler,
         cache: CacheStart | None = None,
+        book: TextBook | None = None,
     ) -> None:
-        """``scheduler`` None: nothing is decided here, decisions come from elsewhere."""
+        """``scheduler`` None: nothing is decided here, decisions come from elsewhere.
+
+        ``book``: the texts of those who arrive with a number, with block reuse.
+        """
         self.settings = settings
         self.block_manager = BlockManager(
             settings.num_blocks,
@@ -106,9 +104,9 @@ class Simulation:
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
         self.scheduler = scheduler(settings, self.planner) if scheduler else None
         self._drafting: set[int] = set()  # who had drafts at the last decision
-        self._book: TextBook | None = None
+        self.book: TextBook | None = None
         if settings.enable_reuse:
-            self._book = TextBook() if cache is None else make_book(cache)
+            self.book = book or (TextBook() if cache is None else make_book(cache))
         if active and settings.enable_reuse and cache is None:
             raise RecordingError(
                 "the recording begins in the middle and does not say what was cached then; with "
@@ -121,19 +119,24 @@ class Simulation:
             self._restore(state, None if cache is None else cache.text_numbers[index])
         self._running = self._resume(active)  # overlapped: the step whose tokens come next
         self._settled: list[LlmRequest] = []  # who got them before the decision
-        if cache is not None and self._book is not None:
-            restore_cache(self.block_manager, self._book, cache, self.active)
+        if cache is not None and self.book is not None:
+            restore_cache(self.block_manager, self.book, cache, self.active)
+
+    @property
+    def is_running(self) -> bool:
+        """True while a step runs whose tokens are to come (overlapped)."""
+        return self._running is not None
 
     def find(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
         return self._by_id.get(request_id)
 
-    def arrive(self, arrival: Arrival) -> LlmRequest:
-        """Make a request active, at its place."""
-        request = _make(arrival, arrival.prompt_len, arrival.max_new_tokens)
-        if self._book is not None:
-            number = self._book.add(arrival.likeness)
-            request.tokens = MadeUpText(arrival.prompt_len, self._book, number)
+    def arrive(self, arrival: Arrival, text_number: int | None = None) -> LlmRequest:
+        """Make a request active, at its place; its text is in the book already, or a new one."""
+        request = make_request(arrival, arrival.prompt_len, arrival.max_new_tokens)
+        if self.book is not None:
+            number = self.book.add(arrival.likeness) if text_number is None else text_number
+            request.tokens = MadeUpText(arrival.prompt_len, self.book, number)
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
         self._add(request, arrival.place)
@@ -142,13 +145,13 @@ class Simulation:
     def begin(self, iteration: Iteration | None = None) -> None:
         """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
         running = self._running
-        if running is not None and self.planner.must_settle_first(running):
+        if running is not None and self.planner.must_settle_first(running.batch):
             self._running = None
             ends = {} if iteration is None else dict(iteration.ends)
             if iteration is not None and iteration.has_lost:
-                self._discard(running, ends)
+                self._discard(running.batch, ends)
                 return
-            self._settled = self._settle(running, ends)
+            self._settled = self._settle(running.batch, ends)
             for request in self._settled:
                 reason = ends.get(request.request_id)
                 has_ended = reason == "end_id" or (reason in TOKEN_ENDS and request.beams)
@@ -197,6 +200,8 @@ class Simulation:
     def decide(self) -> Lists:
         """What the scheduler decides now; nothing changes but the sizes of context chunks."""
         assert self.scheduler is not None, "this simulation only follows"
+        if not self.active:
+            return [], [], []
         try:
             lists = self.scheduler.schedule_request(self.active, ())
         except SchedulerError as error:
@@ -224,16 +229,19 @@ class Simulation:
         except InvalidDecision as error:
             raise RecordingError(f"this decision cannot have been made: {error}") from None
 
-    def carry_out(self, lists: Lists, iteration: Iteration | None = None) -> Step:
-        """Plan a decision and run it.
+    def plan(self, lists: Lists, iteration: Iteration | None = None) -> Plan:
+        """Give slots, blocks and what is cached; the sizes of chunks are those computed then."""
+        if iteration is not None:
+            self._grow(iteration)
+        return Plan.of(self.planner.plan(*lists), lists[1])
+
+    def run(self, plan: Plan, iteration: Iteration | None = None) -> Step:
+        """Run what was planned.
 
         Whoever has all its tokens ends, and of ``iteration`` those that a token ended; requests end
         in the order in which they got their tokens. A step that failed gives no tokens.
         """
-        if iteration is not None:
-            self._grow(iteration)
-        batch = self.planner.plan(*lists)
-        num_free_blocks = self.block_manager.num_free_blocks
+        batch = plan.batch
         ends = {} if iteration is None else dict(iteration.ends)
         is_settled = iteration is not None and iteration.is_settled
         if is_settled and self._running is not None:
@@ -241,18 +249,27 @@ class Simulation:
         is_overlapped = self.settings.is_overlapped and not is_settled
         if is_overlapped and batch.num_drafts > 0:
             raise RecordingError("drafts run in a step that runs on after this iteration")
+        is_hurt = iteration is not None and (iteration.has_failed or iteration.has_lost)
+        awaited = NO_PLAN if is_hurt else self._awaited(plan, is_overlapped)
         run = self._run_overlapped if is_overlapped else self._run
-        advanced = self._settled + run(batch, iteration, ends)
+        advanced = self._settled + run(plan, iteration, ends)
         self._settled = []
-        return Step(num_free_blocks, *self._end_by_tokens(advanced, ends))
+        return Step(*self._end_by_tokens(advanced, ends), awaited.load)
+
+    def _awaited(self, plan: Plan, is_overlapped: bool) -> Plan:
+        """What is waited for before the next decision, when ``plan`` runs."""
+        if plan.batch.is_empty:
+            return self._running or NO_PLAN
+        if is_overlapped and not self.planner.must_settle_first(plan.batch):
+            return self._running or NO_PLAN
+        return plan
 
     def settle(self, iteration: Iteration) -> Step:
         """An iteration without a decision, in which the tokens of the step that ran have come."""
         self._grow(iteration)
         ends = dict(iteration.ends)
-        advanced = self._run_overlapped(ScheduledBatch(iteration=0), iteration, ends)
-        num_free_blocks = self.block_manager.num_free_blocks
-        return Step(num_free_blocks, *self._end_by_tokens(advanced, ends))
+        advanced = self._run_overlapped(NO_PLAN, iteration, ends)
+        return Step(*self._end_by_tokens(advanced, ends))
 
     def _end_by_tokens(
         self, advanced: list[LlmRequest], ends: dict[int, str]
@@ -267,9 +284,10 @@ class Simulation:
         return advanced, ended
 
     def _run(
-        self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
+        self, plan: Plan, iteration: Iteration | None, ends: dict[int, str]
     ) -> list[LlmRequest]:
         """Who got a token of the step."""
+        batch = plan.batch
         if iteration is not None and iteration.has_failed:
             self._discard(batch, ends)
             return []
@@ -291,22 +309,23 @@ class Simulation:
         return tokens + [0] * len(batch.generation_slots)
 
     def _run_overlapped(
-        self, batch: ScheduledBatch, iteration: Iteration | None, ends: dict[int, str]
+        self, plan: Plan, iteration: Iteration | None, ends: dict[int, str]
     ) -> list[LlmRequest]:
         """Who got a token of the step before, which ran until now."""
+        batch = plan.batch
         before, self._running = self._running, None
         has_failed = iteration is not None and iteration.has_failed
         if not batch.is_empty and not has_failed:
             self.planner.advance(batch)
-            self._running = batch
+            self._running = plan
         advanced: list[LlmRequest] = []
         if before is not None and iteration is not None and iteration.has_lost:
-            self._discard(before, ends)
+            self._discard(before.batch, ends)
             if self._running is not None:
-                self._discard(self._running, ends)
+                self._discard(self._running.batch, ends)
                 self._running = None
         elif before is not None:
-            advanced = self._settle(before, ends)
+            advanced = self._settle(before.batch, ends)
         if has_failed:
             self._discard(batch, ends)
         return advanced
@@ -342,12 +361,12 @@ class Simulation:
 
     def _grow(self, iteration: Iteration) -> None:
         """Texts that go on like others, told before their blocks are kept."""
-        if self._book is None:
+        if self.book is None:
             return
         for request_id, likeness in iteration.growths:
             request = self._known(request_id)
             if isinstance(request.tokens, MadeUpText):
-                self._book.extend(request.tokens.number, likeness, request.prompt_len)
+                self.book.extend(request.tokens.number, likeness, request.prompt_len)
 
     def _known(self, request_id: int) -> LlmRequest:
         request = self._by_id.get(request_id)
@@ -369,7 +388,7 @@ class Simulation:
 
         With a ``text_number`` the blocks come from elsewhere, since some may be shared.
         """
-        request = _make(state, state.prompt_len, state.max_new_tokens)
+        request = make_request(state, state.prompt_len, state.max_new_tokens)
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {state.request_id} is larger than the whole pool")
         if state.beam_width > 1 and state.num_computed > 0:
@@ -382,7 +401,7 @@ class Simulation:
         request.num_pauses = state.num_pauses
         request.tokens = MadeUpText(state.num_tokens)
         if text_number is not None:
-            request.tokens = MadeUpText(state.num_tokens, self._book, text_number)
+            request.tokens = MadeUpText(state.num_tokens, self.book, text_number)
         if state.num_computed == 0:
             return
         request.context_chunk_size = state.num_computed
@@ -400,7 +419,7 @@ class Simulation:
             raise RecordingError("the requests at the start hold more than there is")
         request.seq_slot = self.planner.slots.assign()
 
-    def _resume(self, active: Sequence[RequestState]) -> ScheduledBatch | None:
+    def _resume(self, active: Sequence[RequestState]) -> Plan | None:
         """The step that ran when the recording began, of which only the tokens are to come."""
         places = {s.pending_place: s.request_id for s in active if s.pending_place}
         if not places:
@@ -416,29 +435,4 @@ class Simulation:
             request.num_pending_tokens = 1
             if request.num_remaining_tokens == 0:
                 request.state = LlmRequestState.GENERATION_TO_COMPLETE
-        return self.planner.resume(owners)
-
-
-def as_decision(lists: Lists) -> Decision:
-    """The ids and sizes of a decision."""
-    context, generation, paused = lists
-    return Decision(
-        tuple([Chunk(request.request_id, request.context_chunk_size) for request in context]),
-        tuple([request.request_id for request in generation]),
-        tuple([request.request_id for request in paused]),
-    )
-
-
-def _make(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
-    request = LlmRequest(
-        facts.request_id,
-        MadeUpText(0),
-        max_new_tokens,
-        beam_width=facts.beam_width,
-        beams=RecordedBeams(facts.beam_width, max_new_tokens) if facts.beam_width > 1 else None,
-        priority=facts.priority,
-    )
-    request.tokens = MadeUpText(prompt_len)
-    request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
-    request.max_num_tokens = prompt_len + max_new_tokens
-    return request
+        return Plan(self.planner.resume(owners), None)

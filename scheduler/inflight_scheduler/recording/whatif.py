@@ -15,10 +15,11 @@ from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.latency import Latencies, Summary
+from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Arrival, Settings
 from inflight_scheduler.recording.simulation import MakeScheduler, Simulation, default_scheduler
-from inflight_scheduler.recording.workload import Job, check_jobs, load_of
+from inflight_scheduler.recording.workload import Job, check_jobs
 from inflight_scheduler.request import FinishReason, LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
 
@@ -46,13 +47,18 @@ def predict(
     jobs: Sequence[Job],
     cost: CostModel,
     *,
+    book: TextBook | None = None,
     make_scheduler: MakeScheduler = default_scheduler,
     recorder: FlightRecorder | None = None,
     clock: Clock | None = None,
 ) -> Summary:
-    """Run ``jobs`` under ``settings``; ``recorder`` (with the same ``clock``) hears everything."""
-    check_jobs(jobs)
-    return _Run(settings, jobs, cost, make_scheduler, recorder, clock or Clock()).run()
+    """Run ``jobs`` under ``settings``; ``recorder`` (with the same ``clock``) hears everything.
+
+    ``book``: the texts of the jobs (block reuse), from where the jobs are.
+    """
+    check_jobs(jobs, book)
+    simulation = Simulation(settings, (), make_scheduler, book=book)
+    return _Run(simulation, jobs, cost, recorder, clock or Clock()).run()
 
 
 class _Run:
@@ -60,15 +66,14 @@ class _Run:
 
     def __init__(
         self,
-        settings: Settings,
+        simulation: Simulation,
         jobs: Sequence[Job],
         cost: CostModel,
-        make_scheduler: MakeScheduler,
         recorder: FlightRecorder | None,
         clock: Clock,
     ) -> None:
-        self._simulation = Simulation(settings, (), make_scheduler)
-        self._settings = settings
+        self._simulation = simulation
+        self._settings = simulation.settings
         self._cost = cost
         self._recorder = recorder
         self._clock = clock
@@ -79,15 +84,18 @@ class _Run:
 
     def run(self) -> Summary:
         """Until every job has ended."""
-        simulation = self._simulation
-        while self._waiting or simulation.active:
-            if not simulation.active and self._waiting:
+        while self._waiting or self._is_busy:
+            if not self._is_busy:
                 next_us = self._waiting[0][1].arrival_us
                 self._clock.time_us = max(self._clock.time_us, float(next_us))
             self._admit()
-            if simulation.active:
+            if self._is_busy:
                 self._step()
         return self._latencies.summary(self._num_refused)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._simulation.active) or self._simulation.is_running
 
     def _admit(self) -> None:
         """Everybody who has come by now, as far as there are places."""
@@ -101,7 +109,7 @@ class _Run:
                 self._num_refused += 1
                 continue
             arrival = Arrival(number, job.prompt_len, job.max_new_tokens, priority=job.priority)
-            request = self._simulation.arrive(arrival)
+            request = self._simulation.arrive(arrival, job.text_number)
             self._to_generate[number] = job.num_new_tokens
             self._latencies.arrived(number, job.arrival_us)
             if self._recorder is not None:
@@ -121,16 +129,18 @@ class _Run:
         simulation, recorder = self._simulation, self._recorder
         simulation.begin()
         lists = simulation.decide()
-        self._latencies.decided(lists)
+        if not lists[0] and not lists[1] and not simulation.is_running:
+            raise RecordingError("nobody runs under these settings, though requests wait")
         if recorder is not None:
             recorder.decided(simulation.active, *lists)
-        if not lists[0] and not lists[1]:
-            raise RecordingError("nobody runs under these settings, though requests wait")
-        self._clock.time_us += self._cost.predict(load_of(lists))
-        now = int(self._clock.time_us)
-        step = simulation.carry_out(lists)
+        plan = simulation.plan(lists)
+        self._latencies.decided(lists)
         if recorder is not None:
-            recorder.carried_out(step.num_free_blocks)
+            recorder.carried_out(simulation.block_manager.num_free_blocks)
+        step = simulation.run(plan)
+        if step.load is not None:
+            self._clock.time_us += self._cost.predict(step.load)
+        now = int(self._clock.time_us)
         early = []
         for request in step.advanced:
             self._latencies.advanced(request.request_id, now)

@@ -11,30 +11,41 @@ from inflight_scheduler.recording.cost_model import Load, Sample
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.latency import Latencies
+from inflight_scheduler.recording.likeness import TextBook
+from inflight_scheduler.recording.made_up import MadeUpText
 from inflight_scheduler.recording.records import Arrival, Iteration
-from inflight_scheduler.recording.simulation import Lists, Simulation, Step
+from inflight_scheduler.recording.simulation import Simulation
+from inflight_scheduler.recording.steps import Step
 from inflight_scheduler.request import LlmRequest
 
 MAX_NUM_JOBS = 1_000_000
 
 
 class Job(NamedTuple):
-    """A request to come: when, how long, and how many tokens it generates in the end."""
+    """A request to come: when, how long, and how many tokens it generates in the end.
+
+    ``text_number``: its text in a book of texts (block reuse); None for one that is like no other.
+    """
 
     arrival_us: int
     prompt_len: int
     max_new_tokens: int
     num_new_tokens: int
     priority: float = 0.5
+    text_number: int | None = None
 
 
 @dataclass(slots=True)
 class RecordedWorkload:
-    """Jobs in order of arrival, the iterations that measured a full turn, and the latencies."""
+    """Jobs in order of arrival, the iterations that measured a full turn, and the latencies.
+
+    ``book``: with block reuse, the texts of the jobs, prompts and what was generated.
+    """
 
     jobs: list[Job] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     latencies: Latencies = field(default_factory=Latencies)
+    book: TextBook | None = None
 
 
 def read_workload(reader: RecordingReader) -> RecordedWorkload:
@@ -73,25 +84,14 @@ def make_workload(
     return jobs
 
 
-def load_of(lists: Lists) -> Load:
-    """The work of a decision, before it is carried out."""
-    context, generation, _ = lists
-    return Load(
-        sum(request.context_chunk_size for request in context),
-        len(context),
-        len(generation),
-        sum(request.num_cached_tokens for request in generation),
-    )
-
-
 class _Collector:
     """Follows the iterations of a recording."""
 
     def __init__(self, reader: RecordingReader) -> None:
         header = reader.header
         self._simulation = Simulation(header.settings, header.active, None, header.cache)
-        self._workload = RecordedWorkload()
-        self._arrived: dict[int, tuple[int, Arrival]] = {}
+        self._workload = RecordedWorkload(book=self._simulation.book)
+        self._arrived: dict[int, tuple[int, Arrival, int | None]] = {}
         self._jobs: list[tuple[int, Job]] = []
         self._last: tuple[int, Load] | None = None
         self._num_arrivals = 0
@@ -106,18 +106,19 @@ class _Collector:
         self._last = None
         for arrival in iteration.arrivals:
             came_us = max(start_us - arrival.waited_us, 0)
-            self._arrived[arrival.request_id] = (came_us, arrival)
-            simulation.arrive(arrival)
+            number = _text_number(simulation.arrive(arrival))
+            self._arrived[arrival.request_id] = (came_us, arrival, number)
             latencies.arrived(arrival.request_id, came_us)
         if iteration.decision is not None:
             simulation.begin(iteration)
             simulation.draft(iteration)
             lists = simulation.follow(iteration.decision)
+            plan = simulation.plan(lists, iteration)
             latencies.decided(lists)
-            load = load_of(lists)
-            self._apply(simulation.carry_out(lists, iteration), start_us + iteration.step_us)
-            if not iteration.has_failed and simulation.active:
-                self._last = (start_us, load)
+            step = simulation.run(plan, iteration)
+            self._apply(step, start_us + iteration.step_us)
+            if step.load is not None and simulation.active:
+                self._last = (start_us, step.load)
         elif iteration.is_settled:
             self._apply(simulation.settle(iteration), start_us + iteration.step_us)
         for request in simulation.end(iteration):
@@ -132,8 +133,8 @@ class _Collector:
 
     def finish(self) -> RecordedWorkload:
         """Jobs in the order in which they arrived."""
-        for came_us, arrival in self._arrived.values():
-            self._append(came_us, arrival, arrival.max_new_tokens)
+        for came_us, arrival, number in self._arrived.values():
+            self._append(came_us, arrival, number, arrival.max_new_tokens)
         self._jobs.sort(key=lambda item: (item[1].arrival_us, item[0]))
         self._workload.jobs = [job for _, job in self._jobs]
         return self._workload
@@ -142,9 +143,11 @@ class _Collector:
         self._workload.latencies.ended(request.request_id)
         found = self._arrived.pop(request.request_id, None)
         if found is not None and request.num_generated_tokens > 0:
-            self._append(found[0], found[1], request.num_generated_tokens)
+            self._append(*found, request.num_generated_tokens)
 
-    def _append(self, came_us: int, arrival: Arrival, num_new_tokens: int) -> None:
+    def _append(
+        self, came_us: int, arrival: Arrival, text_number: int | None, num_new_tokens: int
+    ) -> None:
         self._num_arrivals += 1
         if self._num_arrivals > MAX_NUM_JOBS:
             raise RecordingError(f"more than {MAX_NUM_JOBS} requests: cut the recording")
@@ -154,11 +157,20 @@ class _Collector:
             arrival.max_new_tokens,
             num_new_tokens,
             arrival.priority,
+            text_number,
         )
         self._jobs.append((arrival.request_id, job))
 
 
-def check_jobs(jobs: Sequence[Job]) -> None:
-    """`RecordingError` if there is nothing to run."""
+def _text_number(request: LlmRequest) -> int | None:
+    """Where the text of ``request`` is in the book, if there is one."""
+    text = request.tokens
+    return text.number if isinstance(text, MadeUpText) and text.book is not None else None
+
+
+def check_jobs(jobs: Sequence[Job], book: TextBook | None) -> None:
+    """`RecordingError` if there is nothing to run; `ValueError` if texts have no book."""
+    if book is None and any(job.text_number is not None for job in jobs):
+        raise ValueError("these jobs have texts: the book that holds them is needed")
     if not jobs:
         raise RecordingError("the recording holds no request that produced a token")

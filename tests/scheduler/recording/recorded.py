@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,10 +27,12 @@ from inflight_scheduler import (
 )
 from inflight_scheduler.recording import likeness, texts
 from inflight_scheduler.recording import recorder as recorder_module
+from inflight_scheduler.recording.cost_model import CostModel, Load
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.simulation import Lists, scheduler_of
+from inflight_scheduler.recording.whatif import Clock
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -50,9 +53,18 @@ small_settings = st.builds(
 
 
 class RecordedWorld:
-    """The loop of the batch manager around a recorder; the model is that of `World`."""
+    """The loop of the batch manager around a recorder; the model is that of `World`.
 
-    def __init__(self, settings: Settings, scheduler: RequestScheduler | None = None) -> None:
+    With ``prices`` time goes by while a step is waited for, and only then. ``batches`` are all that
+    were planned, one for each decision.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        scheduler: RequestScheduler | None = None,
+        prices: CostModel | None = None,
+    ) -> None:
         self.manager = BlockManager(
             settings.num_blocks,
             settings.tokens_per_block,
@@ -62,18 +74,25 @@ class RecordedWorld:
         self.active = ActiveRequests(self.manager, priority_span=5)
         self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
         self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
+        self.clock = Clock()
         self.recorder = FlightRecorder(
-            settings, software="test", cache_state=self.manager.cache_state
+            settings,
+            software="test",
+            cache_state=self.manager.cache_state,
+            clock=time.monotonic_ns if prices is None else self.clock,
         )
+        self._prices = prices
+        self._price_of_running = 0.0
+        self.batches: list[ScheduledBatch] = []
         self.is_overlapped = settings.is_overlapped
         self.running: ScheduledBatch | None = None
         self.finished: list[LlmRequest] = []
         self.num_pauses = 0
 
-    def arrive(self, request: LlmRequest) -> None:
+    def arrive(self, request: LlmRequest, came_ns: int | None = None) -> None:
         """Make ``request`` active."""
         self.active.add(request)
-        self.recorder.arrived(request)
+        self.recorder.arrived(request, came_ns)
 
     def decide(self) -> Lists:
         """What the scheduler says, noted."""
@@ -92,6 +111,8 @@ class RecordedWorld:
         batch = self.planner.plan(*decision)
         self.num_pauses += len(decision[2])
         self.recorder.carried_out(self.manager.num_free_blocks)
+        self.batches.append(batch)
+        self._wait(batch, decision[1])
         run = self._run_overlapped if self.is_overlapped else self._run
         settled, hurt = run(batch, fault)
         for request in settled:
@@ -106,6 +127,18 @@ class RecordedWorld:
                 self.end(request)
         self.recorder.finish_iteration()
         return decision
+
+    def _wait(self, batch: ScheduledBatch, generation: Sequence[LlmRequest]) -> None:
+        """For the step, overlapped for the one before."""
+        if self._prices is None:
+            return
+        num_cached = sum(request.num_cached_tokens for request in generation)
+        num_tokens = sum(len(chunk.tokens) for chunk in batch.context_chunks)
+        load = Load(num_tokens, len(batch.context_chunks), len(generation), num_cached)
+        price = 0.0 if batch.is_empty else self._prices.predict(load)
+        if self.is_overlapped:
+            price, self._price_of_running = self._price_of_running, price
+        self.clock.time_us += price
 
     def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """Who got a token, and whom a fault has hurt."""
