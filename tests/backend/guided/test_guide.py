@@ -97,9 +97,11 @@ def test_sizes_of_any_text_are_found(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("{", "'guided_decoding_guide' is not JSON"),
-        ("[]", "is no JSON object"),
-        ("true", "is no JSON object"),
+        ("{", "'guided_decoding_guide' is not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ("true", "must be a JSON object"),
+        ('{"items": {"type": "null", "type": "string"}}', "has the key 'type' twice"),
+        ('{"const": 1' + "0" * 5000 + "}", "is not valid JSON"),
         ('{"pattern": "a{6000}"}', "has 6000 symbols when written out, more than 5000"),
         ('{"patternProperties": {"a{3000}": {"pattern": "b{2001}"}}}', "has 5001 symbols"),
         ('{"items": {"x-guidance": {}}}', "has the key 'x-guidance'"),

@@ -214,7 +214,9 @@ def test_parts_of_text_are_one_text(reader: PromptReader) -> None:
     assert joined.prompts == chat(reader, messages=[{"role": "user", "content": "1\n2"}]).prompts
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'{"n": 1, "n": 2}']
+)
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
     with pytest.raises(ApiError, match="body"):
         Body(raw)
