@@ -32,7 +32,7 @@ from inflight_backend.beam_validation import check_beam_width
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.draw_rules import NO_TOKEN
-from inflight_backend.errors import InvalidRequest, RefusalText
+from inflight_backend.errors import InvalidRequest, RefusalText, ServingError
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.guided.service import GuideService
 from inflight_backend.health import LoopHealth
@@ -352,7 +352,7 @@ class GptManager:
             return
         try:
             validate(request, self.limits)
-        except InvalidRequest as error:
+        except ServingError as error:  # also too many grammars at once
             self._refuse(request, error)
             return
         if request.is_ready:
@@ -370,7 +370,7 @@ class GptManager:
                 return
         self._enrol(request)
 
-    def _refuse(self, request: InferenceRequest, error: InvalidRequest) -> None:
+    def _refuse(self, request: InferenceRequest, error: ServingError) -> None:
         self._call("send_response", self._send_cb, request.request_id, [], True, RefusalText(error))
 
     def _enrol(self, request: InferenceRequest) -> None:

@@ -206,6 +206,8 @@ class Frontend:
             rows = split_rows(inputs)
             num_sequences = [read_num_sequences(row, self._max_num_sequences) for row in rows]
             self._check_one_response(inputs, sum(num_sequences))
+            # Now, since validation starts to compile grammars.
+            self._arrivals.check_room(sum(num_sequences), self._describe_load)
             numbers += [self._ids.reserve("") for _ in range(1, sum(num_sequences))]
             streams: Iterator[Stream] = iter([stream])
             if len(numbers) > 1:
