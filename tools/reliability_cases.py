@@ -211,7 +211,7 @@ SECTIONS = (
             "tritonserver killed or hung: restarted, clients get an error, no shared memory left",
             "a server that fails again and again: backoff, then one clear line and exit code 1",
             "256 requests active at once",
-            "random tensors, word lists, ids, parameters, recordings, checkpoints: our errors only",
+            "random tensors, ids, parameters, grammars, recordings, checkpoints: our errors only",
             "errors hold no path, address, key or traceback; the log holds no prompt",
             "launcher killed: server and model end, the next run sweeps what was left",
             "device lost for good: readiness false, and a restart",

@@ -29,6 +29,7 @@ ODD = [float("nan"), float("inf"), -float("inf")]
 TEXTS = st.one_of(
     st.binary(max_size=40),
     st.text(max_size=40).map(str.encode),
+    st.sampled_from([b'{"n": 1, "stop": ["x"]}', b'{"max_tokens": 2, "max_tokens": 4}']),
     st.sampled_from([b"", b"\0", b"\xed\xa0\x80", b"1 2 3", b"\x1b[2J", b"{" * 2000, b"9" * 5000]),
 )
 
@@ -107,6 +108,8 @@ def send(server: Server, tensors: dict[str, np.ndarray[Any, Any]], request_id: s
 @fuzzing
 @given(tensors=requests(), request_id=st.text(max_size=5))
 @example({"text_input": np.array([[b"\0\x1b[2J"]], dtype=np.object_)}, "\n")
+@example({"sampling_parameters": np.array([[True]])}, "")
+@example({"sampling_parameters": np.array([[b"[" * 2000]], dtype=np.object_)}, "")
 def test_any_tensors_are_served_or_refused_by_name(
     server: Server, tensors: dict[str, np.ndarray[Any, Any]], request_id: str
 ) -> None:

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from fuzz.fuzzing import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight_backend.errors import InvalidRequest
@@ -88,8 +89,8 @@ def test_unrolled_size(pattern: str, size: int) -> None:
     assert unrolled_size(pattern) == size
 
 
+@fuzzing
 @given(st.text(alphabet="ab()[]{}\\,0159|*+?^$", max_size=200))
-@settings(max_examples=150, deadline=None)
 def test_sizes_of_any_text_are_found(pattern: str) -> None:
     assert unrolled_size(pattern) >= 0
 
