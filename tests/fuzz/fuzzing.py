@@ -1,5 +1,5 @@
 """How long the fuzzers run: briefly in every test run, for hours with
-``FUZZ_EXAMPLES=1000000 pytest -m fuzz --timeout 0``. What one has found stays as its ``@example``."""
+``FUZZ_EXAMPLES=1000000 pytest -m fuzz --timeout 0``. What one has found is its ``@example``."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def send(server: Server, tensors: dict[str, np.ndarray[Any, Any]], request_id: s
     return request.sender
 
 
-@pytest.mark.case(6, 34, 122, 123)
+@pytest.mark.case(6, 122, 123)
 @fuzzing
 @given(tensors=requests(), request_id=st.text(max_size=5))
 @example({"text_input": np.array([[b"\0\x1b[2J"]], dtype=np.object_)}, "\n")

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
+from inflight_backend.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    RequestInFlight,
+    UnsupportedRequest,
+)
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
@@ -44,6 +49,7 @@ Array = npt.NDArray[Any]
 _MAX_FEEDS = 16
 
 _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
+    (UnsupportedRequest, "UNSUPPORTED"),  # before its base
     (InvalidRequest, "INVALID_ARG"),
     (RequestInFlight, "ALREADY_EXISTS"),
     (CapacityExceeded, "UNAVAILABLE"),
