@@ -187,7 +187,7 @@ SECTIONS = (
             "chat template with attribute access, endless loop, 100 MB: sandboxed, bounded",
             "numpy, Triton or Python that cannot work: one clear line at start",
             "two servers on one host",
-            "cache folder that others can write",
+            "cache folder (of compiled kernels) that others can write: refused",
         ),
     ),
     Section(

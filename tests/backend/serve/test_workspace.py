@@ -32,7 +32,6 @@ def shared_memory(workspace: Workspace) -> Path:
     return Path("/dev/shm") / f"{workspace.shm_prefix}2e0b-76c3"
 
 
-@pytest.mark.case(110)
 def test_folder_is_private_and_goes_with_its_shared_memory(temporary_folder: Path) -> None:
     with Workspace() as workspace:
         assert workspace.path.parent == temporary_folder
