@@ -117,7 +117,9 @@ class BeamStream:
 def has_beams(inputs: Mapping[str, Array]) -> bool:
     """True for a request that searches; what is wrong with its width is said later."""
     width = inputs.get("beam_width")
-    return width is not None and width.size == 1 and bool(width.reshape(-1)[0] > 1)
+    if width is None or width.size != 1 or width.dtype != np.int32:
+        return False  # validation names what is wrong with it
+    return bool(width.reshape(-1)[0] > 1)
 
 
 def set_beam_tensors(
