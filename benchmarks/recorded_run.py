@@ -77,12 +77,13 @@ def run_recorded(
     num_blocks: int,
     tokens_per_block: int = 16,
     max_num_tokens: int = 512,
+    max_seq_len: int = 512,
 ) -> None:
     """Run ``requests`` to their end and leave the recording at ``path``."""
     params = TrtGptModelOptionalParams(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
-        max_seq_len=512,
+        max_seq_len=max_seq_len,
         device="cpu",
         record_file=str(path),
         kv_cache_config=KvCacheConfig(

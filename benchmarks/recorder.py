@@ -1,10 +1,12 @@
 """What the flight recorder costs, inside the real loop: the demo model on a CPU.
 
-For each number of requests at once: the time an iteration takes, the time the recorder's calls take
-in it (measured around each call, timers included), with the ring alone and with a file. And what
-it costs, once in 512 iterations, to remember what a full pool has cached (block reuse).
+For each number of requests at once and each length of their prompts: the time an iteration takes,
+the time the recorder's calls take in it (measured around each call, timers included), with the ring
+alone and with a file. The prompts are the same, so all but the first are found in the cache: the
+iterations are short, and the recorder has every token to compare. With block reuse also: what the
+text of a request costs, and, once in 512 iterations, to remember what a full pool has cached.
 
-    python benchmarks/recorder.py --requests 1 8 64 256 --tokens 200
+    python benchmarks/recorder.py --requests 1 8 64 256 --prompts 8 1000 4000 --tokens 150
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +75,13 @@ def replaced(**attributes: Any) -> Iterator[None]:
         setattr(inflight_batcher, name, value)
 
 
-def measure(num_requests: int, num_tokens: int, folder: Path, *, has_file: bool) -> dict[str, Any]:
+def measure(
+    num_requests: int, prompt_len: int, num_tokens: int, folder: Path, *, has_file: bool
+) -> dict[str, Any]:
     """One run with so many requests at once, all from the start."""
     costs: list[int] = []
     path = folder / "recording.jsonl"
-    requests = [TimedRequest(0.0, 8, num_tokens - k % 50) for k in range(num_requests)]
+    requests = [TimedRequest(0.0, prompt_len, num_tokens - k % 50) for k in range(num_requests)]
     file = RecordingFile if has_file else _NoFile
     with replaced(FlightRecorder=timed_recorder(costs), RecordingFile=file):
         run_recorded(
@@ -84,8 +89,9 @@ def measure(num_requests: int, num_tokens: int, folder: Path, *, has_file: bool)
             path,
             CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
             max_batch_size=num_requests,
-            num_blocks=num_requests * -(-(num_tokens + 8) // 16),
-            max_num_tokens=max(512, 9 * num_requests),
+            num_blocks=num_requests * -(-(num_tokens + prompt_len) // 16),
+            max_num_tokens=max(512, prompt_len, 9 * num_requests),
+            max_seq_len=max(512, prompt_len + num_tokens),
         )
     with open_recording(path) as reader:
         samples = read_workload(reader).samples
@@ -93,14 +99,39 @@ def measure(num_requests: int, num_tokens: int, folder: Path, *, has_file: bool)
     recorder = statistics.fmean(costs) / 1000
     return {
         "requests": num_requests,
+        "prompt_tokens": prompt_len,
         "file": has_file,
         "iterations": len(costs),
         "iteration_us": round(turn, 1),
         "recorder_us": round(recorder, 2),
         "recorder_us_median": round(statistics.median(costs) / 1000, 2),
+        "recorder_us_max": round(max(costs) / 1000, 2),
         "share_percent": round(100 * recorder / turn, 3),
         "bytes_per_iteration": round(path.stat().st_size / len(costs), 1),
     }
+
+
+def measure_texts(prompt_len: int, num_requests: int = 64) -> dict[str, Any]:
+    """What the texts of requests cost that come one after another and generate 64 tokens.
+
+    Each begins like all others, up to its last 8 prompt tokens.
+    """
+    manager = BlockManager(1024, 32, enable_reuse=True, may_copy_blocks=True)
+    texts = RecordedTexts(65_536, 32, manager.cache_state)
+    costs = []
+    for number in range(num_requests):
+        prompt = [*range(300, 300 + prompt_len - 8), *range(number, number + 8)]
+        request = LlmRequest(number, prompt, 64)
+        start = time.perf_counter_ns()
+        texts.add(request)
+        texts.likeness(request)
+        costs.append(time.perf_counter_ns() - start)
+        request.tokens.extend(range(64))
+        start = time.perf_counter_ns()
+        texts.grow(request, is_last=True)
+        costs[-1] += time.perf_counter_ns() - start
+    median = statistics.median(costs) / 1000
+    return {"prompt_tokens": prompt_len, "us_per_request_median": round(median, 1)}
 
 
 def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str, Any]:
@@ -139,19 +170,21 @@ def main() -> None:
     """Measure and write benchmarks/results/recorder.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8, 1000, 4000])
+    parser.add_argument("--tokens", type=int, default=150)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        measure(1, 60, Path(folder), has_file=False)  # warm
-        for number in args.requests:
-            for has_file in (False, True):
-                rows.append(measure(number, args.tokens, Path(folder), has_file=has_file))
-                print(rows[-1], flush=True)
+        measure(1, 8, 60, Path(folder), has_file=False)  # warm
+        for prompt_len, number, has_file in product(args.prompts, args.requests, (False, True)):
+            rows.append(measure(number, prompt_len, args.tokens, Path(folder), has_file=has_file))
+            print(rows[-1], flush=True)
+    texts = [measure_texts(prompt_len) for prompt_len in (128, 1000, 4000, 16_000, 64_000)]
     states = [measure_cache_state(num_blocks) for num_blocks in (2048, 16_384, 65_536)]
-    print(*states, sep="\n")
-    result = {**describe_run("torch", "inflight"), "rows": rows, "cache_states": states}
+    print(*texts, *states, sep="\n")
+    result = {**describe_run("torch", "inflight"), "rows": rows, "texts": texts}
+    result["cache_states"] = states
     print(write_result("recorder", result, args.output))
 
 

@@ -76,6 +76,10 @@ class Sink:
         """Nothing fails here."""
         raise RuntimeError(message)
 
+    def end_with(self, message: str, code: str = "INTERNAL") -> None:
+        """Nothing fails here."""
+        raise RuntimeError(message)
+
     def abandon(self, message: str) -> None:
         """Nothing fails here."""
         raise RuntimeError(message)

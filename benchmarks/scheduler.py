@@ -1,6 +1,7 @@
 """What an iteration of the scheduler costs: decide, plan, update, in microseconds.
 
 ``incremental`` is what `GptManager` runs: `ActiveRequests`, whose cost grows with what changes.
+``overlapped`` is the same in the loop for a GPU, which plans a step while the one before it runs.
 ``naive`` is the same decision by the rules alone, everything recomputed from every request in each
 iteration, as in the published Python scheduler of TensorRT-LLM. No engine: tokens are constant.
 Times are processor time of the thread. The machine may be shared, and whoever works beside us takes
@@ -37,6 +38,7 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     LlmRequest,
     LlmRequestState,
+    ScheduledBatch,
     make_scheduler,
 )
 
@@ -53,7 +55,7 @@ class Case:
     policy: CapacitySchedulerPolicy
     num_active: int
     has_reuse: bool
-    is_incremental: bool
+    design: str
 
 
 class Load:
@@ -65,24 +67,32 @@ class Load:
         self.shared = [self.dice.randrange(32000) for _ in range(SHARED_LEN)]
         num_blocks = case.num_active * ((PROMPT_LEN + MAX_NEW) // TOKENS_PER_BLOCK)
         self.manager = BlockManager(num_blocks, TOKENS_PER_BLOCK, enable_reuse=case.has_reuse)
-        self.tracked = ActiveRequests(self.manager) if case.is_incremental else None
+        self.tracked = None if case.design == "naive" else ActiveRequests(self.manager)
         self.plain: list[LlmRequest] = []
         self.planner = BatchPlanner(self.manager, case.num_active, self.tracked)
         self.scheduler = make_scheduler(case.policy, self.manager, max_batch_size=case.num_active)
         self.num_arrivals = 0
+        self.running = ScheduledBatch(0)  # overlapped: the step whose tokens come next
         for _ in range(case.num_active):
             self._arrive(1 + self.num_arrivals * MAX_NEW // case.num_active)
         self.iterate()  # all contexts at once
 
     def iterate(self) -> tuple[float, float, float]:
-        """One iteration; seconds of decide, plan and update (releasing included)."""
+        """One iteration; seconds of decide, plan and update (releasing included).
+
+        Overlapped, what comes before the step is started counts as plan (`BatchPlanner.advance`).
+        """
         active = self.plain if self.tracked is None else self.tracked
         start = time.thread_time()
         context, generation, paused = self.scheduler.schedule_request(active, ())
         decided = time.thread_time()
         batch = self.planner.plan(context, generation, paused)
+        if self.case.design == "overlapped":
+            self.planner.advance(batch)
+            batch, self.running = self.running, batch
         planned = time.thread_time()
-        advanced = self.planner.update(batch, [7] * (len(context) + len(generation)))
+        apply = self.planner.settle if self.case.design == "overlapped" else self.planner.update
+        advanced = apply(batch, [7] * batch.num_drawn)
         finished = [request for request in advanced if request.state is COMPLETE]
         for request in finished:
             self.planner.release(request)
@@ -118,7 +128,7 @@ def measure(case: Case, num_iterations: int) -> dict[str, Any]:
         "policy": case.policy.name,
         "active": case.num_active,
         "reuse": case.has_reuse,
-        "design": "incremental" if case.is_incremental else "naive",
+        "design": case.design,
         "iterations": num_iterations,
         "decide_us": round(parts[0], 1),
         "plan_us": round(parts[1], 1),
@@ -155,11 +165,11 @@ def main() -> None:
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
     cases = [
-        Case(policy, num_active, has_reuse, is_incremental)
+        Case(policy, num_active, has_reuse, design)
         for policy in CapacitySchedulerPolicy
         for num_active in args.active
         for has_reuse in (False, True)
-        for is_incremental in (True, False)
+        for design in ("incremental", "overlapped", "naive")
     ]
     runs: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in range(args.repeats):

@@ -47,23 +47,25 @@ def test_the_example_without_triton_serves_a_checkpoint() -> None:
     assert '"Used KV cache blocks": 0' in result.stderr.splitlines()[-1]
 
 
-def test_the_scheduler_of_the_page_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code block of docs/scheduling.md, run as the manager's scheduler."""
+@pytest.mark.parametrize("name", ["ShortestFirst", "HalfOfThePlaces"])
+def test_the_schedulers_of_the_page_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The code blocks of docs/scheduling.md, run as the manager's scheduler."""
     page = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     module = types.ModuleType("docs_scheduler")
     exec(compile(code, "docs/scheduling.md", "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, "docs_scheduler", module)
     recorder = Recorder([request(i, [100 * i], 40 - 5 * i) for i in range(1, 7)])
     finished: list[int] = []
     recorder.on_response = lambda i, is_final: finished.append(i) if is_final else None
-    params = TrtGptModelOptionalParams(
-        max_batch_size=2, scheduler_class="docs_scheduler:ShortestFirst"
-    )
+    params = TrtGptModelOptionalParams(max_batch_size=2, scheduler_class=f"docs_scheduler:{name}")
     with running(recorder, CountingEngine(num_blocks=16), params=params):
         recorder.wait_for_finals(*range(1, 7))
     for i in range(1, 7):
         assert recorder.tokens(i) == list(range(100 * i + 1, 100 * i + 41 - 5 * i))
+    assert "takes over" not in caplog.text
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 
-from inflight_scheduler import BlockManager, LlmRequest, RequestScheduler
+from inflight_scheduler import (
+    BlockManager,
+    CapacityResult,
+    CapacityScheduler,
+    ContextChunking,
+    LlmRequest,
+    MaxUtilizationScheduler,
+    MicroBatchScheduler,
+    RequestScheduler,
+    ScheduleResult,
+    SimpleScheduler,
+)
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
@@ -95,3 +106,94 @@ class StuckAt13(OneAtATime):
             time.sleep(1.0)
         context = [r for r in active_requests if r.is_context_init_state]
         return context, [r for r in active_requests if r.is_generation_in_progress_state], []
+
+
+class FirstTwo(CapacityScheduler):
+    """A capacity scheduler without a constructor: nobody but the first two may hold cache."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest]
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Never pauses."""
+        return list(active_requests[:2]), []
+
+
+class FirstOne(FirstTwo):
+    """Nobody but the first."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest]
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Never pauses."""
+        return list(active_requests[:1]), []
+
+
+class ShortestFits(MaxUtilizationScheduler):
+    """Pauses whoever has the most to do."""
+
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
+        """The walk of max_utilization, in another order."""
+        return super().schedule_request(sorted(active_requests, key=lambda r: r.max_num_tokens))
+
+
+class ThreeAtOnce(MicroBatchScheduler):
+    """Half of what the server would run."""
+
+    def schedule(
+        self, fitting_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int] = ()
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Only the first three that fit."""
+        return super().schedule(fitting_requests[:3], inflight_request_ids)
+
+
+class AsksForMore(ThreeAtOnce):
+    """Its constructor wants what nobody gives."""
+
+    def __init__(self, max_batch_size: int, max_num_tokens: int, friend: object) -> None:
+        super().__init__(max_batch_size, max_num_tokens)
+
+
+class GenerationAlone(SimpleScheduler):
+    """No context beside generation."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> ScheduleResult:
+        """The default's decision, without its contexts where anybody generates."""
+        result = super().schedule_request(active_requests, inflight_request_ids)
+        context, generation, _ = result
+        if generation:
+            context.clear()
+        return result
+
+
+class OwnParts(SimpleScheduler):
+    """Both parts are the user's."""
+
+    def __init__(
+        self, block_manager: BlockManager, max_batch_size: int, max_num_tokens: int
+    ) -> None:
+        super().__init__(
+            ShortestFits(max_batch_size, block_manager), ThreeAtOnce(max_batch_size, max_num_tokens)
+        )
+
+
+class CutsContexts(RequestScheduler):
+    """Asks for the setting of chunked context."""
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_batch_size: int,
+        max_num_tokens: int,
+        *,
+        chunking: ContextChunking | None,
+    ) -> None:
+        self.micro_batch = MicroBatchScheduler(max_batch_size, max_num_tokens, chunking=chunking)
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Whoever is there, as the default runs them."""
+        context, generation = self.micro_batch.schedule(active_requests, inflight_request_ids)
+        return context, generation, []

@@ -28,7 +28,18 @@ class CallbackGuard:
             return None
 
     def call_for_list(
-        self, name: str, callback: Callable[..., Iterable[_Result]], *args: object
+        self, name: str, callback: Callable[..., Iterable[_Result] | None], *args: object
     ) -> list[_Result]:
-        """What a callback returns, as a list; empty if it fails or returns no collection."""
-        return self.call(name, lambda: list(callback(*args) or ())) or []
+        """What a callback returns, as a list; empty if that is None or no collection.
+
+        If it fails on its way, as a generator may, what came before is kept.
+        """
+        items: list[_Result] = []
+
+        def collect() -> None:
+            found = callback(*args)
+            for item in () if found is None else found:
+                items.append(item)
+
+        self.call(name, collect)
+        return items

@@ -5,8 +5,8 @@ The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager
 
 Order of one iteration, and what each part may do:
 
-1. *get* new requests, at most as many as there is room for (one whose grammar is being compiled
-   waits beside the others until it is); end those whose time is up;
+1. *get* new requests, at most as many as there is room for, and take them in (`RequestIntake`);
+   end those whose time is up;
 2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
 3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
    (in the overlapped loop these are the tokens of the step before, see `step_loop`);
@@ -14,26 +14,28 @@ Order of one iteration, and what each part may do:
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
 
-A failing step ends the requests of that step with an error; a failing callback is logged; whatever
-else escapes ends all requests with an error. None of them stops the loop (see `LoopHealth`).
+A request that cannot be taken ends alone; a failing step ends the requests of that step with an
+error; a failing callback is logged; whatever else escapes ends all requests with an error. None of
+them stops the loop (see `LoopHealth`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_backend.beam_validation import check_beam_width
 from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.draw_rules import NO_TOKEN
-from inflight_backend.errors import InvalidRequest, RefusalText, ServingError
-from inflight_backend.guided.preparing import PreparingRequests
+from inflight_backend.errors import RefusalText
 from inflight_backend.guided.service import GuideService
 from inflight_backend.health import LoopHealth
 from inflight_backend.inference_request import (
@@ -47,7 +49,7 @@ from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.questions import Questions
-from inflight_backend.request_validation import validate
+from inflight_backend.request_intake import RequestIntake
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.stop_words import StopWordWatch
@@ -60,6 +62,9 @@ from inflight_scheduler import (
     ScheduledBatch,
     TrtGptModelType,
 )
+
+if TYPE_CHECKING:
+    from inflight_backend.guided.masks import Matcher
 
 _logger = logging.getLogger(__name__)
 
@@ -126,7 +131,6 @@ class GptManager:
         )
         self._rules = self._batcher.rules
         self._rules.guides.tokenizer_end_id = self._guide_service.end_id
-        self._preparing = PreparingRequests()
         self.model_type = model_type
         is_v1 = model_type == TrtGptModelType.V1
         self._static_tally = StaticBatchTally() if is_v1 else None
@@ -137,6 +141,12 @@ class GptManager:
             may_stream=not is_v1,
             start_guide=self._guide_service.start,
             guided_end_id=self._guide_service.end_id,
+        )
+        self._intake = RequestIntake(
+            self.limits,
+            lambda request_id: self._active.get(request_id) is not None,
+            self._enrol,
+            self._refuse,
         )
         self.max_num_requests = params.max_batch_size
         self._get_cb = get_inference_requests_cb
@@ -151,7 +161,7 @@ class GptManager:
         self._stop_words = StopWordWatch()
         self.lengths = TokenLengths()
         self._gatherer = self._batcher.gatherer
-        self._responses: list[_Response] = []
+        self._responses: deque[_Response] = deque()
         self._iteration = 0
         self._batch = _NO_BATCH
         self._is_idle = True
@@ -193,7 +203,7 @@ class GptManager:
 
     def get_num_active_requests(self) -> int:
         """Requests accepted and not finished."""
-        return len(self._active) + len(self._preparing)
+        return len(self._active) + len(self._intake)
 
     def wake(self) -> None:
         """Ask for requests and stop signals now instead of at the next poll; from any thread."""
@@ -228,7 +238,7 @@ class GptManager:
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
-        while not (self._is_closing and not self._active and not self._preparing):
+        while not self._is_closing or self._active or self._intake:
             try:
                 self._iterate()
             except BaseException:  # our bug, or a callback that wants to end the thread
@@ -246,8 +256,7 @@ class GptManager:
     def _iterate(self) -> None:
         if not self._is_closing:
             self.fetch_new_requests()
-        for request in self._preparing.take_ready():
-            self._admit(request)
+        self._intake.take_in()
         was_active = bool(self._active)
         self.finish_timed_out_requests()
         self.step()
@@ -260,16 +269,15 @@ class GptManager:
             self._stats = self._measure()
 
     def fetch_new_requests(self) -> None:
-        """Get and accept new requests; a bad one is answered with an error of its own."""
+        """Get new requests, for the intake."""
         room = self.max_num_requests - self.get_num_active_requests()
         room = max(room, 0)  # negative would mean unbounded
         for request in self._call_for_list("get_inference_requests", self._get_cb, room):
-            if not isinstance(request, InferenceRequest):
-                _logger.error("the get callback returned a %s", type(request).__name__)
-            elif request.request_id == self._terminate_req_id:
+            is_request = isinstance(request, InferenceRequest)
+            if is_request and request.request_id == self._terminate_req_id:
                 self._is_closing = True
             else:
-                self._accept(request)
+                self._intake.put(request)
 
     def finish_timed_out_requests(self) -> None:
         """End requests past a deadline; without any token that is an error with the reason."""
@@ -303,21 +311,19 @@ class GptManager:
             self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
-        """Send everything this iteration produced; all state of finished requests is free."""
-        responses, self._responses = self._responses, []
-        spoilt: list[LlmRequest] = []  # they have had their final
-        for response in responses:
+        """Send everything this iteration produced; all state of finished requests is free.
+
+        Responses leave their list one by one: whatever is raised here, the others are still there.
+        """
+        while self._responses:
+            response = self._responses.popleft()
             request, is_final, error = response.request, response.is_final, response.error
-            if request in spoilt:
-                continue
             try:
                 tensors = [] if error else make_tensors(request, is_final, self._gatherer)
-            except Exception:  # this one ends with an error, the others get theirs
+            except BaseException:  # this one ends with an error, the others get theirs
                 _logger.exception("a response of request %d cannot be built", request.request_id)
-                tensors, is_final, error = [], True, "the response could not be built"
-                self._end(request, error)
-                spoilt.append(request)
-                self._responses = [kept for kept in self._responses if kept.request is not request]
+                self._end_instead(request, "the response could not be built")
+                continue
             if error:
                 self._gatherer.discard(request.request_id)
             self._call("send_response", self._send_cb, request.request_id, tensors, is_final, error)
@@ -327,12 +333,11 @@ class GptManager:
         if self._poll_cb is None:
             return
         for request_id in self._call_for_list("poll_stop_signal", self._poll_cb):
-            if not isinstance(request_id, int):
+            if not isinstance(request_id, Integral):
                 _logger.error("the stop callback returned a %s", type(request_id).__name__)
                 continue
-            prepared = self._preparing.take(request_id)
-            if prepared is not None:
-                self._enrol(prepared)
+            request_id = int(request_id)  # from numpy, perhaps
+            self._intake.stop_waiting(request_id)
             request = self._active.get(request_id)
             if request is not None:
                 request.finish(FinishReason.CANCELLED)
@@ -345,43 +350,30 @@ class GptManager:
         if self._stats_cb is not None:
             self._call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 
-    def _accept(self, request: InferenceRequest) -> None:
-        is_known = request.request_id in self._preparing
-        if is_known or self._active.get(request.request_id) is not None:
-            _logger.error("request id %d is in flight; not accepted again", request.request_id)
-            return
+    def _refuse(self, request_id: int, error: str) -> None:
+        self._call("send_response", self._send_cb, request_id, [], True, error)
+
+    def _enrol(
+        self, request: InferenceRequest, llm_request: LlmRequest, matcher: Matcher | None
+    ) -> None:
+        """The one way in: everybody who works for a request knows it from now on, or nobody."""
         try:
-            validate(request, self.limits)
-        except ServingError as error:  # also too many grammars at once
-            self._refuse(request, error)
-            return
-        if request.is_ready:
-            self._admit(request)
-        else:
-            self._preparing.add(request)
-
-    def _admit(self, request: InferenceRequest) -> None:
-        """Make a request active, guided if it asked for that."""
-        if request.guide is not None:
-            try:
-                self._rules.guides.add(request.request_id, request.guide.take())
-            except InvalidRequest as error:
-                self._refuse(request, error)
-                return
-        self._enrol(request)
-
-    def _refuse(self, request: InferenceRequest, error: ServingError) -> None:
-        self._call("send_response", self._send_cb, request.request_id, [], True, RefusalText(error))
-
-    def _enrol(self, request: InferenceRequest) -> None:
-        llm_request = validate(request, self.limits)
-        self._rules.processors.add(request)
-        self._active.add(llm_request)
-        self._deadlines.add(llm_request)
-        if llm_request.beams is None:  # a search looks for them in every beam
-            self._stop_words.add(llm_request, llm_request.stop_words)
-        self._gatherer.add(llm_request, request.created_ns)
-        self._batcher.recorder.arrived(llm_request, request.created_ns)
+            if matcher is not None:
+                self._rules.guides.add(request.request_id, matcher)
+            self._rules.processors.add(request)
+            self._active.add(llm_request)
+            self._deadlines.add(llm_request)
+            if llm_request.beams is None:  # a search looks for them in every beam
+                self._stop_words.add(llm_request, llm_request.stop_words)
+            self._gatherer.add(llm_request, request.created_ns)
+            self._batcher.recorder.arrived(llm_request, request.created_ns)
+        except BaseException:
+            self._rules.discard(llm_request.request_id)
+            self._stop_words.forget(llm_request)
+            self._gatherer.discard(llm_request.request_id)
+            self._batcher.recorder.withdrawn(llm_request)
+            self._active.remove(llm_request)  # from now on its deadlines are nobody's
+            raise
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
@@ -397,14 +389,22 @@ class GptManager:
 
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
-        self._batcher.planner.release(request)
         self._rules.discard(request.request_id)
+        self._batcher.planner.release(request)
         if self._active.remove(request):
+            self._responses.append(_Response(request, is_final=True, error=error))
             self.health.ended()
             if not error:
                 self.lengths.ended(request)
             self._stop_words.forget(request)
             self._batcher.recorder.ended(request, error)
+
+    def _end_instead(self, request: LlmRequest, error: str) -> None:
+        """End a request with ``error`` in place of the responses that it was still to get."""
+        self._responses = deque(each for each in self._responses if each.request is not request)
+        if self._active.get(request.request_id) is request:
+            self._end(request, error)
+        else:  # it holds nothing any more; what could not be built was its final response
             self._responses.append(_Response(request, is_final=True, error=error))
 
     def _measure(self) -> IterationStats:
@@ -433,14 +433,15 @@ class GptManager:
 
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""
-        for prepared in self._preparing.take_all():
-            self._enrol(prepared)
-        for request in list(self._active):
+        self._intake.end_waiting(error)
+        requests = list(self._active)
+        for request in requests:
             try:
                 self._end(request, error)
             except BaseException:
                 _logger.exception("request %d could not release all it held", request.request_id)
-                self._active.remove(request)
-                self._responses.append(_Response(request, is_final=True, error=error))
+        told = {each.request.request_id for each in self._responses if each.is_final}
+        untold = [request for request in requests if request.request_id not in told]
+        self._responses += [_Response(request, is_final=True, error=error) for request in untold]
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()

@@ -36,8 +36,9 @@ class InferenceRequest:
     """A request as the get-inference-requests callback returns it: an id and named tensors.
 
     ``request_id`` is an unsigned 64-bit number, unique among the requests in flight. Tensors carry
-    the leading batch dimension of 1. `set_tensor` refuses an unknown name and None; `get_tensor`
-    refuses a tensor that was not set.
+    the leading batch dimension of 1. `set_tensor` refuses an unknown name and what is no
+    array; `get_tensor` refuses a tensor that was not set. A request may be sent again after its
+    final response; its deadlines still count from when the object was made.
     """
 
     __slots__ = (
@@ -97,17 +98,16 @@ class InferenceRequest:
         """Set one tensor; renamed inputs are stored under the name used inside."""
         if name not in protocol.INPUT_BY_NAME or name in protocol.CONTROL_INPUTS:
             raise InvalidRequest(f"invalid tensor name '{name}'")
-        if tensor is None:
-            raise InvalidRequest(f"tensor '{name}' is None")
+        array = _checked(name, tensor)
         inner_name = protocol.RENAMED_INPUTS.get(name, name)
         if inner_name in self._tensors:
             raise InvalidRequest(f"'{inner_name}' is given twice (also as '{name}')")
-        self._tensors[inner_name] = np.asarray(tensor)
+        self._tensors[inner_name] = array
         self._sent_names[inner_name] = name
 
     def replace_tensor(self, name: str, tensor: Array) -> None:
         """Set one tensor, by the name used inside, whether it was set or not."""
-        self._tensors[name] = tensor
+        self._tensors[name] = _checked(name, tensor)
 
     def get_tensor(self, name: str) -> Array:
         """The tensor called ``name``; an error if it was not set."""
@@ -125,6 +125,14 @@ class InferenceRequest:
     def has_tensor(self, name: str) -> bool:
         """True if the tensor was set."""
         return protocol.RENAMED_INPUTS.get(name, name) in self._tensors
+
+
+def _checked(name: str, tensor: Array) -> Array:
+    if tensor is None:
+        raise InvalidRequest(f"tensor '{name}' is None")
+    if not isinstance(tensor, np.ndarray | np.generic):
+        raise InvalidRequest(f"tensor '{name}' is a {type(tensor).__name__}, not an array of numpy")
+    return np.asarray(tensor)
 
 
 GetInferenceRequestsCallback = Callable[[int], Sequence[InferenceRequest]]

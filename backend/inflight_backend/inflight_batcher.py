@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -21,18 +21,21 @@ from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
 from inflight_backend.step_outputs import StepOutputs
-from inflight_backend.user_scheduler import Decision, GuardedScheduler, find_scheduler_class
+from inflight_backend.user_scheduler import (
+    Decision,
+    GuardedScheduler,
+    find_scheduler_class,
+    make_guarded,
+)
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
     BlockManager,
     CapacitySchedulerPolicy,
     ContextChunking,
-    LlmRequest,
     RequestScheduler,
     ScheduledBatch,
     WaitReason,
-    check_decision,
     explain,
     explain_left_out,
     make_scheduler,
@@ -167,6 +170,7 @@ class InflightBatcher:
         self._is_overlapped = params.overlap_scheduler.is_on(engine)
         self._max_batch_size = params.max_batch_size
         self._chunking = self._make_chunking(params)
+        self._settings = self._make_settings(params)
         self._scheduler = self._make_scheduler(params)
         self._lists: Decision = ([], [], [])
         self.limits = self._make_limits(params)
@@ -223,6 +227,7 @@ class InflightBatcher:
         if self.active or self.block_manager.num_used_blocks:
             return False
         try:
+            self.active.check_integrity()
             self.block_manager.check_integrity()
             self.planner.slots.check_integrity(())
         except Exception:
@@ -292,20 +297,15 @@ class InflightBatcher:
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
-            return self._make_default(self.policy)
-        scheduler_class = find_scheduler_class(params.scheduler_class)
-        try:
-            scheduler = scheduler_class(
-                self.block_manager, self._max_batch_size, self.engine.max_num_tokens
+            return make_scheduler(
+                self.policy,
+                self.block_manager,
+                max_batch_size=self._max_batch_size,
+                max_num_tokens=self.engine.max_num_tokens,
+                chunking=self._chunking,
             )
-        except Exception as error:
-            raise ConfigurationError(
-                f"scheduler_class = '{params.scheduler_class}' cannot be made: {error}"
-            ) from error
-        # A foreign scheduler may have admitted more than any reservation holds, so whoever takes
-        # over from it must be able to pause.
-        default = self._make_default(CapacitySchedulerPolicy.MAX_UTILIZATION)
-        return GuardedScheduler(scheduler, default, self._check)
+        scheduler_class = find_scheduler_class(params.scheduler_class)
+        return make_guarded(scheduler_class, self._settings, self.planner)
 
     def _make_drafter(self, params: TrtGptModelOptionalParams) -> Drafter | None:
         config = params.speculative_decoding_config
@@ -323,8 +323,8 @@ class InflightBatcher:
             lambda request: self.rules.has_any(request.request_id),
         )
 
-    def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
-        settings = Settings(
+    def _make_settings(self, params: TrtGptModelOptionalParams) -> Settings:
+        return Settings(
             policy=self.policy,
             num_blocks=self.engine.num_blocks,
             tokens_per_block=self.engine.tokens_per_block,
@@ -336,6 +336,8 @@ class InflightBatcher:
             scheduler_class=params.scheduler_class,
             is_overlapped=self._is_overlapped,
         )
+
+    def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
         sink = None
         try:
             if params.record_file:
@@ -346,7 +348,7 @@ class InflightBatcher:
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
             ) from None
         return FlightRecorder(
-            settings,
+            self._settings,
             software=version("inflight"),
             sink=sink,
             cache_state=self.block_manager.cache_state,
@@ -364,29 +366,6 @@ class InflightBatcher:
         unit_size = params.context_chunk_unit or self.engine.tokens_per_block
         return ContextChunking(
             params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
-        )
-
-    def _make_default(self, policy: CapacitySchedulerPolicy) -> RequestScheduler:
-        return make_scheduler(
-            policy,
-            self.block_manager,
-            max_batch_size=self._max_batch_size,
-            max_num_tokens=self.engine.max_num_tokens,
-            chunking=self._chunking,
-        )
-
-    def _check(
-        self, decision: object, active: Sequence[LlmRequest], inflight_ids: Collection[int]
-    ) -> Decision:
-        return check_decision(
-            decision,
-            active,
-            inflight_ids,
-            block_manager=self.block_manager,
-            num_free_slots=self.planner.num_free_slots,
-            max_batch_size=self._max_batch_size,
-            max_num_tokens=self.engine.max_num_tokens,
-            may_chunk=self._chunking is not None,
         )
 
     def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:

@@ -30,7 +30,7 @@ from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.stream import ResponseFactory
-from inflight_backend.triton.watchdog import Watchdog, Watched
+from inflight_backend.triton.watchdog import Mover, Watchdog, Watched
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 _logger = logging.getLogger(__name__)
@@ -100,13 +100,14 @@ class TritonPythonModel:
         """Stop what still runs, and every thread, in the order in which they feed one another."""
         faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
         self._watchdog.close()
-        self._housekeeper.close()
+        self._housekeeper.close(is_stuck=self._watchdog.is_stalled)
         self._arrivals.drain()
-        self._frontend.fail_all(_LEAVING)
-        if self._watchdog.is_stalled:
-            return  # the streams have ended; waiting for a thread that is stuck would never end
-        self._manager.shutdown()
-        self._dispatcher.close()
+        try:
+            self._frontend.end_all(_LEAVING)
+        finally:
+            if not self._watchdog.is_stalled:  # waiting for a thread that is stuck never ends
+                self._manager.shutdown()
+                self._dispatcher.close()
 
     def _start(
         self,
@@ -191,8 +192,12 @@ class TritonPythonModel:
         health = self._manager.health
         return Watchdog(
             Watched(
-                is_busy=lambda: self._frontend.num_live > 0,
-                num_moves=lambda: health.num_moves,
+                (
+                    Mover(lambda: self._frontend.num_live > 0, lambda: health.num_moves),
+                    self._dispatcher.mover,
+                    Mover.of(self._frontend.progress),
+                    Mover.of(self._housekeeper.progress),
+                ),
                 on_stall=self._end_streams,
                 on_move=lambda: self._arrivals.refuse(""),
                 beat=self._beat,
@@ -225,7 +230,7 @@ class TritonPythonModel:
             self._arrivals.drain()
             self._status.write("draining")
         if self._drain_file.read_text(encoding="utf-8").strip() == _STOP_ALL_WORD:
-            self._frontend.fail_all(_LEAVING)
+            self._frontend.end_all(_LEAVING)
         if self._frontend.num_live == 0:
             self._frontend.end_feeds()  # which never end by themselves
         if self._frontend.num_live == 0 and not self._is_drained:

@@ -2,28 +2,109 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from inflight_backend.entry_names import find_entry
 from inflight_backend.errors import ConfigurationError
-from inflight_scheduler import InvalidDecision, LlmRequest, LlmRequestState, RequestScheduler
+from inflight_scheduler import (
+    BatchPlanner,
+    CapacityScheduler,
+    CapacitySchedulerPolicy,
+    InvalidDecision,
+    LlmRequest,
+    LlmRequestState,
+    MicroBatchScheduler,
+    RequestScheduler,
+    SimpleScheduler,
+    check_decision,
+    make_scheduler,
+)
+from inflight_scheduler.recording.records import Settings
 
 _logger = logging.getLogger(__name__)
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+_KINDS = (RequestScheduler, CapacityScheduler, MicroBatchScheduler)
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
 
-def find_scheduler_class(name: str) -> Callable[..., RequestScheduler]:
-    """The class ``package.module:ClassName``. It is trusted code: the operator names it.
-
-    It is called as ``ClassName(block_manager, max_batch_size, max_num_tokens)``.
-    """
+def find_scheduler_class(name: str) -> type:
+    """The class ``package.module:ClassName``. It is trusted code: the operator names it."""
     scheduler_class = find_entry("scheduler_class", name, "ClassName")
-    if not isinstance(scheduler_class, type) or not issubclass(scheduler_class, RequestScheduler):
-        raise ConfigurationError(f"scheduler_class = '{name}' is not a RequestScheduler")
+    if not isinstance(scheduler_class, type) or not issubclass(scheduler_class, _KINDS):
+        kinds = ", ".join(kind.__name__ for kind in _KINDS)
+        raise ConfigurationError(f"scheduler_class = '{name}' is none of {kinds}")
     return scheduler_class
+
+
+def make_guarded(
+    scheduler_class: type, settings: Settings, planner: BatchPlanner
+) -> GuardedScheduler:
+    """The user's scheduler for these settings, over the blocks and slots of ``planner``.
+
+    `ConfigurationError` if it cannot be made.
+    """
+    name = scheduler_class.__name__
+    try:
+        scheduler = _combine(scheduler_class, settings, planner)
+    except Exception as error:
+        raise ConfigurationError(f"scheduler_class {name} cannot be made: {error}") from error
+    # A foreign scheduler may have admitted more than any reservation holds, so whoever takes over
+    # from it must be able to pause.
+    default = _make_ours(CapacitySchedulerPolicy.MAX_UTILIZATION, settings, planner)
+    return GuardedScheduler(name, scheduler, default, settings, planner)
+
+
+def _combine(
+    scheduler_class: type[Any], settings: Settings, planner: BatchPlanner
+) -> RequestScheduler:
+    """Make the user's class; what answers only one of the two questions gets ours beside it."""
+    ours = _make_ours(settings.policy, settings, planner)
+    micro_batch = ours.micro_batch_scheduler
+    blocks, batch_size = planner.block_manager, settings.max_batch_size
+    if issubclass(scheduler_class, CapacityScheduler):
+        capacity = _make(scheduler_class, batch_size, block_manager=blocks)
+        return SimpleScheduler(capacity, micro_batch)
+    if issubclass(scheduler_class, MicroBatchScheduler):
+        own = _make(
+            scheduler_class,
+            batch_size,
+            settings.max_num_tokens,
+            chunking=settings.chunking,
+            count_reusable_tokens=micro_batch.count_reusable_tokens,
+        )
+        return SimpleScheduler(ours.capacity_scheduler, own)
+    parameters = inspect.signature(scheduler_class).parameters
+    scheduler: RequestScheduler
+    if issubclass(scheduler_class, SimpleScheduler) and "block_manager" not in parameters:
+        scheduler = _make(scheduler_class, ours.capacity_scheduler, micro_batch)
+    else:  # also a SimpleScheduler that makes both parts itself
+        tokens, chunking = settings.max_num_tokens, settings.chunking
+        scheduler = _make(scheduler_class, blocks, batch_size, tokens, chunking=chunking)
+    return scheduler
+
+
+def _make(scheduler_class: type[Any], *arguments: object, **options: object) -> Any:
+    """Call the class with those of the ``options`` that it takes."""
+    parameters = inspect.signature(scheduler_class).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    taken = {name: o for name, o in options.items() if takes_all or name in parameters}
+    return scheduler_class(*arguments, **taken)
+
+
+def _make_ours(
+    policy: CapacitySchedulerPolicy, settings: Settings, planner: BatchPlanner
+) -> SimpleScheduler:
+    return make_scheduler(
+        policy,
+        planner.block_manager,
+        max_batch_size=settings.max_batch_size,
+        max_num_tokens=settings.max_num_tokens,
+        chunking=settings.chunking,
+    )
 
 
 class GuardedScheduler(RequestScheduler):
@@ -36,20 +117,20 @@ class GuardedScheduler(RequestScheduler):
 
     def __init__(
         self,
+        name: str,
         scheduler: RequestScheduler,
         default: RequestScheduler,
-        check: Callable[[object, Sequence[LlmRequest], Collection[int]], Decision],
+        settings: Settings,
+        planner: BatchPlanner,
     ) -> None:
+        """``name``: the user's class."""
+        self.name = name
         self._scheduler = scheduler
         self._default = default
-        self._check = check
+        self._settings = settings
+        self._planner = planner
         self._has_warned = False
         self.is_overruled = False
-
-    @property
-    def name(self) -> str:
-        """The user's class."""
-        return type(self._scheduler).__name__
 
     @property
     def default(self) -> RequestScheduler:
@@ -86,3 +167,20 @@ class GuardedScheduler(RequestScheduler):
                 if request.is_context_init_state and request.request_id not in inflight_request_ids:
                     request.context_chunk_size = request.context_remaining_length
             return self._default.schedule_request(active_requests, inflight_request_ids)
+
+    def _check(
+        self,
+        decision: object,
+        shown: Sequence[LlmRequest],
+        inflight_request_ids: Collection[int],
+    ) -> Decision:
+        return check_decision(
+            decision,
+            shown,
+            inflight_request_ids,
+            block_manager=self._planner.block_manager,
+            num_free_slots=self._planner.num_free_slots,
+            max_batch_size=self._settings.max_batch_size,
+            max_num_tokens=self._settings.max_num_tokens,
+            may_chunk=self._settings.chunking is not None,
+        )

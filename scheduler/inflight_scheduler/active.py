@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
+from itertools import repeat
 from operator import attrgetter
 from typing import overload
 
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.request import PENDING_TOKEN, FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.request_lines import GenerationLine, RequestLine
 from inflight_scheduler.step_calendar import StepCalendar
 
@@ -145,12 +146,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         """Forget ``request``; False if it was not here."""
         if self._by_id.get(request.request_id) is not request:
             return False
-        del self._by_id[request.request_id]
-        request.tracker = None
+        self._leave(request)
         self._order.remove(request)
         self.num_with_beams_or_adapter -= _has_beams_or_adapter(request)
         self.num_with_drafts -= request.num_draft_tokens > 0
-        self._leave(request)
+        del self._by_id[request.request_id]  # last: whoever could not be removed is still known
+        request.tracker = None
         return True
 
     def phase_changed(self, request: LlmRequest) -> None:
@@ -228,11 +229,16 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._generation.append(tokens)
         for request in self._generation.with_end_id(tokens):
             request.finish(FinishReason.END_ID)
-        for request in self._ends.take():
-            if request.num_remaining_tokens == 0:
-                request.finish(FinishReason.LENGTH)
-            else:
-                self._ends.enter(request, request.num_remaining_tokens)
+        for request in self._take_full():
+            request.finish(FinishReason.LENGTH)
+
+    def expect_tokens(self) -> None:
+        """`LlmRequest.expect_token` for each of `generation`."""
+        self._generation.append(repeat(PENDING_TOKEN, len(self._generation.requests)))
+        for request in self._generation.requests:
+            request.num_pending_tokens += 1
+        for request in self._take_full():
+            request.await_last_token()
 
     def check_integrity(self) -> None:
         """Compare everything with what the requests say; O(requests).
@@ -258,6 +264,16 @@ class ActiveRequests(Sequence[LlmRequest]):
         due = {request.request_id for request in self.due_requests()}
         at_border = [r.request_id for r in self.generation if manager.num_places_left(r) == 0]
         assert due == set(at_border), f"due: {sorted(due)}, at a border: {sorted(at_border)}"
+
+    def _take_full(self) -> list[LlmRequest]:
+        """Who has as many tokens as it may have, the one just given included."""
+        full = []
+        for request in self._ends.take():
+            if request.num_remaining_tokens == 0:
+                full.append(request)
+            else:
+                self._ends.enter(request, request.num_remaining_tokens)
+        return full
 
     def _enter(self, request: LlmRequest, phase: Phase) -> None:
         self._phase_of[request.request_id] = phase

@@ -48,7 +48,7 @@ from inflight_scheduler.beam_planning import (
 )
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, rows_of, slots_of
-from inflight_scheduler.request import LlmRequest, expect_tokens
+from inflight_scheduler.request import LlmRequest, settle_tokens
 from inflight_scheduler.slot_pool import SlotPool
 from inflight_scheduler.verification import OpenSlots, add_verified_tokens, fitting_drafts
 
@@ -140,11 +140,11 @@ class BatchPlanner:
         )
         self._open_slots.open(batch.runs)
         if not batch.is_empty:
-            is_everybody = self._is_everybody(generation_requests)
+            is_everybody = self._everybody(generation_requests) is not None
             generation = generation_requests if is_everybody else list(generation_requests)
             self._planned[batch.iteration] = (list(context_requests), generation)
             if self.active is not None:
-                self.active.tick(is_everybody and self.active.num_with_drafts == 0)
+                self.active.tick(is_everybody)
         return batch
 
     def update(
@@ -166,13 +166,9 @@ class BatchPlanner:
         context_requests, generation_requests = self._planned.pop(batch.iteration)
         token_iterator = iter(tokens)
         # Before contexts join: the same list means that nobody has left since the plan.
-        is_complete = (
-            self._is_everybody(generation_requests)
-            and not batch.beam_moves
-            and not self._may_have_drafts
-        )
-        if self.active is not None and is_complete:
-            self.active.add_tokens(tokens[len(tokens) - len(generation_requests) :])
+        everybody = None if batch.beam_moves else self._everybody(generation_requests)
+        if everybody is not None:
+            everybody.add_tokens(tokens[len(tokens) - len(generation_requests) :])
         advanced: list[LlmRequest] = []
         requests = [*context_requests, *islice(generation_requests, len(batch.draft_runs))]
         for request, run in zip(requests, batch.runs, strict=True):
@@ -187,7 +183,7 @@ class BatchPlanner:
                 _drop_drafts(request)
                 add_verified_tokens(request, run.drafts, drawn, num_added)
                 advanced.append(request)
-        if is_complete:
+        if everybody is not None:
             return [*advanced, *generation_requests]
         rows = zip(batch.generation_slots, token_iterator, strict=True)
         first_rows = islice(rows, 0, None, batch.num_beams)
@@ -208,9 +204,12 @@ class BatchPlanner:
         assert batch.num_drafts == 0, "nobody knows how far a step with drafts will come"
         context_requests, generation_requests = self._planned[batch.iteration]
         self._advanced.add(batch.iteration)
-        for request in generation_requests if self._may_have_drafts else ():
+        everybody = self._everybody(generation_requests)
+        if everybody is not None:
+            everybody.expect_tokens()
+        for request in generation_requests if everybody is None else ():
             _drop_drafts(request)
-        expect_tokens(generation_requests)
+            request.expect_token()
         for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
             request.move_to_next_context_chunk()
             if chunk.is_last:
@@ -231,9 +230,11 @@ class BatchPlanner:
         if batch.is_empty:
             return []
         check_num_tokens(batch, tokens)
-        owners = self.token_owners(batch)
+        owners, has_beams = self.token_owners(batch), self.must_settle_first(batch)
         del self._planned[batch.iteration]
         self._advanced.remove(batch.iteration)
+        if not has_beams and min(tokens, default=0) >= 0:
+            return settle_tokens(owners, tokens)
         settled: list[LlmRequest] = []
         for request, token in zip(owners, tokens, strict=True):
             if request.num_pending_tokens:
@@ -304,9 +305,12 @@ class BatchPlanner:
     def _may_have_drafts(self) -> bool:
         return self.active is None or self.active.num_with_drafts > 0
 
-    def _is_everybody(self, requests: Sequence[LlmRequest]) -> bool:
-        """True for the list of all that generate, as `ActiveRequests` has it now."""
-        return self.active is not None and requests is self.active.generation
+    def _everybody(self, requests: Sequence[LlmRequest]) -> ActiveRequests | None:
+        """The active requests, if ``requests`` is the list of all of them that generate, as it is
+        now, and none has drafts."""
+        if self._may_have_drafts or self.active is None:
+            return None
+        return self.active if requests is self.active.generation else None
 
     def _start(
         self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
@@ -404,12 +408,12 @@ class BatchPlanner:
         self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
     ) -> tuple[int, ...]:
         """Slots of ``requests``; who opens blocks gets them."""
-        manager, active = self.block_manager, self.active
-        if active is not None and self._is_everybody(requests) and active.num_with_drafts == 0:
-            due: Sequence[LlmRequest] = active.due_requests()
+        manager, everybody = self.block_manager, self._everybody(requests)
+        if everybody is not None:
+            due: Sequence[LlmRequest] = everybody.due_requests()
             if requests is not self._generation:
                 self._generation = requests
-                self._generation_slots = rows_of(requests, active.generation_slots)
+                self._generation_slots = rows_of(requests, everybody.generation_slots)
             slots = self._generation_slots
         else:
             num_places_left = manager.num_places_left

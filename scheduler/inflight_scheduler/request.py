@@ -343,8 +343,12 @@ class LlmRequest:
         self.tokens.append(PENDING_TOKEN)
         self.num_pending_tokens += 1
         if len(self.tokens) >= self.max_num_tokens:
-            self.state = LlmRequestState.GENERATION_TO_COMPLETE
-            self._tell_phase()
+            self.await_last_token()
+
+    def await_last_token(self) -> None:
+        """A running step draws the last token there may be."""
+        self.state = LlmRequestState.GENERATION_TO_COMPLETE
+        self._tell_phase()
 
     def settle_token(self, token: int) -> None:
         """Put the drawn token in the place of the oldest pending one; it may end the request."""
@@ -422,16 +426,22 @@ class LlmRequest:
             self.tracker.phase_changed(self)
 
 
-def expect_tokens(requests: Iterable[LlmRequest]) -> None:
-    """`LlmRequest.expect_token` for all of ``requests``.
+def settle_tokens(requests: Iterable[LlmRequest], tokens: Iterable[int]) -> list[LlmRequest]:
+    """`LlmRequest.settle_token` for those of ``requests`` that expect one; returns these.
 
     Each generating request comes through here once per iteration: written out, the loop takes half
     of what it takes with method calls.
     """
-    for request in requests:
-        text = request.tokens
-        text.append(PENDING_TOKEN)
-        request.num_pending_tokens += 1
-        if len(text) >= request.max_num_tokens:
-            request.state = _GENERATION_TO_COMPLETE
-            request._tell_phase()
+    settled = []
+    for request, token in zip(requests, tokens, strict=True):
+        num_pending = request.num_pending_tokens
+        if num_pending == 0:
+            continue
+        request.tokens[-num_pending] = token
+        request.num_pending_tokens = num_pending - 1
+        if token == request.end_id:
+            request.finish(FinishReason.END_ID)
+        elif num_pending == 1 and request.state is _GENERATION_TO_COMPLETE:
+            request.finish(FinishReason.LENGTH)
+        settled.append(request)
+    return settled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import eq
 
 from inflight_scheduler.request import LlmRequest
@@ -78,7 +78,7 @@ class GenerationLine(RequestLine):
         del self.slots[index], self._texts[index], self._end_ids[index]
         return index
 
-    def append(self, tokens: Sequence[int]) -> None:
+    def append(self, tokens: Iterable[int]) -> None:
         """Each text goes on with its token; ends nobody. `ValueError` if there are not as many."""
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)

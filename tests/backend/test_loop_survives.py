@@ -110,9 +110,37 @@ def test_a_response_that_cannot_be_built_ends_its_request_only(
         assert_works(recorder, manager)
 
 
+@pytest.mark.case(118)
+def test_a_response_that_cannot_be_built_and_a_release_that_fails_lose_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both at once: the answers of that iteration behind it are sent, also the last of one."""
+    real = make_tensors
+    recorder = Recorder()
+    with running(recorder) as manager:
+        once = replace(manager._batcher.block_manager, "release", AssertionError("ours"))
+
+        def make(request: LlmRequest, is_final: bool, *more: Any) -> list[NamedTensor]:
+            if request.request_id == 1 and request.num_tokens == 6:
+                once.arm()
+                raise MemoryError
+            return real(request, is_final, *more)
+
+        monkeypatch.setattr(gpt_manager, "make_tensors", make)
+        recorder.pending += [request(1, [100], 20), request(2, [200], 5), request(3, [300], 20)]
+        recorder.wait_for_finals(1, 2, 3)
+        assert finals_of(recorder, 1) == finals_of(recorder, 3) == [FAILED]
+        assert finals_of(recorder, 2) == [""]
+        assert recorder.tokens(2) == list(range(201, 206))
+        assert recorder.tokens(3) == list(range(301, 306))
+        assert_works(recorder, manager)
+
+
 @pytest.mark.case(89, 118)
 @pytest.mark.parametrize("error", [AssertionError("ours"), SystemExit("out"), MemoryError()])
-@pytest.mark.parametrize("place", ["schedule", "update", "release", "measure", "plan"])
+@pytest.mark.parametrize(
+    "place", ["schedule", "update", "release", "measure", "plan", "ended", "remove", "order"]
+)
 @pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
 def test_whatever_escapes_ends_all_and_starts_afresh(
     overlap: OverlapScheduler, place: str, error: BaseException
@@ -128,6 +156,9 @@ def test_whatever_escapes_ends_all_and_starts_afresh(
             "plan": lambda: replace(batcher.planner, "plan", error),
             "release": lambda: replace(batcher.block_manager, "release", error),
             "measure": lambda: replace(manager, "_measure", error),
+            "ended": lambda: replace(batcher.recorder, "ended", error),
+            "remove": lambda: replace(batcher.active, "remove", error),
+            "order": lambda: replace(batcher.active._order, "remove", error),
         }[place]()
         seen: list[bool] = []
         recorder.on_response = lambda request_id, is_final: (

@@ -11,12 +11,29 @@ from typing import Any
 import pytest
 from fakes import CountingEngine
 from manager_harness import WAIT, Recorder, request, running
-from user_schedulers import BadChunks, EveryOtherTime, Greedy, Lazy, OneAtATime, Raises
+from user_schedulers import (
+    AsksForMore,
+    BadChunks,
+    CutsContexts,
+    EveryOtherTime,
+    FirstOne,
+    FirstTwo,
+    GenerationAlone,
+    Greedy,
+    Lazy,
+    OneAtATime,
+    OwnParts,
+    Raises,
+    ShortestFits,
+    ThreeAtOnce,
+)
 
 from inflight_backend.commands.common import scheduler_maker
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.step_loop import OverlapScheduler
 from inflight_backend.user_scheduler import find_scheduler_class
+from inflight_scheduler import CapacityScheduler
 from inflight_scheduler.recording.files import open_recording
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.replay import replay
@@ -112,15 +129,81 @@ def test_asking_why_does_not_ask_the_users_scheduler(tmp_path: Path) -> None:
     assert result.divergence is None, str(result)
 
 
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize(
+    ("scheduler", "most_requests"),
+    [
+        (FirstTwo, 2),
+        (ShortestFits, 5),
+        (ThreeAtOnce, 3),
+        (GenerationAlone, 5),
+        (OwnParts, 3),
+        (CutsContexts, 5),
+    ],
+)
+def test_every_kind_of_scheduler_plugs_in(
+    scheduler: type,
+    most_requests: int,
+    is_overlapped: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Prompts that must be cut and begin alike, too many to run at once; then a replay."""
+    params = replace(
+        params_for(scheduler),
+        max_batch_size=5,
+        enable_chunked_context=scheduler is not OwnParts,
+        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+        record_file=str(tmp_path / "r.jsonl"),
+    )
+    engine = CountingEngine(num_blocks=120, tokens_per_block=4, max_num_tokens=32)
+    num_tokens = {i: 3 + i % 4 for i in range(1, 10)}
+    prompts = {
+        i: [*range(20), *([7] * 15 if params.enable_chunked_context else []), 10 * i]
+        for i in num_tokens
+    }
+    recorder = Recorder([request(i, prompts[i], num_tokens[i]) for i in num_tokens])
+    with caplog.at_level(logging.WARNING), running(recorder, engine, params=params):
+        recorder.wait_for_finals(*num_tokens)
+    for i, num in num_tokens.items():
+        assert recorder.tokens(i) == list(range(10 * i + 1, 10 * i + 1 + num))
+    assert "takes over" not in caplog.text
+    sizes = [len(b.context_chunks) + len(b.generation_slots) for b in engine.batches]
+    assert max(sizes) <= most_requests
+    has_both = any(b.context_chunks and b.generation_slots for b in engine.batches)
+    assert has_both != (scheduler is GenerationAlone)
+    with open_recording(tmp_path / "r.jsonl") as reader:
+        result = replay(reader, scheduler_maker(params.scheduler_class))
+    assert result.divergence is None, str(result)
+
+
+def test_a_capacity_scheduler_is_called_by_its_name(tmp_path: Path) -> None:
+    """Not by that of what it is combined with."""
+    answer = record_with(FirstOne, tmp_path / "r.jsonl")
+    text = "left out by the scheduler FirstOne"
+    assert answer["reason"].startswith(text)
+    assert all(reason.startswith(text) for reason in reasons_in(tmp_path / "r.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("nonsense", "must have the form package.module:ClassName"),
         ("no_such_module:Scheduler", "No module named 'no_such_module'"),
         ("json:NoSuchClass", "has no attribute 'NoSuchClass'"),
-        ("json:JSONDecoder", "is not a RequestScheduler"),
+        ("json:JSONDecoder", "is none of RequestScheduler, CapacityScheduler, MicroBatchScheduler"),
     ],
 )
 def test_a_wrong_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         find_scheduler_class(name)
+
+
+@pytest.mark.parametrize("scheduler", [AsksForMore, CapacityScheduler])
+def test_one_that_cannot_be_made_is_refused(scheduler: type) -> None:
+    name = scheduler.__name__
+    with (
+        pytest.raises(ConfigurationError, match=f"scheduler_class {name} cannot be made: "),
+        running(Recorder(), params=params_for(scheduler)),
+    ):
+        pass

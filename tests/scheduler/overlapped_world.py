@@ -6,6 +6,8 @@ has drawn stays unread until the next step has been submitted.
 
 from __future__ import annotations
 
+import random
+
 from scheduler.world import Decision, World
 
 from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledBatch
@@ -67,3 +69,39 @@ class OverlappedWorld(World):
         for request in settled:
             if request.is_finished:
                 self.end(request)
+
+
+class MixedWorld(OverlappedWorld):
+    """Changes between both loops: whenever somebody has drafts, as the server does, and by luck.
+
+    ``dice`` None: overlapped as far as possible.
+    """
+
+    dice: random.Random | None = None
+    num_alone = num_overlapped = 0
+
+    def step(self, decision: Decision | None = None) -> ScheduledBatch:
+        """One of either loop; a step that runs alone comes after the end of the one before."""
+        by_luck = self.dice is not None and self.dice.random() < 0.3
+        if self.active.num_with_drafts == 0 and not by_luck:
+            self.num_overlapped += 1
+            return super().step(decision)
+        was_running = self.running is not None
+        self.settle_running()
+        self.num_alone += 1
+        batch = World.step(self, decision)
+        self.num_running += was_running
+        return batch
+
+    def settle_running(self) -> None:
+        """Read the tokens of the step that runs, if one does."""
+        if self.running is not None:
+            before, self.running = self.running, None
+            self._settle(*before)
+            self.check_invariants()
+
+    def drain(self) -> None:
+        """As `World.drain`."""
+        self.settle_running()
+        super().drain()
+        self.settle_running()

@@ -8,6 +8,7 @@ import sys
 import time
 
 from scheduler.extras import ADAPTERS, Extras, Spec, admit, guess
+from scheduler.overlapped_world import MixedWorld
 from scheduler.world import World
 
 from inflight_scheduler import (
@@ -28,6 +29,8 @@ class Soak:
     The engine finds a wrong block in every step; everything else is checked in every
     ``check_every``-th and in the end.
     """
+
+    world_class: type[World] = World
 
     def __init__(self, seed: int, policy: CapacitySchedulerPolicy, check_every: int = 1) -> None:
         self.dice = dice = random.Random(seed)
@@ -58,7 +61,7 @@ class Soak:
             resources=resources,
         )
         span = dice.choice([0, 3, 1000])
-        self.world = World(
+        self.world = self.world_class(
             scheduler,
             manager,
             num_slots,
@@ -169,6 +172,59 @@ class Soak:
         )
 
 
+class MixedSoak(Soak):
+    """The same with steps that overlap and steps that do not, in one world."""
+
+    world_class = MixedWorld
+    world: MixedWorld
+
+    def __init__(self, seed: int, policy: CapacitySchedulerPolicy, check_every: int = 1) -> None:
+        super().__init__(seed, policy, check_every)
+        self.world.dice = random.Random(seed) if self.dice.random() < 0.7 else None
+
+    def run_one(self, may_arrive: bool) -> None:
+        """As `Soak.run_one`; guesses are made at what comes after the last known token."""
+        self.num_iterations += 1
+        if may_arrive and len(self.world.active) < 12:
+            self._arrive()
+        if self.extras.max_drafts and self.dice.random() < 0.2:
+            self.world.settle_running()
+            guess(self.world, self.dice, self.alone)
+        self._step()
+        self._check_finished()
+
+    def _step(self) -> None:
+        world, luck = self.world, self.dice.random()
+        if luck > 0.08 or not world.active:
+            world.step()
+        elif luck > 0.05:  # while its step may run
+            world.stop(self.dice.choice(world.active))
+            world.step()
+        elif luck > 0.02:  # between plan and update
+            world.settle_running()
+            if world.active:
+                batch = world.plan(world.decide())
+                if world.active:
+                    world.stop(self.dice.choice(world.active))
+                world.complete(batch)
+        else:
+            self._fail(luck < 0.01)
+
+    def _fail(self, is_running_lost: bool) -> None:
+        """The step planned now is lost; so may be the one that runs."""
+        world = self.world
+        running = world.running
+        if world.active.num_with_drafts or (
+            running is not None and world.planner.must_settle_first(running[0])
+        ):
+            world.settle_running()
+        for request in world.fail(is_running_lost=is_running_lost):
+            if world.active.get(request.request_id) is request:
+                request.finish(FinishReason.CANCELLED)
+                world.end(request)
+        world.check_invariants()
+
+
 def main() -> None:
     """As many iterations as asked for, spread over policies and seeds."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -179,9 +235,10 @@ def main() -> None:
     start, num_left, seed = time.monotonic(), args.iterations, args.first_seed
     while num_left > 0:
         for policy in CapacitySchedulerPolicy:
-            soak = Soak(seed, policy, args.check_every)
-            soak.run(300)
-            num_left -= soak.num_iterations
+            for kind in (Soak, MixedSoak):
+                soak = kind(seed, policy, args.check_every)
+                soak.run(300)
+                num_left -= soak.num_iterations
         seed += 1
     seconds = time.monotonic() - start
     sys.stdout.write(f"{args.iterations - num_left} iterations in {seconds:.0f} s\n")

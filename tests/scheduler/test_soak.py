@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.soak import Soak
+from scheduler.soak import MixedSoak, Soak
 
 from inflight_scheduler import CapacitySchedulerPolicy
 
@@ -24,6 +24,23 @@ def test_soak(policy: CapacitySchedulerPolicy) -> None:
         num_right_guesses += soak.world.num_right_guesses
     assert num_finished > 500
     assert num_right_guesses > 100
+
+
+@POLICIES
+def test_soak_of_both_loops(policy: CapacitySchedulerPolicy) -> None:
+    """As `test_soak`; steps overlap or do not, and requests stop and steps fail while one runs."""
+    num_alone = num_overlapped = num_right_guesses = num_discarded = 0
+    for seed in range(25):
+        soak = MixedSoak(seed, policy)
+        soak.run(120)
+        num_alone += soak.world.num_alone
+        num_overlapped += soak.world.num_overlapped
+        num_right_guesses += soak.world.num_right_guesses
+        num_discarded += soak.world.num_discarded_tokens
+    assert num_alone > 500
+    assert num_overlapped > 500
+    assert num_right_guesses > 30
+    assert num_discarded > 30
 
 
 @POLICIES

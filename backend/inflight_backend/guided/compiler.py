@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -71,7 +72,16 @@ class PendingGuide:
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' was not compiled within {COMPILE_SECONDS:g} s; simplify it"
             )
-        return self._future.result().deep_copy()
+        try:
+            return self._future.result().deep_copy()
+        except InvalidRequest:
+            raise
+        except BaseException as error:  # our bug, or a panic of the library
+            where = "".join(traceback.format_tb(error.__traceback__))  # its text may quote it
+            _logger.error("compiling a grammar raised %s:\n%s", type(error).__name__, where)
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' could not be compiled: the server failed"
+            ) from None
 
 
 class GuideCompiler:
@@ -146,13 +156,11 @@ class GuideCompiler:
             guide, future = job
             try:
                 future.set_result(self._compile(guide))
-            except InvalidRequest as error:
+            except BaseException as error:
+                if not isinstance(error, InvalidRequest):  # the grammar is not at fault
+                    with self._lock:
+                        self._compiled.pop(guide, None)
                 future.set_exception(error)
-            except BaseException:  # whatever the library raises; who sends it again may have luck
-                _logger.exception("a grammar could not be compiled")
-                with self._lock:
-                    self._compiled.pop(guide, None)
-                future.set_exception(InvalidRequest(f"'{GUIDE_FIELD}' could not be compiled"))
 
     def _take(self) -> tuple[Guide, Future[LLMatcher]] | None:
         """The next one that somebody waits for; None ends the thread's work."""

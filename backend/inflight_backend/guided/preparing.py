@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from inflight_backend.inference_request import InferenceRequest
 
 
@@ -21,20 +23,18 @@ class PreparingRequests:
         """Keep a request until it is ready."""
         self._requests[request.request_id] = request
 
-    def take_ready(self) -> list[InferenceRequest]:
-        """Those whose grammar is compiled, or will not be."""
-        if not self._requests:
-            return []
-        ready = [request for request in self._requests.values() if request.is_ready]
-        for request in ready:
-            del self._requests[request.request_id]
-        return ready
+    def take_ready(self) -> Iterator[InferenceRequest]:
+        """Those whose grammar is compiled, or will not be; each leaves when it is looked at."""
+        for request in list(self._requests.values()):
+            if request.is_ready:
+                del self._requests[request.request_id]
+                yield request
 
     def take(self, request_id: int) -> InferenceRequest | None:
         """The request with this id, which does not wait any longer."""
         return self._requests.pop(request_id, None)
 
-    def take_all(self) -> list[InferenceRequest]:
-        """All of them."""
-        requests, self._requests = list(self._requests.values()), {}
-        return requests
+    def take_each(self) -> Iterator[InferenceRequest]:
+        """All of them; each leaves when it is looked at."""
+        while self._requests:
+            yield self._requests.pop(next(iter(self._requests)))

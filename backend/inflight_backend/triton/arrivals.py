@@ -159,6 +159,11 @@ class ArrivalQueue:
             stops, self._stops = self._stops, set()
             return stops
 
+    @property
+    def refusal(self) -> str:
+        """Why new requests are refused, other than for draining; "" while they are not."""
+        return self._refusal
+
     def refuse(self, reason: str) -> None:
         """Refuse new requests because of ``reason``; with "" accept them again."""
         with self._lock:

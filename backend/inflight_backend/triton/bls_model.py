@@ -65,7 +65,7 @@ class TritonPythonModel:
             try:
                 inner = self._inner_request(request)
             except ServingError as error:
-                stream.send_error(str(error), "INVALID_ARG")
+                stream.fail(str(error), "INVALID_ARG")
             else:
                 self._pool.submit(self._relay, inner, stream)
 

@@ -5,6 +5,9 @@ the dispatcher takes *everything* that has piled up and sends one response per r
 streams that is one token each, under load consecutive tokens of a request travel together. The
 first token leaves at once in both cases.
 
+A request whose response cannot be put together or sent is stopped, and hears of it when it has
+ended. Nothing ends the thread.
+
 A round that served many requests is followed by a rest as long as the round: sending takes the
 interpreter lock and a core from the engine, and what piles up meanwhile is sent at the same price.
 """
@@ -28,6 +31,7 @@ from inflight_backend.triton.beam_stream import BeamStream
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseStream
 from inflight_backend.triton.token_stream import TokenStream
+from inflight_backend.triton.watchdog import Mover, Progress
 
 _logger = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ _FEW_REQUESTS = 16  # up to here every token leaves on its own
 _MAX_REST_SECONDS = 0.02
 _MAX_BACKLOG = 16_384  # tokens and ends that wait to be sent, 1 KiB each at most
 _MAX_FEED_BYTES = 2**28  # Triton keeps for ever what the reader of a feed does not read
+_NOT_SENT = "the response could not be sent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class ResponseDispatcher:
         self._streams: dict[int, TokenStream | BeamStream] = {}
         self._subscribers: dict[ResponseStream, _Feed] = {}
         self._subscribers_lock = threading.Lock()
+        self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
         self._thread.start()
 
@@ -97,6 +103,15 @@ class ResponseDispatcher:
     def is_behind(self) -> bool:
         """True while so much waits to be sent that no new request should be started."""
         return self._queue.qsize() > _MAX_BACKLOG
+
+    @property
+    def mover(self) -> Mover:
+        """For the watchdog: busy while anything waits to be sent or is being sent."""
+        progress = self._progress
+        return Mover(
+            is_busy=lambda: progress.is_busy or not self._queue.empty(),
+            num_moves=lambda: progress.num_moves,
+        )
 
     def open(self, request_id: int, stream: TokenStream | BeamStream) -> None:
         """Make a request known; call it before the request can produce anything."""
@@ -131,10 +146,10 @@ class ResponseDispatcher:
         self._queue.put(_Opening.FEED)
 
     def unsubscribe(self, stream: ResponseStream) -> None:
-        """End the feed of ``stream`` with a final response."""
+        """End the feed of ``stream`` with a final response; from any thread, never raises."""
         with self._subscribers_lock:
             self._subscribers.pop(stream, None)
-        stream.send({}, is_final=True)
+        stream.close()
 
     def close(self) -> None:
         """Send everything handed over so far, end the feeds, and stop the thread."""
@@ -148,7 +163,9 @@ class ResponseDispatcher:
         while is_open:
             items = self._take_all()
             started = time.perf_counter()
-            num_requests, is_open = self._send_round(items)
+            is_open = None not in items
+            with self._progress:
+                num_requests = self._send_or_end(items)
             if num_requests > _FEW_REQUESTS and is_open:
                 time.sleep(min(time.perf_counter() - started, _MAX_REST_SECONDS))
 
@@ -161,31 +178,51 @@ class ResponseDispatcher:
             except queue.Empty:
                 return items
 
-    def _send_round(self, items: Sequence[_Message | None]) -> tuple[int, bool]:
-        """Merge per request and send: (requests served, True unless the end was reached)."""
+    def _send_or_end(self, items: Sequence[_Message | None]) -> int:
+        """`_send_round`; if even that fails, end everybody who is in it."""
+        try:
+            return self._send_round(items)
+        except BaseException:  # the thread must live: nobody else sends
+            _logger.exception("a round of responses failed; who is in it ends")
+        for item in items:
+            if isinstance(item, _Answer):
+                item.stream.fail("the answer could not be sent")
+            elif isinstance(item, tuple) and (token_stream := self._streams.get(item[0])):
+                self._give_up(item[0], token_stream)
+                if item[2] or item[3]:
+                    del self._streams[item[0]]
+                    token_stream.stream.abandon(_NOT_SENT)
+        return 0
+
+    def _send_round(self, items: Sequence[_Message | None]) -> int:
+        """Merge per request and send; how many requests were served."""
         pieces: dict[int, Piece] = {}
         stats: list[str] = []
-        is_opening, is_open = False, True
+        is_opening = False
         for item in items:
-            if item is None:
-                is_open = False
-            elif isinstance(item, _Stats):
+            if isinstance(item, _Stats):
                 stats.append(item.text)
             elif isinstance(item, _Answer):
                 self._send_answer(item)
             elif isinstance(item, _Opening):
                 is_opening = True
-            else:
-                request_id, tensors, is_final, error = item
-                if request_id not in pieces:
-                    is_whole = isinstance(self._streams.get(request_id), BeamStream)
-                    pieces[request_id] = Piece(is_whole=is_whole)
-                pieces[request_id].add(tensors, is_final, error)
+            elif item is not None:
+                self._merge(item, pieces)
         for request_id, piece in pieces.items():
             self._send_piece(request_id, piece)
         if stats or is_opening:
             self._send_stats(stats)
-        return len(pieces), is_open
+        return len(pieces)
+
+    def _merge(self, item: _Item, pieces: dict[int, Piece]) -> None:
+        request_id, tensors, is_final, error = item
+        if request_id not in pieces:
+            is_whole = isinstance(self._streams.get(request_id), BeamStream)
+            pieces[request_id] = Piece(is_whole=is_whole)
+        try:
+            pieces[request_id].add(tensors, is_final, error)
+        except BaseException:
+            self._give_up(request_id, self._streams.get(request_id))
 
     def _send_piece(self, request_id: int, piece: Piece) -> None:
         token_stream = self._streams.get(request_id)
@@ -203,38 +240,48 @@ class ResponseDispatcher:
                 is_refusal = isinstance(piece.error, RefusalText)
                 code = "INVALID_ARG" if is_refusal else "INTERNAL"
                 token_stream.stream.send_error(piece.error, code)
-        except Exception:  # one client's stream may break, the others go on
-            _logger.exception("sending a response of request %d failed", request_id)
-            self._stop_request(request_id)
-            token_stream.stream.abandon("the response could not be sent")
+        except BaseException:  # one client's stream may break, the others go on
+            self._give_up(request_id, token_stream)
+            if piece.is_final:
+                token_stream.stream.abandon(_NOT_SENT)
+        self._progress.moved()
+
+    def _give_up(self, request_id: int, token_stream: TokenStream | BeamStream | None) -> None:
+        """After an exception: stop a request, whose end will be an error."""
+        _logger.exception("sending a response of request %d failed", request_id)
+        if token_stream is not None:
+            token_stream.stream.end_with(_NOT_SENT)
+        self._stop_request(request_id)
 
     def _send_answer(self, answer: _Answer) -> None:
-        tensor = np.array([[answer.text.encode()]], dtype=np.object_)
         try:
+            tensor = np.array([[answer.text.encode()]], dtype=np.object_)
             answer.stream.send({answer.name: tensor}, is_final=True)
-        except Exception:
+        except BaseException:
             _logger.exception("sending an answer failed")
             answer.stream.abandon("the answer could not be sent")
+        self._progress.moved()
 
     def _send_stats(self, texts: list[str]) -> None:
-        with self._subscribers_lock:
-            news = [(stream, feed, feed.take(texts)) for stream, feed in self._subscribers.items()]
-        for stream, feed, new_texts in news:
-            if new_texts:
-                self._feed(stream, feed, new_texts)
+        with self._subscribers_lock:  # a feed that is not there yet takes the next ones
+            feeds = list(self._subscribers.items())
+        for stream, feed in feeds:
+            self._feed(stream, feed, texts)
+            self._progress.moved()
 
     def _feed(self, stream: ResponseStream, feed: _Feed, texts: list[str]) -> None:
-        tensor = np.array([[text.encode() for text in texts]], dtype=np.object_)
-        feed.num_bytes += sum(map(len, texts))
         try:
-            stream.send({"stats": tensor}, is_final=False)
+            texts = feed.take(texts)
+            if texts:
+                tensor = np.array([[text.encode() for text in texts]], dtype=np.object_)
+                feed.num_bytes += sum(map(len, texts))
+                stream.send({"stats": tensor}, is_final=False)
             if feed.num_bytes > _MAX_FEED_BYTES:
                 self.unsubscribe(stream)
-        except Exception:
+        except BaseException:
             _logger.exception("sending statistics failed; this feed ends")
-            with self._subscribers_lock:
-                self._subscribers.pop(stream, None)
-            stream.abandon("the statistics could not be sent")
+            stream.end_with("the statistics could not be sent")
+            self.unsubscribe(stream)
 
 
 def _iteration_of(text: str) -> int:

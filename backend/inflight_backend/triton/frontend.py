@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from inflight_backend.triton.rows import split_rows
 from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
+from inflight_backend.triton.watchdog import Progress
 from inflight_backend.why import PREPARING, why_queued
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ _logger = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 _MAX_FEEDS = 16
+_LAST_SECONDS = 1.0  # for what is stopped at the end to be freed; a step takes 0.03
 
 _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
     (UnsupportedRequest, "UNSUPPORTED"),  # before its base
@@ -73,6 +76,7 @@ class Frontend:
     ) -> None:
         """``is_decoupled`` False: Triton takes exactly one response to a request."""
         self._is_decoupled = is_decoupled
+        self.progress = Progress()
         self._factory = factory
         self._coded = CodedFactory(factory.pb_utils)
         self._arrivals = arrivals
@@ -117,6 +121,10 @@ class Frontend:
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
+        with self.progress:
+            self._accept(triton_request)
+
+    def _accept(self, triton_request: Any) -> None:
         factory = self._coded if asks_for_codes(triton_request) else self._factory
         stream = ResponseStream(triton_request.get_response_sender(), factory)
         name = triton_request.request_id()
@@ -131,7 +139,7 @@ class Frontend:
             else:
                 requested = frozenset(triton_request.requested_output_names())
                 self._enqueue(name, inputs, requested, stream)
-        except Exception as error:  # whatever a request contains, it ends only itself
+        except BaseException as error:  # whatever a request contains, it ends only itself
             self._refuse(stream, error)
 
     def stop_group(self, number: int) -> None:
@@ -150,8 +158,21 @@ class Frontend:
         for feed in list(self._feeds):
             self._end_feed(feed)
 
+    def end_all(self, message: str) -> None:
+        """Stop everything and end it with an error; what is not free after a second ends anyway."""
+        for number, stream in list(self._live.items()):
+            stream.end_with(message, "UNAVAILABLE")
+            self.stop_group(number)
+        deadline = time.monotonic() + _LAST_SECONDS
+        while self._live and time.monotonic() < deadline:
+            time.sleep(0.005)
+        self.fail_all(message)
+
     def fail_all(self, message: str) -> None:
-        """End every stream with an error now, without waiting for whoever works on it."""
+        """End every stream with an error now, without waiting for whoever works on it.
+
+        Never raises: one stream that breaks or is stuck in a send keeps no other from its end.
+        """
         for number, stream in list(self._live.items()):
             numbers = self._groups.get(number, [number])  # the end of the stream forgets them
             stream.abort(message)
@@ -283,7 +304,11 @@ class Frontend:
                 "ask without streaming, or try again later"
             )
         if is_feed:
-            self._feeds.append(stream)
+            self._feeds.append(stream)  # before the look at it: who refuses ends the feeds next
+            if refusal := self._arrivals.refusal:
+                with suppress(ValueError):
+                    self._feeds.remove(stream)
+                raise CapacityExceeded(refusal)
             self._dispatcher.subscribe(stream, self._stats_json)
         else:
             last = np.array([[self._stats_json().encode()]], dtype=np.object_)
@@ -294,7 +319,7 @@ class Frontend:
             self._feeds.remove(feed)
         self._dispatcher.unsubscribe(feed)
 
-    def _refuse(self, stream: ResponseStream, error: Exception) -> None:
+    def _refuse(self, stream: ResponseStream, error: BaseException) -> None:
         if stream.is_closed:
             _logger.exception("an answer could not be sent", exc_info=error)
             stream.abandon("the answer could not be sent")

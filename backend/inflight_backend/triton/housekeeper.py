@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight_backend.triton.watchdog import Progress
+
 _logger = logging.getLogger(__name__)
 
 
@@ -30,14 +32,16 @@ class Housekeeper:
 
     def __init__(self, chores: Sequence[Chore]) -> None:
         self._chores = chores
+        self.progress = Progress()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="Housekeeper", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop after the chore that runs now."""
+    def close(self, *, is_stuck: bool = False) -> None:
+        """Stop after the chore that runs now, and wait for that unless it never ends."""
         self._is_closing.set()
-        self._thread.join()
+        if not is_stuck:
+            self._thread.join()
 
     def _run(self) -> None:
         while True:
@@ -52,8 +56,9 @@ class Housekeeper:
 
     def _run_chore(self, chore: Chore) -> None:
         try:
-            chore.run()
-        except Exception:
+            with self.progress:
+                chore.run()
+        except BaseException:  # nobody else would look
             _logger.exception("a housekeeping chore failed")
 
 

@@ -47,11 +47,12 @@ class Inspector:
         self._arrivals = arrivals
         self._dispatcher = dispatcher
         self._is_recording = threading.Lock()
-        self._waiting: set[ResponseStream] = set()  # for the loop of the batch manager
+        self._waiting: set[ResponseStream] = set()  # for the loop or the dispatcher
         self._waiting_lock = threading.Lock()
 
     def answer_why(self, number: int | None, stream: ResponseStream) -> None:
         """Send why the request ``number`` waits; None for one that is not in flight."""
+        self._open(stream)
         if number is None:
             self._dispatcher.answer(stream, "why", json.dumps(NOT_IN_FLIGHT))
             return
@@ -64,37 +65,43 @@ class Inspector:
             )
             self._dispatcher.answer(stream, "why", json.dumps(answer))
             return
-        self._wait(stream, True)
         self._manager.why(number).add_done_callback(lambda done: self._send_why(stream, done))
 
     def answer_description(self, stream: ResponseStream) -> None:
         """Send what is served."""
+        self._open(stream)
         self._dispatcher.answer(stream, "description", self._description.to_json())
 
     def answer_recording(self, stream: ResponseStream) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""
+        self._open(stream)
         if not self._is_recording.acquire(blocking=False):
             raise CapacityExceeded("another recording is being put together; try again later")
-        self._wait(stream, True)
         self._manager.recording().add_done_callback(
-            lambda done: threading.Thread(
-                target=self._send_recording, args=(stream, done), name="Recording", daemon=True
-            ).start()
+            lambda done: self._start_recording(stream, done)
         )
 
     def fail_all(self, message: str) -> None:
-        """End every question that waits for the loop with an error: the loop does not move."""
+        """End every question without an answer with an error: the loop or the dispatcher does not
+        move. Never raises."""
         with self._waiting_lock:
-            waiting, self._waiting = self._waiting, set()
+            waiting = list(self._waiting)
         for stream in waiting:
             stream.abort(message)
 
-    def _wait(self, stream: ResponseStream, is_waiting: bool) -> None:
+    def _open(self, stream: ResponseStream) -> None:
+        """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves."""
         with self._waiting_lock:
-            (self._waiting.add if is_waiting else self._waiting.discard)(stream)
+            self._waiting.add(stream)
+        stream.on_final(lambda: self._forget(stream))
+        if refusal := self._arrivals.refusal:  # after the other, since `fail_all` comes after it
+            raise CapacityExceeded(refusal)
+
+    def _forget(self, stream: ResponseStream) -> None:
+        with self._waiting_lock:
+            self._waiting.discard(stream)
 
     def _send_why(self, stream: ResponseStream, done: Future[dict[str, Any]]) -> None:
-        self._wait(stream, False)
         error = done.exception()
         if error is not None:
             _logger.error("a request could not be explained", exc_info=error)
@@ -102,8 +109,17 @@ class Inspector:
         else:
             self._dispatcher.answer(stream, "why", json.dumps(done.result()))
 
+    def _start_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
+        try:
+            threading.Thread(
+                target=self._send_recording, args=(stream, done), name="Recording", daemon=True
+            ).start()
+        except RuntimeError:  # no more threads
+            _logger.exception("a recording could not be put together")
+            self._is_recording.release()
+            stream.fail("the recording could not be put together")
+
     def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
-        self._wait(stream, False)
         try:
             self._dispatcher.answer(stream, "recording", "".join(done.result()))
         except Exception:

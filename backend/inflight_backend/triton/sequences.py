@@ -1,14 +1,14 @@
 """Several answers to one prompt: one Triton request, one request of the batch manager for each.
 
 They are told apart by ``sequence_index`` and end together: the last one's end is the request's. An
-error of one ends all. With block reuse the sequences share the blocks of the prompt, since the
-scheduler lets the first one compute them. Sequence i draws with seed + i, so sequence 0 is what the
-request would have got alone.
+error of one ends all: the others are stopped, and the client hears of it when they have ended, so
+that nothing is held any more. With block reuse the sequences share the blocks of the prompt, since
+the scheduler lets the first one compute them. Sequence i draws with seed + i, so sequence 0 is what
+the request would have got alone.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -25,42 +25,58 @@ class SharedStream:
     def __init__(self, stream: ResponseStream, open_sequences: _OpenSequences) -> None:
         self._stream = stream
         self._open = open_sequences
+        open_sequences.add(self)
 
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response; the end of the last sequence ends the stream."""
-        self._stream.send(tensors, is_final=is_final and self._open.close_one())
+        self._stream.send(tensors, is_final=is_final and self._open.close(self))
 
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
-        """End the stream, and with it all sequences, with an error."""
-        self._stream.send_error(message, code)
-        self._open.stop_all()
+        """End this sequence, and the stream with an error once all others have ended."""
+        self.end_with(message, code)
+        if self._open.close(self):
+            self._stream.send_error(message, code)
+
+    def end_with(self, message: str, code: str = "INTERNAL") -> None:
+        """Stop all sequences; the last one's end is this error."""
+        self._stream.end_with(message, code)
+        self._open.stop()
 
     def abandon(self, message: str) -> None:
-        """After a send that raised: end the stream and all sequences, and never raise."""
-        self._stream.abandon(message)
-        self._open.stop_all()
+        """After a final send that raised: end this sequence and stop the others; never raise."""
+        self.end_with(message)
+        if self._open.close(self):
+            self._stream.abandon(message)
 
 
 class _OpenSequences:
-    """How many sequences of a request have not ended."""
+    """The sequences of a request that have not ended; of the dispatcher's thread."""
 
-    def __init__(self, num_sequences: int, stop_all: Callable[[], None]) -> None:
-        self._num_open = num_sequences
-        self._lock = threading.Lock()
-        self.stop_all = stop_all
+    def __init__(self, stop_all: Callable[[], None]) -> None:
+        self._sequences: set[SharedStream] = set()
+        self._stop_all: Callable[[], None] | None = stop_all
 
-    def close_one(self) -> bool:
-        """Count one end; True if it was the last."""
-        with self._lock:
-            self._num_open -= 1
-            return self._num_open == 0
+    def add(self, sequence: SharedStream) -> None:
+        """One more, before the first can end."""
+        self._sequences.add(sequence)
+
+    def close(self, sequence: SharedStream) -> bool:
+        """``sequence`` has ended; True if all have."""
+        self._sequences.discard(sequence)
+        return not self._sequences
+
+    def stop(self) -> None:
+        """Stop them all, once."""
+        stop_all, self._stop_all = self._stop_all, None
+        if stop_all is not None:
+            stop_all()
 
 
 def share(
     stream: ResponseStream, num_sequences: int, stop_all: Callable[[], None]
 ) -> list[SharedStream]:
     """One stream for each sequence; ``stop_all`` stops all of them when one has failed."""
-    open_sequences = _OpenSequences(num_sequences, stop_all)
+    open_sequences = _OpenSequences(stop_all)
     return [SharedStream(stream, open_sequences) for _ in range(num_sequences)]
 
 

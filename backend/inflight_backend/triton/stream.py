@@ -14,7 +14,7 @@ _logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
-_ABORT_SECONDS = 0.5  # a send takes 0.1 ms
+_CLOSE_SECONDS = 0.5  # a send takes 0.1 ms
 
 
 class TritonSender(Protocol):
@@ -61,15 +61,19 @@ class Stream(Protocol):
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
         """End the stream with an error."""
 
+    def end_with(self, message: str, code: str = "INTERNAL") -> None:
+        """Send nothing more, and this error as the end, whenever that comes."""
+
     def abandon(self, message: str) -> None:
-        """After a send that raised: end the stream, and never raise."""
+        """After a final send that raised: try once more to end the stream, and never raise."""
 
 
 class ResponseStream:
     """Sends the responses of one Triton request, one at a time, and nothing after the last.
 
     The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
-    send kills Triton 24.10, and so do two threads that send at once.
+    send kills Triton 24.10, and so do two threads that send at once. A send may never return, so
+    who is not the sender never waits for the lock without a limit.
     """
 
     def __init__(self, sender: TritonSender, factory: ResponseFactory) -> None:
@@ -78,6 +82,7 @@ class ResponseStream:
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._is_closed = False
+        self._last_error: tuple[str, str] | None = None  # message and code
 
     def on_final(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called just before the final response leaves."""
@@ -100,6 +105,15 @@ class ResponseStream:
         """End the stream with an error."""
         self._send(self._factory.error(message, code), True)
 
+    def end_with(self, message: str, code: str = "INTERNAL") -> None:
+        """Send nothing more, and this error as the end, whenever that comes; the first one counts.
+
+        For who cannot be served to the end, but still holds blocks: it is stopped, and hears why
+        when they are free.
+        """
+        if self._last_error is None:
+            self._last_error = (message, code)
+
     def fail(self, message: str, code: str = "INTERNAL") -> None:
         """End the stream with an error; never raise."""
         try:
@@ -109,35 +123,62 @@ class ResponseStream:
             self.abandon(message)
 
     def abandon(self, message: str) -> None:
-        """After a send that raised: try once more to end the stream, and never raise."""
+        """After a final send that raised: try once more to end the stream, and never raise."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-            if self._on_final is not None and not was_closed:
-                self._on_final()
-            try:
-                self._sender.send(self._factory.error(message), flags=self._factory.final_flag)
-            except Exception:
-                _logger.warning("a stream could not be ended: its client or Triton has gone")
+            self._abandon(message)
 
-    def abort(self, message: str) -> None:
-        """End the stream with an error from any thread, unless another one is stuck in a send."""
-        if not self._lock.acquire(timeout=_ABORT_SECONDS):
+    def close(self) -> None:
+        """End the stream from any thread, unless another one is stuck in a send on it; never raise.
+
+        It gets an error if `end_with` left one.
+        """
+        if not self._lock.acquire(timeout=_CLOSE_SECONDS):
             _logger.error("a stream could not be ended: a send on it does not return")
             return
-        self._lock.release()
-        self.send_error(message, "UNAVAILABLE")
+        try:
+            self._send_locked(self._factory.tensors({}), True)
+        except Exception:
+            _logger.exception("the end of a stream could not be sent")
+            self._abandon("the end could not be sent")
+        finally:
+            self._lock.release()
+
+    def abort(self, message: str) -> None:
+        """`close` with an error; a send that is stuck and returns is the last one, too."""
+        self.end_with(message, "UNAVAILABLE")
+        self.close()
 
     def is_cancelled(self) -> bool:
-        """True when the client has gone and the stream is still open."""
-        with self._lock:
+        """True when the client has gone and the stream is still open; False during a send."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             return not self._is_closed and self._sender.is_cancelled()
+        finally:
+            self._lock.release()
 
     def _send(self, response: Any, is_final: bool) -> None:
         with self._lock:
-            if self._is_closed:
-                return
-            if is_final:
-                self._is_closed = True
-                if self._on_final is not None:
-                    self._on_final()  # the id is free just before the last response leaves
-            self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
+            self._send_locked(response, is_final)
+
+    def _send_locked(self, response: Any, is_final: bool) -> None:
+        if self._is_closed or (self._last_error is not None and not is_final):
+            return
+        if self._last_error is not None:
+            response = self._factory.error(*self._last_error)
+        if is_final:
+            self._close_for_good()
+        self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
+
+    def _abandon(self, message: str) -> None:
+        self._close_for_good()
+        try:
+            error = self._last_error or (message, "INTERNAL")
+            self._sender.send(self._factory.error(*error), flags=self._factory.final_flag)
+        except Exception:
+            _logger.warning("a stream could not be ended: its client or Triton has gone")
+
+    def _close_for_good(self) -> None:
+        was_closed, self._is_closed = self._is_closed, True
+        if self._on_final is not None and not was_closed:
+            self._on_final()  # the id is free just before the last response leaves

@@ -1,8 +1,9 @@
 """The watch over forward progress: being alive is not enough while nothing moves.
 
 A thread of its own, because every other one may be the one that is stuck: the loop in a step or a
-callback, the dispatcher in a send, the housekeeper in a question to the server. If even this
-thread cannot run (code that never gives the interpreter lock back), its beat stops, which
+callback, the dispatcher or Triton's own thread in a send, the housekeeper in a question to the
+server. Each of them is watched by itself: one that is stuck is not excused by others that move. If
+even this thread cannot run (code that never gives the interpreter lock back), its beat stops, which
 `inflight serve` sees from outside.
 """
 
@@ -12,8 +13,9 @@ import faulthandler
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 _logger = logging.getLogger(__name__)
 
@@ -23,24 +25,77 @@ BEAT_SECONDS = 1.0
 """How often the model process shows that it lives, at least."""
 
 
+class Progress:
+    """What one thread gets done: ``with progress:`` around its work, `moved` for parts of that.
+
+    Its thread writes, any thread reads.
+    """
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.num_moves = 0
+
+    def __enter__(self) -> None:
+        self.is_busy = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self.is_busy = False
+        self.moved()
+
+    def moved(self) -> None:
+        """A part of the work is done."""
+        self.num_moves += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """One who must move: ``num_moves`` grows with everything done, at least while ``is_busy``."""
+
+    is_busy: Callable[[], bool]
+    num_moves: Callable[[], int]
+
+    @classmethod
+    def of(cls, progress: Progress) -> Mover:
+        """A thread that notes its progress."""
+        return cls(lambda: progress.is_busy, lambda: progress.num_moves)
+
+
 @dataclass(frozen=True, slots=True)
 class Watched:
     """What the watchdog looks at and what it does; all of it is called on its thread.
 
-    ``is_busy``: requests are in flight. ``num_moves`` grows with everything that is done.
     ``on_stall`` ends the streams; ``on_move`` says that things move again; ``beat`` runs every
     time.
     """
 
-    is_busy: Callable[[], bool]
-    num_moves: Callable[[], int]
+    movers: Sequence[Mover]
     on_stall: Callable[[], None]
     on_move: Callable[[], None]
     beat: Callable[[], None]
 
 
+class _Watch:
+    """When one mover moved last."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self._num_moves = -1
+        self._since = 0.0
+        self._is_stuck = False
+
+    def is_stuck(self, limit: float) -> bool:
+        """True from ``limit`` busy seconds without a move until the next one."""
+        now, num_moves = time.monotonic(), self._mover.num_moves()
+        if num_moves != self._num_moves or not (self._is_stuck or self._mover.is_busy()):
+            self._num_moves, self._since = num_moves, now
+        self._is_stuck = now - self._since > limit
+        return self._is_stuck
+
+
 class Watchdog:
-    """Calls a stall what lasts ``stall_seconds`` with requests in flight and no move."""
+    """Calls it a stall when somebody is busy for ``stall_seconds`` and does not move."""
 
     def __init__(self, watched: Watched, stall_seconds: float) -> None:
         self._watched = watched
@@ -62,12 +117,9 @@ class Watchdog:
         self._thread.join()
 
     def _run(self) -> None:
-        last_moves, since = -1, time.monotonic()
+        watches = [_Watch(mover) for mover in self._watched.movers]
         while not self._is_closing.wait(self._period):
-            moves = self._watched.num_moves()
-            if moves != last_moves or not (self._watched.is_busy() or self._is_stalled):
-                last_moves, since = moves, time.monotonic()
-            self._judge(time.monotonic() - since > self._stall_seconds)
+            self._judge(any([watch.is_stuck(self._stall_seconds) for watch in watches]))
             self._safely(self._watched.beat)
 
     def _judge(self, is_stalled: bool) -> None:
@@ -85,5 +137,5 @@ class Watchdog:
     def _safely(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:
+        except BaseException:  # nobody else would watch
             _logger.exception("an action of the watchdog failed")

@@ -22,7 +22,10 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         ("guaranteed_no_evict", "max_utilization", "static_batch"),
     ),
     ParameterSpec(
-        "scheduler_class", "str", "", "your own RequestScheduler, as package.module:ClassName"
+        "scheduler_class",
+        "str",
+        "",
+        "your own scheduler, or one of its two parts, as package.module:ClassName",
     ),
     ParameterSpec("max_beam_width", "int", "1", "largest beam_width", minimum=1, maximum=64),
     ParameterSpec("max_batch_size", "int", "256", "requests in flight", minimum=1, maximum=65536),

@@ -10,6 +10,9 @@ in the same way (`TextBook`)::
 
 Texts are numbered by arrival. What a request generates belongs to its text as soon as it gives its
 blocks back.
+
+The scheduler's thread waits for all this, and of a long prompt the walk over its tokens is all that
+costs: they are packed once (`pack`), and packed texts are compared in one go.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ MAX_STEPS = 10_000
 """Pieces that are looked at for one answer; a recording that needs more was not made by us."""
 
 _INT32 = "i"
+_WIDTH = array(_INT32).itemsize
 _MIN_TOKENS = 2**20
 _MIN_TEXTS = 2**10
 
@@ -38,18 +42,28 @@ class Likeness(NamedTuple):
 NO_LIKENESS = Likeness(0, 0)
 
 
-class _Node:
-    """An edge of the tree of texts: ``tokens`` lead here, and ``owner`` was the first with them.
+def pack(tokens: Sequence[int]) -> bytes:
+    """The tokens as a `TextIndex` wants them; packed texts can be put together."""
+    return array(_INT32, tokens).tobytes()
 
-    Packed, since there are millions.
+
+def num_packed(text: bytes) -> int:
+    """How many tokens a packed text has."""
+    return len(text) // _WIDTH
+
+
+class _Node:
+    """An edge of the tree of texts: ``text`` leads here, and ``owner`` was the first with it.
+
+    ``children`` by their first token, packed as everything here.
     """
 
-    __slots__ = ("children", "owner", "tokens")
+    __slots__ = ("children", "owner", "text")
 
-    def __init__(self, tokens: array[int], owner: int) -> None:
-        self.tokens = tokens
+    def __init__(self, text: bytes, owner: int) -> None:
+        self.text = text
         self.owner = owner
-        self.children: dict[int, _Node] = {}
+        self.children: dict[bytes, _Node] = {}
 
 
 class _Tree:
@@ -62,21 +76,19 @@ class _Tree:
         self.num_tokens = 0
         self.num_texts = 0  # with tokens of their own; each makes two nodes at most
 
-    def find(self, salt: bytes, tokens: Sequence[int], exclude: int) -> Likeness:
+    def find(self, salt: bytes, text: bytes, exclude: int) -> Likeness:
         """The longest beginning shared with a text of another owner than ``exclude``."""
         node = self.roots.get(salt)
         place, best = 0, NO_LIKENESS
-        while node is not None and place < len(tokens):
-            child = node.children.get(tokens[place])
+        while node is not None and place < len(text):
+            child = node.children.get(text[place : place + _WIDTH])
             if child is None:
                 break
-            common = _num_common(child.tokens, tokens, place)
+            common = _common_size(child.text, text, place)
             place += common
             if child.owner != exclude:
-                best = Likeness(child.owner, place)
-            if common < len(child.tokens):
-                break
-            node = child
+                best = Likeness(child.owner, place // _WIDTH)
+            node = child if common == len(child.text) else None
         return best
 
     def owners(self) -> set[int]:
@@ -89,43 +101,53 @@ class _Tree:
             pending.extend(node.children.values())
         return found
 
-    def add(self, salt: bytes, tokens: Sequence[int], owner: int) -> None:
-        """Enter a text; what is there already keeps its owner."""
-        node = self.roots.setdefault(salt, _Node(array(_INT32), owner))
-        place = 0
-        while place < len(tokens):
-            child = node.children.get(tokens[place])
+    def add(self, salt: bytes, text: bytes, owner: int) -> Likeness:
+        """Enter a text; what is there already keeps its owner. What `find` would have found."""
+        node = self.roots.setdefault(salt, _Node(b"", owner))
+        place, best = 0, NO_LIKENESS
+        while place < len(text):
+            first = text[place : place + _WIDTH]
+            child = node.children.get(first)
             if child is None:
-                node.children[tokens[place]] = _Node(array(_INT32, tokens[place:]), owner)
-                self.num_tokens += len(tokens) - place
+                node.children[first] = _Node(text[place:], owner)
+                self.num_tokens += (len(text) - place) // _WIDTH
                 self.num_texts += 1
-                return
-            common = _num_common(child.tokens, tokens, place)
-            if common < len(child.tokens):
-                child = _split(node, child, common)
+                break
+            common = _common_size(child.text, text, place)
             place += common
+            if child.owner != owner:
+                best = Likeness(child.owner, place // _WIDTH)
+            if common < len(child.text):
+                child = _split(node, child, common)
             node = child
+        return best
 
 
-def _split(parent: _Node, child: _Node, length: int) -> _Node:
-    """Cut the edge to ``child`` after ``length`` tokens; the node in between is returned."""
-    middle = _Node(child.tokens[:length], child.owner)
-    parent.children[child.tokens[0]] = middle
-    child.tokens = child.tokens[length:]
-    middle.children[child.tokens[0]] = child
+def _split(parent: _Node, child: _Node, size: int) -> _Node:
+    """Cut the edge to ``child`` after ``size`` bytes; the node in between is returned."""
+    middle = _Node(child.text[:size], child.owner)
+    parent.children[child.text[:_WIDTH]] = middle
+    child.text = child.text[size:]
+    middle.children[child.text[:_WIDTH]] = child
     return middle
 
 
-def _num_common(edge: array[int], tokens: Sequence[int], place: int) -> int:
-    """Tokens of ``edge`` that ``tokens`` has from ``place`` on."""
-    length = min(len(edge), len(tokens) - place)
-    if edge[:length] == array(_INT32, tokens[place : place + length]):
-        return length
-    return next(k for k in range(length) if edge[k] != tokens[place + k])
+def _common_size(edge: bytes, text: bytes, place: int) -> int:
+    """Bytes of the tokens with which ``edge`` begins and ``text`` goes on at ``place``."""
+    if text.startswith(edge, place):
+        return len(edge)
+    low, high = 0, min(len(edge), len(text) - place) // _WIDTH  # tokens: at least, at most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(edge[low * _WIDTH : middle * _WIDTH], place + low * _WIDTH):
+            low = middle
+        else:
+            high = middle - 1
+    return low * _WIDTH
 
 
-Text: TypeAlias = tuple[bytes, Sequence[int], int]
-"""Salt, tokens and number."""
+Text: TypeAlias = tuple[bytes, bytes, int]
+"""Salt, packed tokens and number."""
 
 
 class TextIndex:
@@ -134,7 +156,7 @@ class TextIndex:
     It remembers four times as many tokens as the KV pool holds, or four times as many texts as that
     has blocks, whichever are fewer, and forgets from twice that on: memory is bounded also where
     texts are short. What can still matter then, since it waits or is cached, comes from
-    ``texts_in_use``: salt, tokens and number of each.
+    ``texts_in_use``: salt, packed tokens and number of each.
     """
 
     def __init__(
@@ -151,13 +173,12 @@ class TextIndex:
         self._texts_in_use = texts_in_use
         self._young, self._old = _Tree(), _Tree()
 
-    def add(self, salt: bytes, tokens: Sequence[int], number: int) -> Likeness:
-        """Enter the text ``number`` (again, when it has grown); say whom it is like."""
-        found = self._young.find(salt, tokens, number)
-        if found.length < len(tokens):
-            old = self._old.find(salt, tokens, number)
+    def add(self, salt: bytes, text: bytes, number: int) -> Likeness:
+        """Enter the packed text ``number`` (again, when it has grown); say whom it is like."""
+        found = self._young.add(salt, text, number)
+        if found.length < num_packed(text):
+            old = self._old.find(salt, text, number)
             found = max(found, old, key=lambda likeness: likeness.length)
-        self._young.add(salt, tokens, number)
         if self._young.num_tokens > self._max_tokens or self._young.num_texts > self._max_texts:
             self._turn()
         return found

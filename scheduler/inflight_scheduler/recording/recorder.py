@@ -4,6 +4,7 @@ It runs on the thread of the scheduler and must not cost: what did not change is
 nothing is formatted or written here. The calls of one iteration, in order::
 
     arrived(request) ...                     requests that were accepted
+    withdrawn(request)                       behind its arrival, if it was not after all
     decided(active, context, ...)            between deciding and carrying out
     carried_out(num_free_blocks)             after carrying out
     settled()                                if no step runs on (overlapped loop)
@@ -132,6 +133,12 @@ class FlightRecorder:
         self._move_watch.add(request)
         if came_ns is not None:
             self._came_ns[request.request_id] = came_ns
+
+    def withdrawn(self, request: LlmRequest) -> None:
+        """Nothing is recorded of ``request``: it has just arrived, or was about to."""
+        self._arrivals = [each for each in self._arrivals if each is not request]
+        self._move_watch.forget(request)
+        self._came_ns.pop(request.request_id, None)
 
     def decided(
         self,

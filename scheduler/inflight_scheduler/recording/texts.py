@@ -7,12 +7,18 @@ one; whoever remembers a place keeps the old one.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.cache_state import CacheState
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, Text, TextIndex
+from inflight_scheduler.recording.likeness import (
+    NO_LIKENESS,
+    Likeness,
+    Text,
+    TextIndex,
+    num_packed,
+    pack,
+)
 from inflight_scheduler.recording.records import CacheStart, Growth, Iteration, KeptBlock, TextPart
 from inflight_scheduler.request import LlmRequest
 
@@ -67,10 +73,11 @@ class RecordedTexts:
         self._index = TextIndex(num_blocks, tokens_per_block, self._texts_in_use)
         self._tokens_per_block = tokens_per_block
         self._cache_state = cache_state
-        self._cached: dict[int, tuple[bytes, array[int]]] = {}  # those that may be
+        self._cached: dict[int, tuple[bytes, bytes]] = {}  # those that may be: salt and text
         self._look_at = _MIN_CACHED
         self._num_texts = 0
-        self._active: dict[int, LlmRequest] = {}
+        # Packed: the prompt, with what was generated before a pause.
+        self._active: dict[int, tuple[LlmRequest, bytes]] = {}
         self._likenesses: dict[int, Likeness] = {}
         self._growths: list[Growth] = []
         self._parts: list[TextPart] = []
@@ -80,8 +87,9 @@ class RecordedTexts:
         """A prompt, as it came."""
         number, self._num_texts = self._num_texts, self._num_texts + 1
         request.text_number = number
-        self._active[request.request_id] = request
-        found = self._index.add(request.cache_salt, request.tokens, number)
+        text = pack(request.tokens[: request.prompt_len])
+        self._active[request.request_id] = request, text
+        found = self._index.add(request.cache_salt, text, number)
         self._likenesses[request.request_id] = found
         self._remember(number, found, 0)
 
@@ -91,18 +99,23 @@ class RecordedTexts:
 
     def grow(self, request: LlmRequest, *, is_last: bool = False) -> None:
         """``request`` gives its blocks back; everything it has generated belongs to its text."""
-        if request.request_id not in self._active:
+        request_id = request.request_id
+        if request_id not in self._active:
             return  # it ended before it was registered
+        _, text = self._active[request_id]
         if is_last:
-            del self._active[request.request_id]
+            del self._active[request_id]
         if request.tokens[-1] < 0:
             return
-        self._keep(request)
+        text += pack(request.tokens[num_packed(text) :])
+        self._keep(request, text)
         if request.beams is not None or request.num_tokens == request.prompt_len:
             return
-        found = self._index.add(request.cache_salt, request.tokens, request.text_number)
+        if not is_last:
+            self._active[request_id] = request, text
+        found = self._index.add(request.cache_salt, text, request.text_number)
         if found.length > request.prompt_len:
-            self._growths.append(Growth(request.request_id, found))
+            self._growths.append(Growth(request_id, found))
             self._remember(request.text_number, found, request.prompt_len)
 
     def forget(self, request_ids: Iterable[int]) -> None:
@@ -134,19 +147,19 @@ class RecordedTexts:
         What those have generated belongs to no text before it is told (`grow`).
         """
         self._forget_what_is_not_cached()
-        for number, (salt, tokens) in self._cached.items():
-            yield salt, tokens, number
-        for request in self._active.values():
-            yield request.cache_salt, request.tokens[: request.prompt_len], request.text_number
+        for number, (salt, text) in self._cached.items():
+            yield salt, text, number
+        for request, text in self._active.values():
+            yield request.cache_salt, text, request.text_number
 
-    def _keep(self, request: LlmRequest) -> None:
+    def _keep(self, request: LlmRequest, text: bytes) -> None:
         """Its full blocks may be cached from now on, however many texts come before they are used.
 
         Short texts take no block of their own, so any number of them evicts nothing.
         """
         if self._cache_state is None or request.num_tokens < self._tokens_per_block:
             return
-        self._cached[request.text_number] = request.cache_salt, array("i", request.tokens)
+        self._cached[request.text_number] = request.cache_salt, text
         if len(self._cached) > self._look_at:
             self._forget_what_is_not_cached()
             self._look_at = max(_MIN_CACHED, 2 * len(self._cached))
@@ -154,7 +167,7 @@ class RecordedTexts:
     def _forget_what_is_not_cached(self) -> None:
         state = None if self._cache_state is None else self._cache_state()
         if state is not None:
-            numbers = {number for _, number, _ in state.kept()}
+            numbers = state.kept_texts()
             self._cached = {n: text for n, text in self._cached.items() if n in numbers}
 
     def _remember(self, number: int, found: Likeness, start: int) -> None:
@@ -163,8 +176,8 @@ class RecordedTexts:
 
     def _sweep(self, state: CacheState) -> None:
         needed = self._index.numbers()
-        needed.update(request.text_number for request in self._active.values())
-        needed.update(number for _, number, _ in state.kept())
+        needed.update(request.text_number for request, _ in self._active.values())
+        needed |= state.kept_texts()
         self._parts = _needed(self._parts, needed)
         self._sweep_at = max(MIN_PARTS, 2 * len(self._parts))
 

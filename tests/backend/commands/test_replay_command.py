@@ -66,3 +66,11 @@ def test_the_scheduler_of_the_user_decides_again(
     assert "give it with --scheduler-class" in refused.stderr
     done = run(replay, tmp_path / "r.jsonl", "--scheduler-class", name)
     assert done.stdout.startswith("identical, ")
+
+
+def test_a_scheduler_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    record(tmp_path / "r.jsonl")
+    done = run(replay, tmp_path / "r.jsonl", "--scheduler-class", "user_schedulers:AsksForMore")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: scheduler_class AsksForMore cannot be made: ")
+    assert done.stderr.count("\n") == 1

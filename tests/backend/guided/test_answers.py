@@ -18,6 +18,8 @@ from manager_harness import Recorder, request, running
 
 from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.guided import compiler as compiler_module
+from inflight_backend.guided.guide import Guide, GuideType
+from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
@@ -50,6 +52,8 @@ ALL_SCHEMAS = [
     {"type": "string", "maxLength": 5},
     {"type": "string", "format": "date"},
 ]
+
+COULD_NOT_BE_COMPILED = "'guided_decoding_guide' could not be compiled: the server failed"
 
 Check = Callable[[str], object]
 GUIDES: list[tuple[str, str | None, Check]] = [
@@ -286,6 +290,41 @@ def test_others_are_served_while_a_grammar_is_compiled(
         recorder.wait_for_finals(1)
     assert recorder.responses[2] == [([], True, "")]
     assert text_of(recorder, 1) == "abc"
+
+
+@pytest.mark.case(89)
+@pytest.mark.parametrize("place", ["to_grammar", "guides"])
+def test_a_guide_that_cannot_be_taken_ends_its_request_only(
+    place: str, random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the library, or once it is compiled; sent again, it is compiled anew."""
+    is_broken = True
+    owner, name = (
+        (compiler_module, "to_grammar") if place == "to_grammar" else (AnswerGuides, "add")
+    )
+    real = getattr(owner, name)
+
+    def fail(*args: Any) -> Any:
+        is_mine = args[0] == Guide(GuideType.REGEX, "abcd") or args[1:2] == (2,)
+        if is_broken and is_mine:
+            raise BaseException("as a panic of a library in Rust")
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, fail)
+    requests = [ask(2, "regex", "abcd"), ask(3, "regex", "abc"), ask(4, num_new=8)]
+    recorder = Recorder([ask(1, num_new=30), *requests])
+    with running(recorder, random_model, params=params()) as manager:
+        recorder.wait_for_finals(1, 2, 3, 4)
+        (response,) = recorder.responses.pop(2)
+        assert response[2] in ("the request could not be taken", COULD_NOT_BE_COMPILED)
+        assert [len(recorder.tokens(number)) for number in (1, 4)] == [30, 8]
+        assert text_of(recorder, 3) == "abc"
+        assert manager.get_num_active_requests() == 0
+        assert not manager._rules
+        is_broken = False
+        recorder.pending.append(requests[0])
+        recorder.wait_for_finals(2)
+        assert text_of(recorder, 2) == "abcd"
 
 
 def test_bad_guides_are_answered_and_hurt_nobody(random_model: Path) -> None:

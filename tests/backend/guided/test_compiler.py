@@ -182,6 +182,30 @@ def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     own.close()
 
 
+@pytest.mark.parametrize("error", [ValueError("secret"), MemoryError(), BaseException("secret")])
+def test_a_failure_of_ours_is_told_and_not_kept(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A BaseException is what a panic of a library in Rust is; nobody sees the grammar."""
+    guide = Guide(GuideType.REGEX, "secret")
+    own = GuideCompiler(TOKENIZER.read_text, VOCAB_SIZE, 0)
+
+    def fail(_: Guide) -> str:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "to_grammar", fail)
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="could not be compiled") as refusal:
+                compile_guide(own, guide)
+            assert "secret" not in str(refusal.value)
+    assert type(error).__name__ in caplog.text
+    assert "in fail" in caplog.text, "where it was raised"
+    assert "secret" not in caplog.text
+    assert not compile_guide(own, guide).is_stopped(), "the next one who sends it gets it"
+    own.close()
+
+
 def test_a_tokenizer_that_cannot_be_used_is_told() -> None:
     own = GuideCompiler(lambda: "{}", VOCAB_SIZE, 0)
     with pytest.raises(InvalidRequest, match="cannot be used with the tokenizer of this model"):

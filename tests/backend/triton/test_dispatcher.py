@@ -25,6 +25,9 @@ class Sent(ResponseStream):
         self.iterations += [json.loads(line)["Iteration Counter"] for line in lines]
         self.finals.append(is_final)
 
+    def close(self) -> None:
+        self.send({}, is_final=True)
+
 
 def stats_of(iteration: int) -> str:
     return json.dumps({"Iteration Counter": iteration})

@@ -33,6 +33,9 @@ class Sent:
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
         raise AssertionError(message)
 
+    def end_with(self, message: str, code: str = "INTERNAL") -> None:
+        raise AssertionError(message)
+
     def abandon(self, message: str) -> None:
         raise AssertionError(message)
 

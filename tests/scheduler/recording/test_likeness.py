@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from inflight_scheduler import LlmRequest
 from inflight_scheduler.recording import likeness
+from inflight_scheduler.recording import texts as texts_module
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextBook, TextIndex
+from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextBook, TextIndex, pack
 
-texts = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+texts = st.lists(st.sampled_from((0, 1, 256)), min_size=1, max_size=12)
 
 
 def num_common(one: list[int], other: list[int]) -> int:
@@ -35,14 +38,14 @@ def test_every_pair_agrees_as_far_as_the_real_pair(
 
     def grow(number: int, prompt: list[int], answer: list[int]) -> None:
         real[number] = prompt + answer
-        found = index.add(b"", real[number], number)
+        found = index.add(b"", pack(real[number]), number)
         if found.length > len(prompt):
             book.extend(number, found, len(prompt))
 
     for prompt, answer, has_answer in parts:
         number = len(real)
         real.append(prompt)
-        assert book.add(index.add(b"", prompt, number)) == number
+        assert book.add(index.add(b"", pack(prompt), number)) == number
         if has_answer and not grows_later:
             grow(number, prompt, answer)
         elif has_answer:
@@ -60,22 +63,46 @@ def test_every_pair_agrees_as_far_as_the_real_pair(
 
 def test_texts_with_other_salts_are_never_alike() -> None:
     index = TextIndex(16, 4)
-    assert index.add(b"a", [1, 2, 3], 0) == NO_LIKENESS
-    assert index.add(b"b", [1, 2, 3], 1) == NO_LIKENESS
-    assert index.add(b"a", [1, 2, 4], 2) == Likeness(0, 2)
+    assert index.add(b"a", pack([1, 2, 3]), 0) == NO_LIKENESS
+    assert index.add(b"b", pack([1, 2, 3]), 1) == NO_LIKENESS
+    assert index.add(b"a", pack([1, 2, 4]), 2) == Likeness(0, 2)
 
 
 def test_old_texts_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likeness, "_MIN_TOKENS", 100)
     index = TextIndex(1, 1)
-    index.add(b"", [1] * 20, 0)
-    index.add(b"", [2] * 20, 1)
+    index.add(b"", pack([1] * 20), 0)
+    index.add(b"", pack([2] * 20), 1)
     for number in range(2, 40):
         start = 100 * number
-        index.add(b"", list(range(start, start + 20)), number)
-        assert index.add(b"", [2] * 21, 1000 + number).length >= 20
-    assert index.add(b"", [1] * 20, 99) == NO_LIKENESS
+        index.add(b"", pack(list(range(start, start + 20))), number)
+        assert index.add(b"", pack([2] * 21), 1000 + number).length >= 20
+    assert index.add(b"", pack([1] * 20), 99) == NO_LIKENESS
     assert index._young.num_tokens + index._old.num_tokens <= 2 * 100 + 40
+
+
+def test_a_token_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a request comes back: of a long prompt nothing else would cost as much."""
+    num_packed = 0
+
+    def counted(tokens: Sequence[int]) -> bytes:
+        nonlocal num_packed
+        num_packed += len(tokens)
+        return pack(tokens)
+
+    monkeypatch.setattr(texts_module, "pack", counted)
+    texts = texts_module.RecordedTexts(64, 4)
+    request, other = LlmRequest(1, range(100), 20), LlmRequest(2, range(120), 1)
+    texts.add(request)
+    for token in range(100, 120):
+        if token == 110:
+            texts.grow(request)
+            request.pause()
+        request.add_new_token(token)
+    texts.grow(request, is_last=True)
+    assert num_packed == 120
+    texts.add(other)
+    assert texts.likeness(other) == Likeness(request.text_number, 120)
 
 
 @pytest.mark.case(84)
@@ -84,7 +111,7 @@ def test_many_short_texts_are_as_few_as_blocks_allow(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
     index = TextIndex(50, 64)
     for number in range(5000):
-        index.add(b"", [number], number)
+        index.add(b"", pack([number]), number)
     assert len(index.numbers()) <= 2 * 200 + 2
 
 

@@ -1,0 +1,107 @@
+"""The way in: from a request that was fetched to an active one, or to the error that ends it.
+
+A request is validated, waits until its grammar is compiled if it has one, and is enrolled. Until
+then it is in one of two lists here, which it leaves one by one: whatever is raised while one of
+them is looked at ends that one, with one final response, and the others are taken as if nothing had
+happened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from inflight_backend.errors import RefusalText, ServingError
+from inflight_backend.guided.preparing import PreparingRequests
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_validation import RequestLimits, validate
+from inflight_scheduler import LlmRequest
+
+if TYPE_CHECKING:
+    from inflight_backend.guided.masks import Matcher
+
+_logger = logging.getLogger(__name__)
+
+NOT_TAKEN = "the request could not be taken"
+"""What the sender of a request hears when we, not it, are at fault."""
+
+
+class RequestIntake:
+    """Owner of the requests that are not active yet, in the order in which they came."""
+
+    def __init__(
+        self,
+        limits: RequestLimits,
+        is_active: Callable[[int], bool],
+        enrol: Callable[[InferenceRequest, LlmRequest, Matcher | None], None],
+        refuse: Callable[[int, str], None],
+    ) -> None:
+        """``enrol`` makes a request active, with the matcher of its guide, or leaves no trace of it
+        and raises. ``refuse`` sends the final response of a request that was not taken.
+        """
+        self._limits = limits
+        self._is_active = is_active
+        self._enrol = enrol
+        self._refuse = refuse
+        self._fetched: deque[Any] = deque()
+        self._preparing = PreparingRequests()
+
+    def __len__(self) -> int:
+        return len(self._fetched) + len(self._preparing)
+
+    def put(self, fetched: object) -> None:
+        """Keep what the get callback returned, a request or not, until the next `take_in`."""
+        self._fetched.append(fetched)
+
+    def take_in(self) -> None:
+        """Make everybody active who is ready; a bad request is answered with an error of its own.
+
+        One whose id is in flight is not accepted: an error response would end the other one.
+        """
+        while self._fetched:
+            request = self._fetched.popleft()
+            if not isinstance(request, InferenceRequest):
+                _logger.error("the get callback returned a %s", type(request).__name__)
+            elif self._is_active(request.request_id) or request.request_id in self._preparing:
+                _logger.error("request id %d is in flight; not accepted again", request.request_id)
+            else:
+                self._guard(self._accept, request)
+        for request in self._preparing.take_ready():
+            self._guard(self._admit, request)
+
+    def stop_waiting(self, request_id: int) -> None:
+        """Make a request active without its grammar, if it waits for that: it is to be ended."""
+        request = self._preparing.take(request_id)
+        if request is not None:
+            request.guide = None
+            self._guard(self._admit, request)
+
+    def end_waiting(self, error: str) -> None:
+        """End those who wait for their grammar with an error."""
+        for request in self._preparing.take_each():
+            self._refuse(request.request_id, error)
+
+    def _guard(self, step: Callable[[InferenceRequest], None], request: InferenceRequest) -> None:
+        """Take a step with one request; if it fails, that is the request's end and no more."""
+        try:
+            step(request)
+        except ServingError as error:  # also too many grammars at once
+            self._refuse(request.request_id, RefusalText(error))
+        except BaseException:  # our bug, or a panic of a library
+            _logger.exception("request %d could not be taken", request.request_id)
+            self._refuse(request.request_id, NOT_TAKEN)
+
+    def _accept(self, request: InferenceRequest) -> None:
+        validate(request, self._limits)
+        if request.is_ready:
+            self._admit(request)
+        else:
+            self._preparing.add(request)
+
+    def _admit(self, request: InferenceRequest) -> None:
+        """Make a request active, guided if it asked for that."""
+        llm_request, guide = validate(request, self._limits), request.guide
+        request.llm_request = request.guide = None  # sent again, it is another request
+        self._enrol(request, llm_request, None if guide is None else guide.take())

@@ -1,0 +1,243 @@
+"""Whatever goes wrong while one request is taken in ends that request only, and nothing stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import CountingEngine
+from manager_harness import WAIT, Recorder, request, running
+from triton_harness import wait_until
+
+from inflight_backend.deadlines import DeadlineWatch
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.gpt_manager import GptManager
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.logits_processors import ActiveProcessors
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.request_outputs import OutputGatherer
+from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.stop_words import StopWordWatch
+from inflight_scheduler import ActiveRequests, BatchPlanner
+from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler.recording.recorder import FlightRecorder
+from inflight_scheduler.recording.replay import replay
+
+NOT_TAKEN = "the request could not be taken"
+VICTIM = 3
+# What looks at a request on its way in; the first argument names it.
+PLACES: dict[str, tuple[type, str]] = {
+    "validate": (ActiveProcessors, "check"),
+    "processors": (ActiveProcessors, "add"),
+    "active": (ActiveRequests, "add"),
+    "deadlines": (DeadlineWatch, "add"),
+    "stop words": (StopWordWatch, "add"),
+    "gatherer": (OutputGatherer, "add"),
+    "recorder": (FlightRecorder, "arrived"),
+}
+
+
+class Panic(BaseException):
+    """As those of Rust libraries: no `Exception`."""
+
+
+class EditingEngine(CountingEngine):
+    """Lets logits processors at logits that it has not."""
+
+    def edit_next(self, source: object) -> None:
+        """Nothing is edited."""
+
+
+class Spoiler:
+    """Makes one method raise for one request: instead of what it does, or after it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException, is_after: bool
+    ) -> None:
+        self.num_left = 1
+        cls, name = PLACES[place]
+        real: Callable[..., Any] = getattr(cls, name)
+
+        def spoilt(owner: Any, subject: Any, *more: Any) -> Any:
+            is_spoilt = subject.request_id == VICTIM and self.num_left > 0
+            self.num_left -= is_spoilt
+            if is_spoilt and not is_after:
+                raise error
+            result = real(owner, subject, *more)
+            if is_spoilt:
+                raise error
+            return result
+
+        monkeypatch.setattr(cls, name, spoilt)
+
+
+def demanding(request_id: int, num_new: int = 6, **values: Any) -> InferenceRequest:
+    """A request that everybody who works for requests has something to do for."""
+    return request(
+        request_id,
+        [100 * request_id],
+        num_new,
+        return_perf_metrics=True,
+        allotted_time_ms=600_000,
+        stop_words_list=[[999], [1]],
+        logits_post_processor_name="mine",
+        **values,
+    )
+
+
+def params_with(path: Path, **changes: Any) -> TrtGptModelOptionalParams:
+    return TrtGptModelOptionalParams(
+        max_batch_size=8,
+        record_file=str(path),
+        logits_processors={"mine": lambda *_: None},
+        **changes,
+    )
+
+
+def finals_of(recorder: Recorder, request_id: int) -> list[str]:
+    return [error for _, is_final, error in recorder.responses[request_id] if is_final]
+
+
+def assert_nothing_stays(manager: GptManager) -> None:
+    """Ask on the manager's thread, between two iterations."""
+
+    def check() -> None:
+        assert manager.get_num_active_requests() == 0
+        assert manager._batcher.is_idle_and_intact()
+        assert not manager._rules
+        assert manager._gatherer._gathered == {}
+        assert manager._stop_words._watched == {}
+        assert manager._deadlines.take_expired() == []
+        assert all(entry.request.tracker is None for entry in manager._deadlines._heap)
+        flight_recorder = manager._batcher.recorder
+        assert flight_recorder._came_ns == {}
+        assert flight_recorder._arrivals == []
+        assert flight_recorder._move_watch._searches == {}
+
+    manager._ask(check).result(WAIT)
+
+
+@pytest.mark.case(89, 117, 118)
+@pytest.mark.parametrize("is_after", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("error", [ValueError("ours"), Panic("not ours")])
+def test_who_cannot_be_taken_ends_alone(
+    error: BaseException,
+    place: str,
+    is_after: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """One runs and three come at once, the second of which cannot be taken, the first time."""
+    spoiler = Spoiler(monkeypatch, place, error, is_after)
+    recorder = Recorder([demanding(1, 40)])
+    victim = demanding(VICTIM)
+
+    def on_response(request_id: int, is_final: bool) -> None:
+        if request_id == 1 and len(recorder.tokens(1)) == 5:
+            recorder.pending += [demanding(2), victim, demanding(4)]
+        if request_id == VICTIM and is_final and spoiler.num_left == 0:
+            spoiler.num_left = -1
+            recorder.pending.append(victim)
+
+    recorder.on_response = on_response
+    path = tmp_path / "recording.jsonl"
+    with running(recorder, EditingEngine(), params=params_with(path)) as manager:
+        wait_until(lambda: len(recorder.responses.get(VICTIM, ())) > 1)
+        recorder.wait_for_finals(1, 2, VICTIM, 4)
+        assert finals_of(recorder, VICTIM) == [NOT_TAKEN, ""]
+        assert recorder.tokens(VICTIM) == list(range(301, 307))
+        for other, num_new in ((1, 40), (2, 6), (4, 6)):
+            assert finals_of(recorder, other) == [""]
+            assert recorder.tokens(other) == list(range(100 * other + 1, 100 * other + num_new + 1))
+        assert manager.health.is_healthy
+        assert_nothing_stays(manager)
+    with open_recording(path) as reader:
+        result = replay(reader)
+    assert result.divergence is None, str(result)
+    assert result.num_requests == 4, "the failure left no trace"
+
+
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+def test_everybody_else_of_a_list_is_taken(
+    overlap: OverlapScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A list of bad requests, rubbish and good ones; also where the callback ends in an error."""
+    Spoiler(monkeypatch, "active", MemoryError(), is_after=True)
+    bad = InferenceRequest(2)
+    recorder = Recorder()
+    fetched: list[Any] = [request(1, [1], 9), bad, "rubbish", demanding(VICTIM), request(4, [4], 9)]
+
+    def get(room: int) -> Iterator[Any]:
+        while fetched:
+            yield fetched.pop(0)
+        if recorder.responses:
+            return
+        raise OSError("the connection to whoever sends requests")
+
+    recorder.get = get  # type: ignore[assignment]
+    params = params_with(tmp_path / "recording.jsonl", overlap_scheduler=overlap)
+    with running(recorder, EditingEngine(), params=params) as manager:
+        recorder.wait_for_finals(1, 2, VICTIM, 4)
+        assert "the prompt is missing" in finals_of(recorder, 2)[0]
+        assert finals_of(recorder, VICTIM) == [NOT_TAKEN]
+        assert recorder.tokens(1) == list(range(2, 11))
+        assert recorder.tokens(4) == list(range(5, 14))
+        assert_nothing_stays(manager)
+
+
+def test_nothing_stays_of_those_whose_blocks_cannot_be_given_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The blocks are made anew then, guides and processors are not."""
+
+    def fail(planner: BatchPlanner, request: Any) -> None:
+        raise AssertionError("ours")
+
+    recorder = Recorder([demanding(1), demanding(2)])
+    path = tmp_path / "recording.jsonl"
+    monkeypatch.setattr(BatchPlanner, "release", fail)
+    with running(recorder, EditingEngine(), params=params_with(path)) as manager:
+        recorder.wait_for_finals(1, 2)
+        monkeypatch.undo()
+        assert "batch manager failed" in finals_of(recorder, 1)[0]
+        assert not manager._ask(lambda: bool(manager._rules)).result(WAIT)
+
+
+@pytest.mark.case(57, 91)
+def test_a_request_that_has_ended_may_be_sent_again() -> None:
+    """The same object: it is another request then, not the remains of the first."""
+    again = request(1, [1], 3)
+    recorder = Recorder([again])
+    with running(recorder) as manager:
+        recorder.wait_for_finals(1)
+        recorder.responses.clear()
+        recorder.pending.append(again)
+        manager.wake()
+        recorder.wait_for_finals(1)
+        assert recorder.tokens(1) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("set_it", [InferenceRequest.set_tensor, InferenceRequest.replace_tensor])
+def test_what_is_no_array_is_refused_where_it_is_set(set_it: Callable[..., None]) -> None:
+    made = InferenceRequest(1)
+    for wrong in ([1, 2], [[1], [2, 3]], 5, "text", object()):
+        with pytest.raises(InvalidRequest, match=rf"'input_ids' is a {type(wrong).__name__}, not"):
+            set_it(made, "input_ids", wrong)
+    set_it(made, "input_ids", np.int32(5))
+    assert made.get_tensor("input_ids").shape == ()
+
+
+@pytest.mark.parametrize("stops", [[np.int64(1)], {np.uint64(1)}, np.array([1, 7], dtype=np.int32)])
+def test_numbers_of_numpy_stop_requests(stops: Any) -> None:
+    recorder = Recorder([request(1, [1], 200), request(2, [2], 5)])
+    recorder.on_response = lambda request_id, is_final: (
+        setattr(recorder, "stops", stops) if len(recorder.responses.get(1, ())) == 3 else None
+    )
+    with running(recorder):
+        recorder.wait_for_finals(1, 2)
+    assert finals_of(recorder, 1) == [""]
+    assert len(recorder.tokens(1)) < 200

@@ -1,0 +1,270 @@
+"""Sends that raise, and sends that never return: their stream suffers, no other, and it is said."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
+from triton_harness import WAIT, Server, error_of, ids_of, wait_until
+
+from inflight_backend.status import read_status
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.pieces import Piece
+from inflight_scheduler import ScheduledBatch
+
+STALL = "0.5"
+NO_PROGRESS = "the server makes no progress; send the request elsewhere"
+LEAVING = "the server is shutting down: this answer is not complete"
+
+
+class BrokenSender(FakeSender):
+    """Every send raises from the moment it ``is_broken``."""
+
+    def __init__(self, *, is_broken: bool = True) -> None:
+        super().__init__()
+        self.is_broken = is_broken
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        if self.is_broken:
+            raise RuntimeError("shm full")
+        super().send(response, flags)
+
+
+class StuckSender(FakeSender):
+    """A send does not return until released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck = threading.Event()
+        self.release = threading.Event()
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        self.is_stuck.set()
+        assert self.release.wait(3 * WAIT)
+        super().send(response, flags)
+
+
+class Gate:
+    """An engine hook: while closed, a step does not return."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.event.set()
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        assert self.event.wait(3 * WAIT)
+
+
+def endless_engine() -> CountingEngine:
+    """It takes 40 s for 8,000 tokens, and has room for them."""
+    return CountingEngine(
+        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.005)
+    )
+
+
+@contextmanager
+def traffic(server: Server) -> Iterator[list[FakeSender]]:
+    """Requests that keep coming meanwhile, from a thread of their own as in Triton."""
+    senders: list[FakeSender] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(0.01):
+            senders.append(server.send(input_ids=[1], request_output_len=3, streaming=True))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield senders
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def last_error(sender: FakeSender) -> tuple[str, int] | None:
+    error = sender.responses[-1].error
+    return None if error is None else (str(error), error.code)
+
+
+@pytest.mark.case(92)
+def test_a_send_that_never_returns_is_a_stall_whatever_else_comes(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine(), stall_seconds=STALL)
+    stuck = StuckSender()
+    server.send(sender=stuck, input_ids=[1], request_output_len=200, streaming=True)
+    assert stuck.is_stuck.wait(WAIT)
+    with traffic(server) as senders:
+        feed = server.send(stats=True)
+        asked = [server.send(describe=True), server.send("no", why=True)]
+        wait_until(lambda: not server.model.is_ready())
+    for sender in (*senders, *asked, feed):
+        assert sender.is_final.wait(WAIT)
+    assert {last_error(sender) for sender in senders} == {
+        (NO_PROGRESS, FakePbUtils.TritonError.UNAVAILABLE)
+    }
+    for question in ("describe", "why", "recording", "stats"):
+        sender = server.ask("no", (), **{question: True})
+        assert error_of(sender)[0] == NO_PROGRESS
+    assert not stuck.is_final.is_set()
+    stuck.release.set()
+    assert stuck.is_final.wait(WAIT)
+    assert last_error(stuck) == (NO_PROGRESS, FakePbUtils.TritonError.UNAVAILABLE)
+    wait_until(server.model.is_ready)
+    assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+    assert server.model._manager._batcher.is_idle_and_intact()
+
+
+@pytest.mark.case(92)
+def test_triton_s_own_thread_stuck_in_a_refusal_is_a_stall(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine(), stall_seconds=STALL)
+    stuck = StuckSender()
+    thread = threading.Thread(target=lambda: server.send(sender=stuck, request_output_len=1))
+    thread.start()
+    wait_until(lambda: not server.model.is_ready())
+    stuck.release.set()
+    thread.join()
+    wait_until(server.model.is_ready)
+    assert "input_ids" in error_of(stuck)[0]
+
+
+@pytest.mark.case(92)
+def test_a_question_to_the_server_that_never_returns_is_a_stall(make_server: MakeServer) -> None:
+    """And the model can still be unloaded."""
+    gate, release = Gate(), threading.Event()
+    server = make_server(CountingEngine(before_step=gate), stall_seconds=STALL)
+    gate.event.clear()
+    sender = FakeSender()
+    sender.is_cancelled = lambda: release.wait(3 * WAIT) and False  # type: ignore[method-assign]
+    server.send(sender=sender, input_ids=[1], request_output_len=200, streaming=True)
+    with traffic(server) as senders:
+        wait_until(lambda: not server.model.is_ready())
+    for other in senders:
+        assert other.is_final.wait(WAIT)
+    gate.event.set()
+    server.model.finalize()
+    release.set()
+
+
+@pytest.mark.case(92)
+def test_a_send_that_never_returns_hides_neither_a_cancel_nor_the_drain(
+    make_server: MakeServer,
+) -> None:
+    server = make_server(endless_engine())
+    stuck = StuckSender()
+    server.send(sender=stuck, input_ids=[1], request_output_len=8000, streaming=True)
+    assert stuck.is_stuck.wait(WAIT)
+    other = server.send(input_ids=[1], request_output_len=8000, streaming=True)
+    manager = server.model._manager
+    wait_until(lambda: manager.get_num_active_requests() == 2)
+    other.cancelled = True
+    wait_until(lambda: manager.get_num_active_requests() == 1)
+    server.drain_file.write_text("")
+
+    def phase() -> str:
+        status = read_status(server.status_file)
+        assert status is not None
+        return status.phase
+
+    wait_until(lambda: phase() == "draining")
+    stuck.cancelled = True
+    stuck.release.set()
+    wait_until(lambda: phase() == "drained")
+
+
+@pytest.mark.case(92, 118)
+def test_a_response_that_cannot_be_put_together_ends_its_request_only(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    server = make_server(CountingEngine(before_step=gate))
+    real, is_over = Piece.add, threading.Event()
+
+    def add(self: Piece, tensors: Any, is_final: bool, error: str) -> None:
+        if not is_over.is_set() and any(7 in tensor.tensor for tensor in tensors):
+            is_over.set()
+            raise MemoryError
+        real(self, tensors, is_final, error)
+
+    monkeypatch.setattr(Piece, "add", add)
+    gate.event.clear()
+    victim = server.send("x", input_ids=[1], request_output_len=200, streaming=True)
+    other = server.send(input_ids=[500], request_output_len=20, streaming=True)
+    gate.event.set()
+    for sender in (victim, other):
+        assert sender.is_final.wait(WAIT)
+    assert last_error(victim) == (
+        "the response could not be sent",
+        FakePbUtils.TritonError.INTERNAL,
+    )
+    assert ids_of(other) == list(range(501, 521))
+    assert ids_of(server.ask("x", input_ids=[1], request_output_len=2)) == [1, 2, 3]
+
+
+@pytest.mark.case(118)
+@pytest.mark.parametrize("error", [SystemExit("out"), MemoryError()])
+def test_what_escapes_a_round_of_sending_ends_its_streams_and_not_the_thread(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    server = make_server(CountingEngine())
+    real, errors = ResponseDispatcher._send_piece, [error]
+
+    def send_piece(self: ResponseDispatcher, request_id: int, piece: Piece) -> None:
+        if errors and piece.is_final:
+            raise errors.pop()
+        real(self, request_id, piece)
+
+    monkeypatch.setattr(ResponseDispatcher, "_send_piece", send_piece)
+    text, _ = error_of(server.ask("x", input_ids=[1], request_output_len=5))
+    assert text == "the response could not be sent"
+    assert ids_of(server.ask("x", input_ids=[1], request_output_len=2)) == [1, 2, 3]
+    wait_until(lambda: not server.model._dispatcher._streams)
+
+
+@pytest.mark.case(92)
+def test_a_send_that_raises_keeps_nobody_else_from_the_end_of_a_stall(
+    make_server: MakeServer,
+) -> None:
+    gate = Gate()
+    server = make_server(CountingEngine(before_step=gate), stall_seconds=STALL)
+    gate.event.clear()
+    broken = [BrokenSender() for _ in range(3)]
+    first = server.send(sender=broken[0], input_ids=[1], request_output_len=9, streaming=True)
+    others = [server.send(input_ids=[1], request_output_len=9, streaming=True) for _ in range(2)]
+    server.send("no", sender=broken[1], stats=True)
+    feed = server.send(stats=True)
+    server.send("x", sender=broken[2], recording=True)
+    for sender in others:
+        assert sender.is_final.wait(WAIT)
+        assert last_error(sender) == (NO_PROGRESS, FakePbUtils.TritonError.UNAVAILABLE)
+    assert feed.is_final.wait(WAIT)
+    assert not first.is_final.is_set()
+    wait_until(lambda: server.model._frontend.num_live == 0)
+    wait_until(lambda: not server.model._frontend._inspector._waiting)  # type: ignore[union-attr]
+    gate.event.set()
+    wait_until(server.model.is_ready)
+
+
+@pytest.mark.case(92, 117)
+def test_a_send_that_raises_keeps_nothing_from_its_end_at_unload(make_server: MakeServer) -> None:
+    server = make_server(endless_engine())
+    broken = BrokenSender(is_broken=False)
+    senders = [
+        server.send(sender=sender, input_ids=[1], request_output_len=8000, streaming=True)
+        for sender in (broken, FakeSender(), FakeSender())
+    ]
+    feeds = [server.send(sender=BrokenSender(), stats=True), server.send(stats=True)]
+    for sender in senders:
+        assert sender.has_response.wait(WAIT)
+    broken.is_broken = True
+    server.model.finalize()
+    assert not server.model._manager._thread.is_alive()
+    assert not server.model._dispatcher._thread.is_alive()
+    for sender in senders[1:]:
+        assert sender.is_final.is_set()
+        assert last_error(sender) == (LEAVING, FakePbUtils.TritonError.UNAVAILABLE)
+    assert feeds[1].is_final.is_set()
