@@ -1,4 +1,4 @@
-"""docs/security.md names what runs in a server, with the versions that are pinned."""
+"""docs/security.md names what runs in a server, with its pinned versions, and the fuzzers."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def test_every_dependency_of_a_server_is_listed_with_its_pin() -> None:
     page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
     listed = dict(re.findall(r"^\| ([a-z0-9-]+) \| ([0-9][^ ]*) \|", page, re.MULTILINE))
     assert listed == {name: pins[name] for name in needed}
+
+
+def test_the_page_says_where_all_fuzzers_are() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    part = page.partition("Fuzzers over")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`(tests/[a-z/]+)`", part))
+    found = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "\n@fuzzing\n" in path.read_text(encoding="utf-8")
+    }
+    assert found == named
+    assert "pytest -m fuzz --timeout 0" in part

@@ -11,6 +11,10 @@ class InvalidRequest(ServingError):
     """The request asks for something impossible or unsupported; it names the field."""
 
 
+class UnsupportedRequest(InvalidRequest):
+    """The request asks for a feature that is known, but not there on this server."""
+
+
 class RefusalText(str):
     """The message of an `InvalidRequest` that was found after the request had been accepted."""
 

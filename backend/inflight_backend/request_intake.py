@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from inflight_backend.errors import InvalidRequest, RefusalText
+from inflight_backend.errors import RefusalText, ServingError
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
@@ -87,7 +87,7 @@ class RequestIntake:
         """Take a step with one request; if it fails, that is the request's end and no more."""
         try:
             step(request)
-        except InvalidRequest as error:
+        except ServingError as error:  # also too many grammars at once
             self._refuse(request.request_id, RefusalText(error))
         except BaseException:  # our bug, or a panic of a library
             _logger.exception("request %d could not be taken", request.request_id)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.request_values import flag, integer
 from inflight_backend.small_tensors import FLOAT32, INT32, INT64, row, scalar
@@ -59,7 +59,7 @@ def check_outputs(
         if not getattr(outputs, name.removeprefix("return_")):
             continue
         if not is_observable:
-            raise InvalidRequest(f"'{name}' is not supported by the engine of this server")
+            raise UnsupportedRequest(f"'{name}' is not supported by the engine of this server")
         num_bytes = 4 * num_rows * vocab_size
         if num_bytes > MAX_LOGITS_BYTES:
             raise InvalidRequest(

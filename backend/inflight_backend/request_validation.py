@@ -17,7 +17,7 @@ import numpy.typing as npt
 from inflight_backend.beam_validation import check_with_beams, read_beams
 from inflight_backend.drafting.drafter import can_verify
 from inflight_backend.drafting.validation import read_drafts
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide, read_guide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.logits_processors import FIELD as PROCESSOR_FIELD
@@ -42,11 +42,11 @@ _INT32_MAX = 2**31 - 1
 def _has_none(request: InferenceRequest) -> None:
     """The check of a server without logits processors."""
     if read_processor_name(request):
-        raise InvalidRequest(f"'{PROCESSOR_FIELD}' is not supported by this server")
+        raise UnsupportedRequest(f"'{PROCESSOR_FIELD}' is not supported by this server")
 
 
 def _guides_nothing(guide: Guide) -> PendingGuide:
-    raise InvalidRequest(f"'{TYPE_FIELD}' is not supported by this server")
+    raise UnsupportedRequest(f"'{TYPE_FIELD}' is not supported by this server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _check_tensor(spec: TensorSpec, tensor: npt.NDArray[Any]) -> None:
         hint = "leave it out"
         if spec.neutral not in (None, protocol.EMPTY):
             hint += f" or send {spec.neutral}"
-        raise InvalidRequest(f"'{spec.name}' is not supported by this server; {hint}")
+        raise UnsupportedRequest(f"'{spec.name}' is not supported by this server; {hint}")
 
 
 def _is_neutral(spec: TensorSpec, tensor: npt.NDArray[Any]) -> bool:

@@ -21,6 +21,7 @@ from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.status import StatusWriter
+from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
@@ -69,6 +70,7 @@ class TritonPythonModel:
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
+            check_own_stub(pb_utils)
             self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))

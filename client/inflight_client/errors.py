@@ -18,8 +18,8 @@ class ServerUnreachable(InflightError):
 class ServerError(InflightError):
     """The server answered with an error; the message is the server's own.
 
-    ``status`` is what the server calls the error (``INVALID_ARG``, ``UNAVAILABLE``,
-    ``ALREADY_EXISTS``, ``INTERNAL``), None when it does not say.
+    ``status`` is what the server calls the error (``INVALID_ARG``, ``UNSUPPORTED``,
+    ``UNAVAILABLE``, ``ALREADY_EXISTS``, ``INTERNAL``), None when it does not say.
     """
 
     def __init__(self, message: str, status: str | None = None) -> None:

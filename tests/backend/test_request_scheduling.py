@@ -70,10 +70,13 @@ def test_a_request_may_ask_for_less_time_than_the_server_allows_not_for_more(
         ("priority", float("nan"), "'priority' is nan"),
         ("cache_salt", "", "'cache_salt' has 0 bytes, outside 1..256"),
         ("cache_salt", "é" * 129, "'cache_salt' has 258 bytes, outside 1..256"),
+        ("max_queue_time_ms", -1, "'max_queue_time_ms' is -1, outside 1..2147483647"),
+        ("allotted_time_ms", 0, "'allotted_time_ms' is 0, outside 1..2147483647"),
         ("max_queue_time_ms", 0, "'max_queue_time_ms' is 0, outside 1..2147483647"),
         ("allotted_time_ms", -5, "'allotted_time_ms' is -5, outside 1..2147483647"),
     ],
 )
+@pytest.mark.case(44, 45)
 def test_bad_values_name_field_and_bound(name: str, value: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         validated(**{name: value})
@@ -105,6 +108,7 @@ def test_only_equal_salts_share_cached_blocks() -> None:
     assert all(recorder.tokens(i) == [20, 21, 22] for i in range(5))
 
 
+@pytest.mark.case(45)
 def test_deadlines_count_from_arrival_not_from_acceptance() -> None:
     """Who has waited too long before it is handed over is ended in that iteration."""
     late = [

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
 from inflight_client import protocol
@@ -23,11 +23,12 @@ LIMITS = RequestLimits(
 )
 
 
-def error_of(**values: Any) -> str:
+def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> str:
     tensors = {"input_ids": [1, 2], "request_output_len": 4, **values}
     tensors = {name: value for name, value in tensors.items() if value is not None}
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(kind) as caught:
         validate(InferenceRequest(1, make_inputs(tensors)), LIMITS)
+    assert type(caught.value) is kind
     return str(caught.value)
 
 
@@ -62,25 +63,36 @@ def error_of(**values: Any) -> str:
         ({"beam_width": 0}, "'beam_width' is 0, outside 1.."),
         ({"len_penalty": float("nan")}, "'len_penalty' is nan; it must be a finite number"),
         ({"beam_search_diversity_rate": 1e7}, "'beam_search_diversity_rate' is 1e+07"),
-        ({"lora_task_id": 7}, "'lora_task_id' is not supported"),  # 41
-        ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
         ({"draft_input_ids": [3] * 4}, "holds 4 tokens, more than max_draft_len = 3; send fewer"),
         ({"draft_input_ids": [3, 100]}, "'draft_input_ids' holds 100, outside the vocabulary"),
         ({"draft_input_ids": [-1]}, "'draft_input_ids' holds -1, outside the vocabulary"),
-        ({"draft_logits": np.zeros((1, 1, 9), np.float16)}, "'draft_logits' is not supported"),
-        ({"draft_acceptance_threshold": 0.5}, "'draft_acceptance_threshold' is not supported"),
         ({"guided_decoding_guide_type": "json"}, "'guided_decoding_guide_type' needs an 'end_id'"),
-        (
-            {"guided_decoding_guide_type": "json", "end_id": 3},
-            "'guided_decoding_guide_type' is not supported by this server",
-        ),
         ({"num_top_log_probs": 21}, "'num_top_log_probs' is 21, outside 0..20"),
         ({"num_top_log_probs": -1}, "'num_top_log_probs' is -1, outside 0..20"),
     ],
 )
-@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 25, 26, 27, 29, 31, 38, 41)
+@pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 26, 27, 31, 38)
 def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
     assert message in error_of(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora_task_id": 7}, "'lora_task_id' is not supported by this server; leave it out or"),
+        ({"return_log_probs": True}, "'return_log_probs' is not supported by the engine"),
+        ({"draft_logits": np.zeros((1, 1, 9), np.float16)}, "'draft_logits' is not supported"),
+        ({"draft_acceptance_threshold": 0.5}, "'draft_acceptance_threshold' is not supported"),
+        ({"logits_post_processor_name": "x"}, "'logits_post_processor_name' is not supported"),
+        (
+            {"guided_decoding_guide_type": "json", "end_id": 3},
+            "'guided_decoding_guide_type' is not supported by this server",
+        ),
+    ],
+)
+@pytest.mark.case(41)
+def test_what_is_not_there_is_unsupported(values: dict[str, Any], message: str) -> None:
+    assert message in error_of(UnsupportedRequest, **values)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +156,15 @@ def test_accepted_values_arrive() -> None:
 def test_boundary_values_are_served() -> None:
     request = InferenceRequest.from_tokens(1, [1] * 20, 12, runtime_top_p=1.0, temperature=0.0)
     assert validate(request, LIMITS).prompt_len == 20
+
+
+@pytest.mark.case(23, 24)
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.0, 0), (1.0, 100), (0.5, 101), (0.5, 2**31 - 1)])
+def test_filters_that_filter_nothing_are_served(top_p: float, top_k: int) -> None:
+    """0 is off, as for TensorRT-LLM's clients; more than the vocabulary is all of it."""
+    request = InferenceRequest.from_tokens(1, [1], 1, runtime_top_p=top_p, runtime_top_k=top_k)
+    sampling = validate(request, LIMITS).sampling
+    assert (sampling.top_p, sampling.top_k) == (top_p, min(top_k, LIMITS.vocab_size))
 
 
 @pytest.mark.case(22)

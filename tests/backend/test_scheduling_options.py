@@ -191,7 +191,6 @@ def test_priority_decides_who_starts_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["context_chunk_unit", "max_queue_seconds", "max_run_seconds"])
-@pytest.mark.case(44, 45)
 def test_numbers_that_mean_nothing_are_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be above 0, not 0"):
         params(**{name: 0})

@@ -269,6 +269,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"text_input": "1", "temperature": float("nan")}, "'temperature' is nan"),
     ({"text_input": "1", "runtime_top_p": 7.0}, "'runtime_top_p' is 7"),
     ({"text_input": "1", "beam_width": 4}, "'beam_width' is 4, more than max_beam_width"),
+    ({"text_input": "1", "lora_task_id": 7}, "'lora_task_id' is not supported by this server"),
     ({"text_input": "1", "repetition_penalty": 0.0}, "'repetition_penalty' is 0"),
     ({"input_ids": np.ones((65, 3), np.int32)}, "batch-size must be <= 64"),
     ({"input_ids": np.ones(3, np.int32)}, r"unexpected shape|batch-size must be <= 1"),
@@ -276,7 +277,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_REQUESTS)
-@pytest.mark.case(1, 3, 4, 8, 9, 14, 15, 16, 19, 20, 21, 23, 27, 41, 123)
+@pytest.mark.case(1, 3, 4, 8, 9, 14, 15, 16, 19, 20, 21, 23, 25, 27, 41, 123)
 def test_bad_input_is_refused_by_name_and_disturbs_nobody(
     server: Any, client: PeerClient, values: dict[str, Any], message: str
 ) -> None:

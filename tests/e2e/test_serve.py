@@ -176,6 +176,23 @@ def assert_refused(running: ServeProcess, *parts: str) -> None:
         assert part in line
 
 
+@pytest.mark.case(109)
+def test_two_servers_on_one_host(server: ServeProcess, serve: ServeFactory) -> None:
+    """The second one starts, streams and ends beside streams of the first."""
+
+    def count(running: ServeProcess) -> None:
+        assert_counts(PROMPT, "".join(stream_text(running, PROMPT, SHORT)))
+
+    with ThreadPoolExecutor(2) as pool:
+        second = serve()
+        for each in [pool.submit(count, running) for running in (server, second)]:
+            each.result(timeout=60)
+        first = pool.submit(count, server)
+        assert second.stop() == 0
+        first.result(timeout=60)
+    count(server)
+
+
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--metrics-port"])
 def test_port_in_use(serve: ServeFactory, option: str) -> None:
     with socket.create_server((HOST, 0)) as other:

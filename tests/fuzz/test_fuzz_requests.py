@@ -29,8 +29,10 @@ ODD = [float("nan"), float("inf"), -float("inf")]
 TEXTS = st.one_of(
     st.binary(max_size=40),
     st.text(max_size=40).map(str.encode),
+    st.sampled_from([b'{"n": 1, "stop": ["x"]}', b'{"max_tokens": 2, "max_tokens": 4}']),
     st.sampled_from([b"", b"\0", b"\xed\xa0\x80", b"1 2 3", b"\x1b[2J", b"{" * 2000, b"9" * 5000]),
 )
+TEXT = np.array([[b"1 2 3"]], dtype=np.object_)
 
 
 @st.composite
@@ -103,10 +105,13 @@ def send(server: Server, tensors: dict[str, np.ndarray[Any, Any]], request_id: s
     return request.sender
 
 
-@pytest.mark.case(6, 34, 122, 123)
+@pytest.mark.case(6, 122, 123)
 @fuzzing
 @given(tensors=requests(), request_id=st.text(max_size=5))
 @example({"text_input": np.array([[b"\0\x1b[2J"]], dtype=np.object_)}, "\n")
+@example({"sampling_parameters": np.array([[True]])}, "")
+@example({"beam_width": np.array([[b"2"]], dtype=np.object_), "text_input": TEXT}, "")
+@example({"sampling_parameters": np.array([[b"[" * 2000]], dtype=np.object_)}, "")
 def test_any_tensors_are_served_or_refused_by_name(
     server: Server, tensors: dict[str, np.ndarray[Any, Any]], request_id: str
 ) -> None:

@@ -62,10 +62,15 @@ TORCH_OPS = Ops(
 
 def make_ops(backend: str, quantization: str, *, is_deterministic: bool = False) -> Ops:
     """The table for an attention backend ("torch", "triton") and quantization ("none", "fp8");
-    ``is_deterministic`` (triton only): with linears whose rows do not depend on the batch."""
-    if backend == "triton":
-        from inflight_backend.engine.triton_ops import FP8_TRITON_OPS, TRITON_OPS  # needs triton
+    ``is_deterministic`` (triton only): with linears whose rows do not depend on the batch.
 
+    `ConfigurationError` if compiled kernels would lie where others can write.
+    """
+    if backend == "triton":  # only then is it needed
+        from inflight_backend.engine.kernel_cache import check_kernel_cache
+        from inflight_backend.engine.triton_ops import FP8_TRITON_OPS, TRITON_OPS
+
+        check_kernel_cache()
         ops = FP8_TRITON_OPS if quantization == "fp8" else TRITON_OPS
         if is_deterministic:
             from inflight_backend.engine.deterministic import with_invariant_linears

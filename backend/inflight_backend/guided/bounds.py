@@ -3,12 +3,12 @@ no limit of its own stops it in the middle of that (measured with 1.9.1: a{10000
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import GUIDE_FIELD
+from inflight_backend.request_json import read_json_object
 
 MAX_UNROLLED = 5000
 """Characters of a regex, or symbols of an EBNF grammar, with every repetition written out."""
@@ -52,12 +52,7 @@ def unrolled_size(pattern: str) -> int:
 
 def check_schema(text: str) -> None:
     """`InvalidRequest` unless ``text`` is a JSON object whose patterns and numbers are bounded."""
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"'{GUIDE_FIELD}' is not JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise InvalidRequest(f"'{GUIDE_FIELD}' is no JSON object, so it is no JSON schema")
+    schema = read_json_object(GUIDE_FIELD, text)
     size, multiple = 0, 1.0
     waiting: list[Any] = [schema]
     while waiting:

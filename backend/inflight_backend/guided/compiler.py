@@ -1,6 +1,9 @@
 """Compiles grammars on threads of its own, each once, and hands out matchers.
 
 A compiled grammar is a matcher of llguidance that has seen nothing yet; every answer gets a copy.
+
+So many grammars wait at most, and only as long as somebody waits for them: the queue knows them
+weakly, so one whose requests were stopped or refused is passed over.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import logging
 import threading
 import time
 import traceback
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +20,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import CapacityExceeded, InvalidRequest
 from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
@@ -28,6 +32,9 @@ COMPILE_SECONDS = 10.0
 
 MAX_CACHED = 64
 """Grammars kept for requests to come."""
+
+MAX_WAITING = 256
+"""Grammars that wait to be compiled, 64 KiB each at most."""
 
 _NUM_THREADS = 2
 _JSON = '{"type":["object","array"]}'  # what xgrammar, TensorRT-LLM's default, calls JSON
@@ -91,19 +98,18 @@ class GuideCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
+        self._waiting: OrderedDict[Guide, weakref.ref[Future[LLMatcher]]] = OrderedDict()
         self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()
+        self._num_workers = 0
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="GuideCompiler")
 
     def start(self, guide: Guide) -> PendingGuide:
-        """Compile ``guide``, unless that was done lately or is being done; returns at once."""
+        """Compile ``guide``, unless that was done lately or is being done; returns at once.
+
+        `CapacityExceeded` if too many wait. Who drops the answer does not wait any longer.
+        """
         with self._lock:
-            future = self._compiled.get(guide)
-            if future is None or _is_lost(future):
-                future = self._compiled[guide] = self._pool.submit(self._compile, guide)
-                if len(self._compiled) > MAX_CACHED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(guide)
-        return PendingGuide(future, COMPILE_SECONDS)
+            return PendingGuide(self._find(guide) or self._enqueue(guide), COMPILE_SECONDS)
 
     def load_tokenizer(self) -> LLTokenizer:
         """The tokenizer, made once. ValueError if llguidance cannot use it."""
@@ -116,7 +122,59 @@ class GuideCompiler:
 
     def close(self) -> None:
         """Compile nothing more."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._waiting.clear()
+        self._pool.shutdown(wait=False)
+
+    def _find(self, guide: Guide) -> Future[LLMatcher] | None:
+        if guide in self._compiled:
+            self._compiled.move_to_end(guide)
+            return self._compiled[guide]
+        waiting = self._waiting.get(guide)
+        return None if waiting is None else waiting()
+
+    def _enqueue(self, guide: Guide) -> Future[LLMatcher]:
+        self._waiting.pop(guide, None)  # nobody waited for it any longer
+        if len(self._waiting) >= MAX_WAITING:
+            wanted = [each for each in self._waiting.items() if each[1]() is not None]
+            self._waiting = OrderedDict(wanted)
+        if len(self._waiting) >= MAX_WAITING:
+            raise CapacityExceeded(
+                f"'{GUIDE_FIELD}' cannot be compiled now: {MAX_WAITING} grammars wait for that, "
+                "which is the limit; try again later"
+            )
+        future: Future[LLMatcher] = Future()
+        self._waiting[guide] = weakref.ref(future)
+        if self._num_workers < _NUM_THREADS:
+            self._pool.submit(self._work)
+            self._num_workers += 1
+        return future
+
+    def _work(self) -> None:
+        """On a thread of the pool: compile until nothing waits."""
+        while (job := self._take()) is not None:
+            guide, future = job
+            try:
+                future.set_result(self._compile(guide))
+            except BaseException as error:
+                if not isinstance(error, InvalidRequest):  # the grammar is not at fault
+                    with self._lock:
+                        self._compiled.pop(guide, None)
+                future.set_exception(error)
+
+    def _take(self) -> tuple[Guide, Future[LLMatcher]] | None:
+        """The next one that somebody waits for; None ends the thread's work."""
+        with self._lock:
+            while self._waiting:
+                guide, waiting = self._waiting.popitem(last=False)
+                future = waiting()
+                if future is not None:
+                    self._compiled[guide] = future
+                    if len(self._compiled) > MAX_CACHED:
+                        self._compiled.popitem(last=False)
+                    return guide, future
+            self._num_workers -= 1
+            return None
 
     def _compile(self, guide: Guide) -> LLMatcher:
         try:
@@ -134,13 +192,6 @@ class GuideCompiler:
                 f"{_short(matcher.get_error())}"
             )
         return matcher
-
-
-def _is_lost(future: Future[LLMatcher]) -> bool:
-    """True for a grammar that is not at fault for having no matcher: it is compiled anew."""
-    if not future.done():
-        return False
-    return future.cancelled() or not isinstance(future.exception(), InvalidRequest | None)
 
 
 def to_grammar(guide: Guide) -> str:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.errors import ConfigurationError, UnsupportedRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide
 
 if TYPE_CHECKING:
@@ -66,9 +66,11 @@ class GuideService:
                 ) from None
 
     def start(self, guide: Guide) -> PendingGuide:
-        """Compile ``guide`` elsewhere; `InvalidRequest` if this server guides nothing."""
+        """Compile ``guide`` elsewhere; `UnsupportedRequest` if this server guides nothing."""
         if self._compiler is None:
-            raise InvalidRequest(f"'{TYPE_FIELD}' is not supported by this server: {self._refusal}")
+            raise UnsupportedRequest(
+                f"'{TYPE_FIELD}' is not supported by this server: {self._refusal}"
+            )
         return self._compiler.start(guide)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.stub_checks import check_numpy
 
 _LOADER_FAILED = 127
 _STUB_SECONDS = 20
@@ -28,8 +29,7 @@ def check_settings(settings: ServeSettings) -> None:
 
 def check_install(install: TritonInstall, environment: Mapping[str, str]) -> None:
     """`ConfigurationError` unless the server can run our Python."""
-    if install.is_embedded:
-        check_numpy(metadata.version("numpy"))
+    check_numpy(metadata.version("numpy"), install.stub)
     check_stub_starts(install.stub, environment)
 
 
@@ -80,15 +80,6 @@ def _check_port(host: str, option: str, port: int) -> None:
                 f"{option} {port} cannot be used on {host} ({error.strerror}): "
                 f"stop what uses it or choose another port"
             ) from None
-
-
-def check_numpy(version: str) -> None:
-    """`ConfigurationError` for a numpy that the embedded server (24.10) cannot work with."""
-    if int(version.split(".")[0]) >= 2:
-        raise ConfigurationError(
-            f"numpy {version} is too new for the embedded tritonserver: text inputs would crash "
-            "it; install a version below 2 with: pip install 'numpy<2'"
-        )
 
 
 def check_stub_starts(stub: Path, environment: Mapping[str, str]) -> None:

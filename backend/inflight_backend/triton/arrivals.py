@@ -60,24 +60,28 @@ class ArrivalQueue:
         """True once `drain` was called."""
         return self._is_draining
 
-    def put(
-        self, *requests: InferenceRequest, describe_load: Callable[[], str] | None = None
-    ) -> None:
-        """Add requests, all or none; `CapacityExceeded` when there is no room or when draining.
+    def check_room(self, num_requests: int, describe_load: Callable[[], str] | None = None) -> None:
+        """`CapacityExceeded` when there is no room for so many or when draining.
 
         ``describe_load`` says what keeps those out who wait, for that error.
         """
+        if self._is_draining:
+            raise CapacityExceeded("the server is shutting down; send the request elsewhere")
+        if self._refusal:
+            raise CapacityExceeded(self._refusal)
+        if len(self._order) + num_requests > self._max_size:
+            load = f"; {describe_load()}" if describe_load is not None else ""
+            raise CapacityExceeded(
+                f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
+                f"try again later{load}"
+            )
+
+    def put(
+        self, *requests: InferenceRequest, describe_load: Callable[[], str] | None = None
+    ) -> None:
+        """Add requests, all or none; raises what `check_room` does."""
         with self._lock:
-            if self._is_draining:
-                raise CapacityExceeded("the server is shutting down; send the request elsewhere")
-            if self._refusal:
-                raise CapacityExceeded(self._refusal)
-            if len(self._order) + len(requests) > self._max_size:
-                load = f"; {describe_load()}" if describe_load is not None else ""
-                raise CapacityExceeded(
-                    f"Maximum queue size of {self._max_size} has been reached (max_queue_size); "
-                    f"try again later{load}"
-                )
+            self.check_room(len(requests), describe_load)
             for request in requests:
                 self._add(request)
 

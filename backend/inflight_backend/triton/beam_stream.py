@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import UnsupportedRequest
 from inflight_backend.inference_request import Array, InferenceRequest
 from inflight_backend.response_tensors import finish_reason_tensor
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
@@ -117,7 +117,9 @@ class BeamStream:
 def has_beams(inputs: Mapping[str, Array]) -> bool:
     """True for a request that searches; what is wrong with its width is said later."""
     width = inputs.get("beam_width")
-    return width is not None and width.size == 1 and bool(width.reshape(-1)[0] > 1)
+    if width is None or width.size != 1 or width.dtype != np.int32:
+        return False  # validation names what is wrong with it
+    return bool(width.reshape(-1)[0] > 1)
 
 
 def set_beam_tensors(
@@ -133,5 +135,5 @@ def set_beam_tensors(
         request.replace_tensor("num_return_sequences", inputs["num_return_sequences"])
     if stop_texts:
         if codec is None:
-            raise InvalidRequest("'stop_words' needs a tokenizer, and the checkpoint has none")
+            raise UnsupportedRequest("'stop_words' needs a tokenizer, and the checkpoint has none")
         add_words(request, "stop_words_list", stop_texts, codec, vocab_size)

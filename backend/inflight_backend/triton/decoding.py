@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
@@ -99,7 +99,7 @@ def make_request(
             request.set_tensor(name, tensor)
     if text is not None:
         if codec is None:
-            raise InvalidRequest("'text_input' needs a tokenizer, and the checkpoint has none")
+            raise UnsupportedRequest("'text_input' needs a tokenizer, and the checkpoint has none")
         ids = codec.encode(text, limits.max_input_len)
         request.set_tensor("input_ids", np.array([ids], dtype=np.int32))
         if not request.has_tensor("end_id") and codec.end_id >= 0:
@@ -158,7 +158,7 @@ def make_token_stream(
     needs_codec = "text_output" in outputs or stop_words
     if needs_codec and codec is None:
         name = "stop_words" if stop_words else "text_output"
-        raise InvalidRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
+        raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     if llm_request.beams is not None:
         beams = BeamStream(stream, llm_request, outputs, constants=_FIRST)
         beams.final_outputs = final_outputs

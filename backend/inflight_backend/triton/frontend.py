@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
+from inflight_backend.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    RequestInFlight,
+    UnsupportedRequest,
+)
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
@@ -47,6 +52,7 @@ _MAX_FEEDS = 16
 _LAST_SECONDS = 1.0  # for what is stopped at the end to be freed; a step takes 0.03
 
 _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
+    (UnsupportedRequest, "UNSUPPORTED"),  # before its base
     (InvalidRequest, "INVALID_ARG"),
     (RequestInFlight, "ALREADY_EXISTS"),
     (CapacityExceeded, "UNAVAILABLE"),
@@ -227,6 +233,8 @@ class Frontend:
             rows = split_rows(inputs)
             num_sequences = [read_num_sequences(row, self._max_num_sequences) for row in rows]
             self._check_one_response(inputs, sum(num_sequences))
+            # Now, since validation starts to compile grammars.
+            self._arrivals.check_room(sum(num_sequences), self._describe_load)
             numbers += [self._ids.reserve("") for _ in range(1, sum(num_sequences))]
             streams: Iterator[Stream] = iter([stream])
             if len(numbers) > 1:

@@ -6,7 +6,6 @@ send them. A name without a counterpart is refused.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.request_json import read_json_object
 from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
 
 Array = npt.NDArray[Any]
@@ -39,7 +39,8 @@ _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
 def expand(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
     """``inputs`` with the JSON object replaced by the tensors it stands for.
 
-    `InvalidRequest` names the key that is unknown, of the wrong kind, or also sent as a tensor.
+    `InvalidRequest` names the key that is unknown, doubled, of the wrong kind, or also sent as a
+    tensor.
     """
     tensor = inputs.get(_NAME)
     if tensor is None:
@@ -63,13 +64,7 @@ def _read_object(tensor: Array) -> dict[str, Any]:
     text = tensor.reshape(-1)[0]
     if not isinstance(text, (bytes, str)):
         raise InvalidRequest(f"'{_NAME}' has type {tensor.dtype}, expected STRING")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"'{_NAME}' is not valid JSON") from None
-    if not isinstance(content, dict):
-        raise InvalidRequest(f"'{_NAME}' must be a JSON object")
-    return content
+    return read_json_object(_NAME, text)
 
 
 def _expand(key: str, value: Any) -> tuple[str, Array]:

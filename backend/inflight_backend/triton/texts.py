@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.inference_request import Array, InferenceRequest
 from inflight_backend.sampling_validation import MAX_WORDS, read_words
 from inflight_backend.text import TextCodec
@@ -99,7 +99,7 @@ def _set_bias(
 
 def _needed(codec: TextCodec | None, name: str) -> TextCodec:
     if codec is None:
-        raise InvalidRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
+        raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     return codec
 
 

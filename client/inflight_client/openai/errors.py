@@ -17,7 +17,13 @@ from inflight_client.errors import (
 
 _logger = logging.getLogger(__name__)
 
-_STATUS_TO_HTTP = {"INVALID_ARG": 400, "ALREADY_EXISTS": 409, "UNAVAILABLE": 503, "INTERNAL": 500}
+_STATUS_TO_HTTP = {
+    "INVALID_ARG": 400,
+    "UNSUPPORTED": 400,
+    "ALREADY_EXISTS": 409,
+    "UNAVAILABLE": 503,
+    "INTERNAL": 500,
+}
 """What the model calls its error -> HTTP status.
 
 An error without a name comes from Triton itself: the model is not loaded, or its process died.

@@ -14,9 +14,11 @@ class Body:
     """A request body; null counts as not given, as OpenAI's API has it."""
 
     def __init__(self, raw: bytes) -> None:
-        """`ApiError` unless ``raw`` is a JSON object in UTF-8."""
+        """`ApiError` unless ``raw`` is a JSON object in UTF-8, each key once."""
         try:
-            content = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+            content = json.loads(
+                raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique
+            )
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON: {error}") from None
         if not isinstance(content, dict):
@@ -96,3 +98,12 @@ def _kind(value: Any) -> str:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key[:100]!r} is given twice in one object")
+        content[key] = value
+    return content

@@ -152,7 +152,7 @@ INPUTS: tuple[TensorSpec, ...] = (
         "sampling_parameters",
         "STRING",
         (1,),
-        "settings of vLLM's clients, as a JSON object",
+        "settings of vLLM's clients, a JSON object of up to 64 KiB",
         is_honoured=True,
     ),
     TensorSpec(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from fuzz.fuzzing import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -226,6 +227,8 @@ SCHEMAS = st.recursive(
 )
 
 
+@pytest.mark.case(122)
+@fuzzing
 @given(
     st.one_of(
         st.builds(Guide, st.sampled_from(list(GuideType)[1:]), RUBBISH),
@@ -233,7 +236,6 @@ SCHEMAS = st.recursive(
         st.builds(lambda text: Guide(EBNF, "root ::= " + text), RUBBISH),
     )
 )
-@settings(max_examples=150, deadline=None)
 def test_whatever_is_sent_compiles_or_is_refused(compiler: GuideCompiler, guide: Guide) -> None:
     start = time.monotonic()
     with suppress(InvalidRequest):
@@ -241,8 +243,9 @@ def test_whatever_is_sent_compiles_or_is_refused(compiler: GuideCompiler, guide:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.case(122)
+@fuzzing
 @given(RUBBISH)
-@settings(max_examples=150, deadline=None)
 def test_the_converter_refuses_in_one_way_only(text: str) -> None:
     with suppress(InvalidRequest):
         assert "%llguidance" in to_lark("root ::= " + text)

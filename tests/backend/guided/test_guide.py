@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from fuzz.fuzzing import fuzzing
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight_backend.errors import InvalidRequest
@@ -88,8 +89,8 @@ def test_unrolled_size(pattern: str, size: int) -> None:
     assert unrolled_size(pattern) == size
 
 
+@fuzzing
 @given(st.text(alphabet="ab()[]{}\\,0159|*+?^$", max_size=200))
-@settings(max_examples=150, deadline=None)
 def test_sizes_of_any_text_are_found(pattern: str) -> None:
     assert unrolled_size(pattern) >= 0
 
@@ -97,9 +98,11 @@ def test_sizes_of_any_text_are_found(pattern: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("{", "'guided_decoding_guide' is not JSON"),
-        ("[]", "is no JSON object"),
-        ("true", "is no JSON object"),
+        ("{", "'guided_decoding_guide' is not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ("true", "must be a JSON object"),
+        ('{"items": {"type": "null", "type": "string"}}', "has the key 'type' twice"),
+        ('{"const": 1' + "0" * 5000 + "}", "is not valid JSON"),
         ('{"pattern": "a{6000}"}', "has 6000 symbols when written out, more than 5000"),
         ('{"patternProperties": {"a{3000}": {"pattern": "b{2001}"}}}', "has 5001 symbols"),
         ('{"items": {"x-guidance": {}}}', "has the key 'x-guidance'"),

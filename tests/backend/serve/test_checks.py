@@ -12,7 +12,6 @@ from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.checks import (
     check_checkpoint,
     check_install,
-    check_numpy,
     check_ports,
     check_settings,
     check_stub_starts,
@@ -85,18 +84,6 @@ def test_two_options_with_one_port() -> None:
 def test_unusable_host(host: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_ports(host, {"--http-port": 1 << 15})
-
-
-@pytest.mark.parametrize("version", ["2.0.0", "2.3.1", "10.0"])
-@pytest.mark.case(108)
-def test_numpy_too_new_for_the_embedded_server(version: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"numpy {version} is too new.*'numpy<2'"):
-        check_numpy(version)
-
-
-@pytest.mark.parametrize("version", ["1.24.0", "1.26.4"])
-def test_numpy_that_works(version: str) -> None:
-    check_numpy(version)
 
 
 def test_the_server_of_this_environment_passes() -> None:

@@ -32,7 +32,6 @@ def shared_memory(workspace: Workspace) -> Path:
     return Path("/dev/shm") / f"{workspace.shm_prefix}2e0b-76c3"
 
 
-@pytest.mark.case(110)
 def test_folder_is_private_and_goes_with_its_shared_memory(temporary_folder: Path) -> None:
     with Workspace() as workspace:
         assert workspace.path.parent == temporary_folder
@@ -59,6 +58,48 @@ def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None
     with Workspace():
         assert not folder.exists()
         assert not region.exists()
+
+
+NEIGHBOUR = """
+import sys
+from pathlib import Path
+from inflight_backend.serve.workspace import Workspace
+with Workspace() as workspace:
+    (Path("/dev/shm") / f"{workspace.shm_prefix}abc").touch()
+    print(workspace.path, flush=True)
+    sys.stdin.read(1)
+"""
+
+
+@pytest.mark.case(109)
+@pytest.mark.parametrize("end", ["leaves", "is killed"])
+def test_two_launchers_side_by_side_touch_nothing_of_each_other(end: str) -> None:
+    """The second one comes, goes or is killed and swept up while the first one runs."""
+    with Workspace() as first:
+        shared_memory(first).touch()
+        with subprocess.Popen(
+            [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as second:
+            assert second.stdout is not None
+            folder = Path(second.stdout.readline().decode().strip())
+            region = Path("/dev/shm") / f"{folder.name}abc"
+            assert region.exists()
+            assert not folder.name.startswith(first.shm_prefix)
+            assert not first.shm_prefix.startswith(folder.name)
+            with Workspace():  # a third one sweeps and goes
+                assert folder.is_dir()
+                assert region.exists()
+            if end == "leaves":
+                second.communicate(b".")
+            else:
+                second.kill()
+                second.wait()
+                sweep_abandoned()
+        assert not folder.exists()
+        assert not region.exists()
+        assert first.path.is_dir()
+        assert shared_memory(first).exists()
+    assert not shared_memory(first).exists()
 
 
 @pytest.mark.case(109)

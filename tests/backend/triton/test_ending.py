@@ -209,8 +209,8 @@ class Story:
     def _held_by(self, numbers: range) -> list[str]:
         """What the requests with these numbers hold of the batch manager."""
         manager = self.server.model._manager
-        batcher, waiting = manager._batcher, manager._intake._preparing
-        active = [n for n in numbers if n in waiting or manager._active.get(n)]
+        batcher = manager._batcher
+        active = [n for n in numbers if n in manager._intake or manager._active.get(n)]
         blocks = [n for n in numbers if batcher.block_manager.num_distinct_blocks_of(n)]
         held = {"a place": active, "blocks": blocks}
         return [f"{what} of {which} at the final" for what, which in held.items() if which]

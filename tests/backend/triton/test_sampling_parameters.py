@@ -50,13 +50,16 @@ def test_requests_without_settings_pass_untouched() -> None:
     assert expand(inputs) is inputs
 
 
+@pytest.mark.case(39, 40)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"{", "not valid JSON"),
         (b"\xff", "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 60_000, "not valid JSON"),
         ([], "must be a JSON object"),
+        (b'{"max_tokens": 2, "max_tokens": 4}', "has the key 'max_tokens' twice"),
+        (b'{"stop": [{"a": 1, "a": 1}]}', "has the key 'a' twice"),
         ({"surprise": 1}, "'surprise' is not supported; known are"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
@@ -74,6 +77,24 @@ def test_requests_without_settings_pass_untouched() -> None:
 def test_bad_settings_are_named(content: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         expand(request(content))
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize("kind", [bytes, str])
+def test_too_much_json_is_refused_unread(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read 10 MB takes a second, and nobody else gets a token meanwhile."""
+    monkeypatch.setattr("json.loads", lambda *args, **options: pytest.fail("read"))
+    text = '{"stop": "' + "x" * 10_000_000 + '"}'
+    content = np.array([[text if kind is str else text.encode()]], dtype=np.object_)
+    with pytest.raises(InvalidRequest, match="has 10000012 bytes, more than 65536"):
+        expand({"sampling_parameters": content})
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize("depth", [1000, 6000])
+def test_deep_json_is_refused_by_name(depth: int) -> None:
+    with pytest.raises(InvalidRequest, match="'sampling_parameters'"):
+        expand(request(b'{"stop": ' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"))
 
 
 def test_a_setting_that_is_also_a_tensor_is_refused() -> None:

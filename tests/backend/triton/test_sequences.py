@@ -95,6 +95,7 @@ def test_one_broken_sequence_ends_its_request(server: Server, gate: threading.Ev
         ),
     ],
 )
+@pytest.mark.case(29, 33, 34, 37)
 def test_bad_lists_end_with_invalid_arg(
     server: Server, values: dict[str, Any], message: str
 ) -> None:

@@ -108,6 +108,27 @@ def test_bad_requests_end_with_invalid_arg(
     assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
 
 
+@pytest.mark.case(41)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora_task_id": 7}, "'lora_task_id' is not supported by this server; leave it out"),
+        ({"return_context_logits": True}, "'return_context_logits' is not supported by the engine"),
+        (
+            {"guided_decoding_guide_type": "json", "end_id": 1},
+            "'guided_decoding_guide_type' is not supported by this server: its engine takes no",
+        ),
+    ],
+)
+def test_a_feature_that_is_not_there_is_unsupported(
+    server: Server, values: dict[str, Any], message: str
+) -> None:
+    text, code = error_of(server.ask(input_ids=[1], **values))
+    assert message in text
+    assert code == FakePbUtils.TritonError.UNSUPPORTED
+    assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
+
+
 @pytest.mark.case(56, 57)
 def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
     server: Server, gate: threading.Event

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inflight_client.errors import InvalidArgument
-from inflight_client.openai.errors import TENSOR_TO_FIELD, ApiError
+from inflight_client.errors import InvalidArgument, ServerError
+from inflight_client.openai.errors import TENSOR_TO_FIELD, ApiError, from_upstream
 from inflight_client.openai.fields import Body
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
 from inflight_client.openai.prompts import PromptReader, make_prompt_reader
@@ -214,7 +214,9 @@ def test_parts_of_text_are_one_text(reader: PromptReader) -> None:
     assert joined.prompts == chat(reader, messages=[{"role": "user", "content": "1\n2"}]).prompts
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'{"n": 1, "n": 2}']
+)
 def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
     with pytest.raises(ApiError, match="body"):
         Body(raw)
@@ -253,6 +255,11 @@ def test_every_prompt_is_a_request_of_its_own(reader: PromptReader) -> None:
         assert set(call.outputs) <= set(OUTPUT_BY_NAME)
         assert call.values["streaming"] is True
         assert "sequence_index" in call.outputs
+
+
+def test_a_feature_that_the_server_lacks_is_a_bad_request() -> None:
+    error = from_upstream(ServerError("'random_seed' is not supported", "UNSUPPORTED"))
+    assert (error.status, error.param) == (400, "seed")
 
 
 def test_errors_translate_names_of_the_wire_only() -> None:

@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 
 import pytest
+from fuzz.fuzzing import fuzzing
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -175,7 +176,7 @@ def test_a_step_that_failed_ends_its_requests() -> None:
         replay(read(text))
 
 
-@hypothesis_settings(max_examples=150, deadline=None)
+@fuzzing
 @given(st.data())
 @pytest.mark.case(111)
 @pytest.mark.case(122)
@@ -203,7 +204,7 @@ def test_damaged_recordings_end_well(data: st.DataObject) -> None:
     assert end.startswith(("test.jsonl", "identical", "iteration"))
 
 
-@hypothesis_settings(max_examples=200, deadline=None)
+@fuzzing
 @given(st.data())
 def test_any_cache_at_the_start_is_one_or_an_error(data: st.DataObject) -> None:
     """Numbers of one list changed, lost, doubled, or moved into another."""
@@ -231,7 +232,7 @@ def test_any_cache_at_the_start_is_one_or_an_error(data: st.DataObject) -> None:
     assert end.startswith(("test.jsonl, line", "identical", "iteration"))
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
+@fuzzing
 @given(
     st.dictionaries(
         st.sampled_from(list("itdacg-+pfexylb")),

@@ -92,7 +92,6 @@ def test_svg_is_sound_and_says_the_reasons(history: History) -> None:
     assert any("waiting for KV blocks: needs" in title for title in titles)
 
 
-@pytest.mark.case(116)
 def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(svg, "MAX_ROWS", 30)
     sizes = []

@@ -1,0 +1,44 @@
+"""JSON objects that come with a request: small, each key once, and refused by the field's name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from inflight_backend.errors import InvalidRequest
+
+MAX_JSON_BYTES = 64 * 1024
+"""Size of a JSON object; a parser holds the interpreter lock until it has read all of it."""
+
+_MAX_SHOWN = 100
+
+
+def read_json_object(field: str, text: bytes | str) -> dict[str, Any]:
+    """The object that ``text`` is; `InvalidRequest` names ``field`` and what is wrong."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if len(data) > MAX_JSON_BYTES:
+        raise InvalidRequest(f"'{field}' has {len(data)} bytes, more than {MAX_JSON_BYTES}")
+    try:
+        content = json.loads(data, object_pairs_hook=_unique)
+    except _DoubledKey as doubled:
+        raise InvalidRequest(f"'{field}' has the key {doubled} twice in one object") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"'{field}' is not valid JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"'{field}' is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"'{field}' must be a JSON object")
+    return content
+
+
+class _DoubledKey(ValueError):
+    """Which of its values counts would be a matter of the parser."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise _DoubledKey(repr(key[:_MAX_SHOWN]))
+        content[key] = value
+    return content

@@ -1,0 +1,69 @@
+"""What a tritonserver must have to run us: one clear line at start if it has not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import CountingEngine, FakeMetricFamily, FakePbUtils, FakeTritonError
+from triton_harness import Server
+
+from inflight_backend import stub_checks, triton_model
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.serve.install import locate
+from inflight_backend.stub_checks import check_numpy, check_own_stub
+
+NEW_STUB = b"...numpy.lib\0NumpyVersion\0major\0numpy._core\0"
+
+
+def without(name: str) -> Any:
+    """`FakePbUtils` of a Triton that lacks ``name``."""
+    owner, _, part = name.rpartition(".")
+    pb_utils: dict[str, Any] = {
+        **vars(FakePbUtils),
+        "TritonError": SimpleNamespace(**vars(FakeTritonError)),
+        "MetricFamily": SimpleNamespace(**vars(FakeMetricFamily)),
+    }
+    found = vars(pb_utils[owner]) if owner else pb_utils
+    del found[part]
+    return SimpleNamespace(**pb_utils)
+
+
+@pytest.mark.case(108)
+@pytest.mark.parametrize("version", ["2.0.0", "2.3.1", "10.0"])
+def test_numpy_too_new_for_the_stub_we_have(version: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"numpy {version} is too new.*'numpy<2'"):
+        check_numpy(version, locate().stub)
+
+
+@pytest.mark.parametrize("version", ["1.24.0", "1.26.4"])
+def test_numpy_that_works(version: str) -> None:
+    check_numpy(version, locate().stub)
+
+
+def test_a_stub_that_knows_numpy_2_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "stub").write_bytes(NEW_STUB)
+    check_numpy("2.3.1", tmp_path / "stub")
+
+
+@pytest.mark.case(108)
+def test_any_server_is_checked_also_one_that_we_did_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model looks at the program that runs it: here Python, which knows no numpy 2."""
+    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr("numpy.__version__", "2.1.0")
+    with pytest.raises(FakePbUtils.TritonModelException, match=r"numpy 2\.1\.0 is too new"):
+        Server(tmp_path, CountingEngine())
+
+
+@pytest.mark.case(108)
+@pytest.mark.parametrize("name", stub_checks._NEEDED)
+def test_a_triton_that_is_too_old_is_named(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"too old: its Python backend has no {name};"):
+        check_own_stub(without(name))
+    check_own_stub(FakePbUtils)
