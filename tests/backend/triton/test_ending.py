@@ -210,7 +210,7 @@ class Story:
         """What the requests with these numbers hold of the batch manager."""
         manager = self.server.model._manager
         batcher = manager._batcher
-        active = [n for n in numbers if n in manager._intake or manager._active.get(n)]
+        active = [n for n in numbers if n in manager._intake._preparing or manager._active.get(n)]
         blocks = [n for n in numbers if batcher.block_manager.num_distinct_blocks_of(n)]
         held = {"a place": active, "blocks": blocks}
         return [f"{what} of {which} at the final" for what, which in held.items() if which]
