@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, ServingError
-from inflight_backend.triton.coded_errors import CodedFactory, asks_for_codes
+from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
+from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_backend.triton.text_model import parameters_of, read_switch
 from inflight_client.protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME
@@ -60,9 +61,11 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Take the requests; their responses leave through their response senders."""
         for request in requests:
-            factory = self._coded if asks_for_codes(request) else self._factory
+            head = read_head(request)
+            factory = self._coded if head.asks_for_codes else self._factory
             stream = ResponseStream(request.get_response_sender(), factory)
             try:
+                head.refuse_settings()
                 inner = self._inner_request(request)
             except ServingError as error:
                 stream.send_error(str(error), "INVALID_ARG")
