@@ -22,6 +22,10 @@ _MAPPED = f"{_B}test_model_repository.py::test_ensemble_tensors_match_the_maps_i
 _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_errors_on"
 _SAME = f"{_B}test_model_repository.py::test_the_relay_has_the_tensors_of_the_ensemble"
 _CALLS = "e2e/test_model_repository.py::test_tokenising_generating_and_decoding_in_three_calls"
+_VLLM = (
+    f"{_T}test_vllm_model.py::test_tritons_openai_frontend",
+    "e2e/test_model_repository.py::test_the_sample_client_of_vllms_backend",
+)
 _TYPED = f"{_B}test_parameters.py::test_values_are_typed"
 
 REFUSALS = {
@@ -360,20 +364,13 @@ MODELS: tuple[ModelRows, ...] = (
     ModelRows(
         "vllm_model",
         (
-            *rows(
-                "text_input stream sampling_parameters exclude_input_in_output",
-                "e2e/test_model_repository.py::test_genai_perf",
-                "e2e/test_model_repository.py::test_settings_as_vllm_clients_send_them",
-            ),
-            *rows("image return_finish_reason return_cumulative_logprob return_logprobs"),
-            *rows("return_num_input_tokens return_num_output_tokens"),
+            *rows("text_input stream sampling_parameters exclude_input_in_output", *_VLLM),
+            *rows("return_finish_reason return_num_input_tokens return_num_output_tokens", *_VLLM),
+            *rows("image return_cumulative_logprob return_logprobs embedding_request"),
         ),
         (
-            *rows(
-                "text_output",
-                "e2e/test_model_repository.py::test_settings_as_vllm_clients_send_them",
-            ),
-            *rows("finish_reason cumulative_logprob logprobs num_input_tokens num_output_tokens"),
+            *rows("text_output finish_reason num_input_tokens num_output_tokens", *_VLLM),
+            *rows("cumulative_logprob logprobs"),
         ),
         note="vLLM's backend names its models freely; this is the name of its samples.",
     ),

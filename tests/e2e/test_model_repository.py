@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import queue
@@ -9,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as aioclient
+import tritonclient.http as httpclient
 from e2e.harness import assert_counts, temporary_folder
 from e2e.load_tools import run_genai_perf, run_perf_analyzer
 from e2e.plain import PlainServer, plain_server
+from tritonclient.utils import np_to_triton_dtype
 from write_compatibility_docs import absent
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
@@ -154,6 +158,93 @@ def test_settings_as_vllm_clients_send_them(server: PlainServer, is_decoupled: b
         )
         assert_counts("1 2 3", "".join(event["text_output"] for event in events))
         assert len(events) > 5
+
+
+def test_a_temperature_alone_draws(server: PlainServer) -> None:
+    """As in vLLM, whose filters keep everything unless told otherwise."""
+    for settings in ({"temperature": 50}, {"temperature": 50, "top_k": -1}):
+        body = {"text_input": "1 2 3", "sampling_parameters": json.dumps(settings)}
+        answers = {generate(server, "vllm_model", **body)["text_output"] for _ in range(2)}
+        assert len(answers) == 2
+
+
+def vllm_inputs(is_streaming: bool, *settings: dict[str, Any], **flags: bool) -> list[Any]:
+    """The tensors of vLLM's backend, as its samples make them: without a batch dimension."""
+    arrays = {"text_input": np.array([b"1 2 3"], dtype=np.object_)}
+    arrays["stream"] = np.array([is_streaming])
+    for each in settings:
+        arrays["sampling_parameters"] = np.array([json.dumps(each).encode()], dtype=np.object_)
+    arrays |= {name: np.array([value]) for name, value in flags.items()}
+    inputs = []
+    for name, array in arrays.items():
+        kind = "BOOL" if array.dtype == np.bool_ else "BYTES"
+        inputs.append(grpcclient.InferInput(name, [1], kind))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+async def stream_by_aio(server: PlainServer, **request: Any) -> list[dict[str, Any]]:
+    """The tensors of every response to one request, by `tritonclient.grpc.aio`."""
+
+    async def requests() -> AsyncIterator[dict[str, Any]]:
+        yield {"model_name": "vllm_model", "request_id": "0", **request}
+
+    responses = []
+    async with aioclient.InferenceServerClient(server.grpc_url) as client:
+        async for result, error in client.stream_infer(requests(), stream_timeout=WAIT):
+            assert error is None, error
+            names = [out.name for out in result.get_response().outputs]
+            responses.append({name: result.as_numpy(name).tolist() for name in names})
+    return responses
+
+
+def test_the_sample_client_of_vllms_backend(server: PlainServer, is_decoupled: bool) -> None:
+    """Its `samples/client.py`: settings as a tensor and once more as parameters of the request."""
+    settings = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "20"}
+    common = {"outputs": [grpcclient.InferRequestedOutput("text_output")], "parameters": settings}
+    inputs = vllm_inputs(False, settings, exclude_input_in_output=False)
+    [answer] = asyncio.run(stream_by_aio(server, inputs=inputs, **common))
+    assert answer["text_output"][0].startswith(b"1 2 3 4 ")
+    assert_counts("", answer["text_output"][0].decode())
+    if is_decoupled:
+        inputs = vllm_inputs(True, settings, exclude_input_in_output=True)
+        answers = asyncio.run(stream_by_aio(server, inputs=inputs, **common))
+        assert len(answers) > 5
+        assert_counts("1 2 3", b"".join(each["text_output"][0] for each in answers).decode())
+        # No tensor: then the parameters are the settings.
+        inputs = vllm_inputs(True, return_num_output_tokens=True, return_finish_reason=True)
+        answers = asyncio.run(stream_by_aio(server, inputs=inputs, parameters=settings))
+        assert sum(each["num_output_tokens"][0] for each in answers) == 20
+        reasons = [each["finish_reason"] for each in answers]
+        assert reasons == [[b"None"]] * (len(answers) - 1) + [[b"length"]]
+
+
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_tritonclients_http_client(
+    server: PlainServer, is_decoupled: bool, is_binary: bool
+) -> None:
+    """`tritonclient.http`: tensors as bytes behind the JSON head, and as JSON."""
+    arrays = {
+        "text_input": np.array([["1 2 3"]], dtype=np.object_),
+        "max_tokens": np.array([[20]], dtype=np.int32),
+        "temperature": np.zeros((1, 1), dtype=np.float32),
+        "exclude_input_in_output": np.array([[True]]),
+    }
+    inputs = []
+    for name, array in arrays.items():
+        inputs.append(httpclient.InferInput(name, [1, 1], np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array, binary_data=is_binary)
+    outputs = [httpclient.InferRequestedOutput("text_output", binary_data=is_binary)]
+    url = server.http_url.removeprefix("http://")
+    with httpclient.InferenceServerClient(url, network_timeout=WAIT) as client:
+        if is_decoupled:
+            with pytest.raises(Exception, match="decoupled"):
+                client.infer("tensorrt_llm", inputs, outputs=outputs)
+        else:
+            result = client.infer("tensorrt_llm", inputs, outputs=outputs, request_id="7")
+            text = result.as_numpy("text_output").item()
+            assert_counts("1 2 3", text.decode() if is_binary else text)
+            assert result.get_response()["id"] == "7"
 
 
 def test_the_relay_accumulates_and_passes_errors_on(

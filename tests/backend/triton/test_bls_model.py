@@ -36,6 +36,7 @@ class InnerRequest:
         requested_output_names: list[str],
         inputs: list[FakeTensor],
         request_id: str,
+        parameters: dict[str, bool],
     ) -> None:
         self.model_name, self.inputs, self._request_id = model_name, inputs, request_id
 
