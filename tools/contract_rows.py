@@ -227,7 +227,7 @@ _LLM_PARAMETERS = (
     *rows(
         "normalize_log_probs",
         f"{_B}test_request_outputs.py::test_normalized_log_probs_are_those_of_what_could_be_drawn",
-        note="default false: log probabilities are the model's own",
+        note="default false, true in the peer's until March 2026: see above",
     ),
     *rows(
         "enable_chunked_context",
