@@ -22,6 +22,8 @@ _MAPPED = f"{_B}test_model_repository.py::test_ensemble_tensors_match_the_maps_i
 _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_errors_on"
 _SAME = f"{_B}test_model_repository.py::test_the_relay_has_the_tensors_of_the_ensemble"
 _CALLS = "e2e/test_model_repository.py::test_tokenising_generating_and_decoding_in_three_calls"
+_REACHES = f"{_B}test_compatibility.py::test_settings_reach_the_batch_manager"
+_BEAMS = "e2e/test_beams.py::test_beams_whole_and_as_they_grow"
 _VLLM = (
     f"{_T}test_vllm_model.py::test_tritons_openai_frontend",
     "e2e/test_model_repository.py::test_the_sample_client_of_vllms_backend",
@@ -114,6 +116,7 @@ _LLM_INPUTS = (
     ),
     *rows(
         "beam_search_diversity_rate",
+        f"{_B}test_beam_search.py::test_a_diversity_rate_on_the_wire_changes_the_winners",
         f"{_B}test_request_validation.py::test_refused_with_field_and_bound",
     ),
     *rows("min_length", f"{CONTRACT}min_length_holds_the_end_back", note="to v0.19"),
@@ -196,7 +199,11 @@ _LLM_PARAMETERS = (
     *rows("gpt_model_type", _TYPED, _V1_TEST),
     *rows("gpt_model_path", _FILL),
     *rows("encoder_model_path"),
-    *rows("max_beam_width", f"{_B}test_parameters.py::test_bad_values_name_key_and_bound"),
+    *rows(
+        "max_beam_width",
+        f"{_B}test_parameters.py::test_bad_values_name_key_and_bound",
+        _BEAMS,
+    ),
     *rows(
         "FORCE_CPU_ONLY_INPUT_TENSORS",
         f"{_B}test_model_repository.py::test_every_parameter_has_a_placeholder_of_its_name",
@@ -205,13 +212,11 @@ _LLM_PARAMETERS = (
     *rows("batch_scheduler_policy", _TYPED, _POLICY, note="an unknown one stops the load"),
     *rows("max_tokens_in_paged_kv_cache", _POLICY),
     *rows("max_attention_window_size sink_token_length"),
-    *rows(
-        "kv_cache_free_gpu_mem_fraction", f"{_E}test_config.py::test_settings_out_of_bounds", _TYPED
-    ),
+    *rows("kv_cache_free_gpu_mem_fraction", _REACHES, _TYPED),
     *rows("cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks"),
     *rows(
         "enable_kv_cache_reuse",
-        f"{_B}test_compatibility.py::test_settings_reach_the_batch_manager",
+        _REACHES,
         note="default true, as in v0.19",
     ),
     *rows(
@@ -227,6 +232,7 @@ _LLM_PARAMETERS = (
     *rows(
         "normalize_log_probs",
         f"{_B}test_request_outputs.py::test_normalized_log_probs_are_those_of_what_could_be_drawn",
+        _REACHES,
         note="default false, true in the peer's until March 2026: see above",
     ),
     *rows(
@@ -249,6 +255,7 @@ _LLM_PARAMETERS = (
     *rows(
         "guided_decoding_backend",
         f"{_B}guided/test_answers.py::test_a_server_that_guides_nothing_says_so",
+        _REACHES,
     ),
     *rows("xgrammar_tokenizer_info_path"),
     *rows("enable_trt_overlap", note="deprecated"),
@@ -271,7 +278,7 @@ _TEXT_INPUTS = (
     *rows("presence_penalty frequency_penalty random_seed", _MAPPED, _ENSEMBLE),
     *rows("return_log_probs return_context_logits return_generation_logits", _MAPPED, _NAMED),
     *rows("return_perf_metrics", _MAPPED, _NAMED),
-    *rows("beam_width", _MAPPED),
+    *rows("beam_width", _MAPPED, _BEAMS),
     *rows("stream", "e2e/test_serve.py::test_text_streams_over_http"),
     *rows("prompt_embedding_table prompt_table_extra_id prompt_vocab_size"),
     *rows(

@@ -36,10 +36,10 @@ value in brackets asks for nothing and passes. *Not there* means that a model ha
 Triton names it, and settings are named when the server starts. Each row has a test, below `tests/`.
 What the tensors mean: [protocol.md](protocol.md).
 
-**Same name, another default.** `normalize_log_probs` is false, as in TensorRT-LLM since March 2026 (its
-pull request 12366): log probabilities are the model's own. Before, it was true: `output_log_probs`
-were those among what the filters left, 0 for every token of a greedy answer. For clients that
-count on that: `--set normalize_log_probs=true`.
+**Same name, another default.** `normalize_log_probs` is false, as in TensorRT-LLM since March 2026
+(its pull request 12366): log probabilities are the model's own. Before, it was true:
+`output_log_probs` were those among what the filters left, 0 for every token of a greedy answer. For
+clients that count on that: `--set normalize_log_probs=true`.
 """
 
 
