@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, ServingError
+from inflight_backend.triton.beam_stream import has_beams
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
-from inflight_backend.triton.relay import Relay, Tensors
+from inflight_backend.triton.relay import Convert, Relay, Tensors
 from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_backend.triton.text_model import parameters_of, read_switch
@@ -25,11 +27,14 @@ from inflight_client.protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME
 
 Array = npt.NDArray[Any]
 
+_INDEX = "sequence_index"
+
 
 class TritonPythonModel:
     """The model ``tensorrt_llm_bls``.
 
-    With the parameter ``accumulate_tokens`` every response of a stream holds the whole text so far.
+    With the parameter ``accumulate_tokens`` every response of a stream holds the whole text so far
+    of its sequence; those of a search with beams do so anyway.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -58,8 +63,13 @@ class TritonPythonModel:
                 stream.send_error(str(error), "INVALID_ARG")
                 continue
             inner = {ENSEMBLE_INPUT_MAP.get(name, name): value for name, value in inputs.items()}
-            convert = _accumulate if self._accumulates else iter
-            self._relay.start(inner, request.requested_output_names(), stream, convert)
+            outputs = list(request.requested_output_names())
+            convert: Convert = iter
+            if self._accumulates and not has_beams(inputs):
+                drops_index = bool(outputs) and _INDEX not in outputs  # none named: all are sent
+                outputs += [_INDEX] if drops_index else []
+                convert = partial(_accumulate, drops_index=drops_index)
+            self._relay.start(inner, outputs, stream, convert)
 
     def finalize(self) -> None:
         """Let what runs end, then stop the threads."""
@@ -75,12 +85,17 @@ def _check_text(inputs: dict[str, Array]) -> None:
         raise InvalidRequest("'max_tokens' must be a single value above 0")
 
 
-def _accumulate(responses: Iterator[Tensors]) -> Iterator[Tensors]:
-    """Put the whole text so far in place of what is new of it."""
-    texts: dict[int, str] = defaultdict(str)
+def _accumulate(responses: Iterator[Tensors], *, drops_index: bool) -> Iterator[Tensors]:
+    """Put the whole text of a sequence so far in place of what is new of it.
+
+    ``drops_index``: the client did not ask which sequence a response belongs to; it is asked here.
+    """
+    texts: dict[int, bytes] = defaultdict(bytes)
     for tensors in responses:
         if "text_output" in tensors:
-            index = int(tensors["sequence_index"].sum()) if "sequence_index" in tensors else 0
-            texts[index] += tensors["text_output"].reshape(-1)[0].decode()
-            tensors["text_output"] = np.array([[texts[index].encode()]], dtype=np.object_)
+            index = int(tensors[_INDEX].item()) if _INDEX in tensors else 0
+            texts[index] += tensors["text_output"].item()
+            tensors["text_output"] = np.array([[texts[index]]], dtype=np.object_)
+        if drops_index:
+            tensors.pop(_INDEX, None)
         yield tensors
