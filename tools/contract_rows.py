@@ -19,6 +19,7 @@ _LOGITS = f"{_B}test_request_outputs.py::test_logits_are_those_of_transformers"
 _NUMBERS = f"{_B}test_request_outputs.py::test_numbers_and_times"
 _ENSEMBLE = "e2e/test_serve.py::test_settings_of_the_ensemble_reach_the_model"
 _MAPPED = f"{_B}test_model_repository.py::test_ensemble_tensors_match_the_maps_in_order"
+_NEWER = "e2e/test_serve.py::test_newer_names_reach_the_model_through_the_ensemble"
 _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_errors_on"
 _SAME = f"{_B}test_model_repository.py::test_the_relay_has_the_tensors_of_the_ensemble"
 _CALLS = "e2e/test_model_repository.py::test_tokenising_generating_and_decoding_in_three_calls"
@@ -36,7 +37,11 @@ REFUSALS = {
     "parameter": (
         "backend/test_compatibility.py::test_every_refused_parameter_is_refused_by_name",
     ),
-    "absent": ("e2e/test_model_repository.py::test_what_a_model_lacks_is_refused_by_name",),
+    "absent": (
+        "e2e/test_model_repository.py::test_what_a_model_lacks_is_refused_by_name",
+        "e2e/test_model_repository.py::test_unknown_fields_and_parameters_are_refused_by_name",
+    ),
+    "absent output": ("e2e/test_model_repository.py::test_what_a_model_lacks_is_refused_by_name",),
     "absent parameter": (
         "backend/test_compatibility.py::test_unknown_settings_are_refused_by_name",
     ),
@@ -188,6 +193,11 @@ _LLM_PARAMETERS = (
         _PLACE,
         note="values of the template",
     ),
+    *rows("logits_datatype", note="a value of the template: always TYPE_FP32"),
+    *rows(
+        "encoder_input_features_data_type prompt_embedding_table_data_type",
+        note="values of the template: tensors that are refused",
+    ),
     *rows(
         "preferred_batch_size max_queue_delay_microseconds",
         note="nothing queues in Triton: requests are batched by the iteration",
@@ -275,9 +285,12 @@ _TEXT_INPUTS = (
         _ENSEMBLE,
     ),
     *rows("min_length", "e2e/test_model_repository.py::test_genai_perf"),
+    *rows("min_tokens", _MAPPED, _NEWER, note="after v0.19: min_length"),
     *rows("presence_penalty frequency_penalty random_seed", _MAPPED, _ENSEMBLE),
+    *rows("seed", _MAPPED, _NEWER, note="after v0.19: random_seed"),
     *rows("return_log_probs return_context_logits return_generation_logits", _MAPPED, _NAMED),
     *rows("return_perf_metrics", _MAPPED, _NAMED),
+    *rows("return_num_input_tokens return_num_output_tokens", _MAPPED, _NAMED, note="after v0.19"),
     *rows("beam_width", _MAPPED, _BEAMS),
     *rows("stream", "e2e/test_serve.py::test_text_streams_over_http"),
     *rows("prompt_embedding_table prompt_table_extra_id prompt_vocab_size"),
@@ -296,6 +309,7 @@ _TEXT_OUTPUTS = (
     *rows("cum_log_probs output_log_probs context_logits generation_logits", _MAPPED, _NAMED),
     *rows("batch_index sequence_index", _MAPPED, f"{SAMPLING}several_sequences"),
     *rows(_PERF, _MAPPED, _NAMED),
+    *rows("num_input_tokens num_output_tokens", _MAPPED, _NAMED, note="after v0.19"),
 )
 
 _WORDS = f"{_T}test_text_models.py::test_words_are_ids_and_ends"

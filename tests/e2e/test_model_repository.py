@@ -23,7 +23,14 @@ import tritonclient.grpc.aio as aioclient
 import tritonclient.http as httpclient
 from e2e.harness import assert_counts, temporary_folder
 from e2e.load_tools import run_genai_perf, run_perf_analyzer
-from e2e.plain import PlainServer, plain_server
+from e2e.plain import (
+    PlainServer,
+    generate,
+    generate_stream,
+    infer,
+    plain_server,
+    stream_infer,
+)
 from tritonclient.utils import np_to_triton_dtype
 from write_compatibility_docs import absent
 
@@ -34,7 +41,6 @@ pytestmark = pytest.mark.e2e
 
 WAIT = 60.0
 LOAD_TOOL_SECONDS = 200  # genai-perf imports for 10 s of processor time
-KINDS = {"int32": "INT32", "object": "BYTES"}
 
 
 @pytest.fixture(scope="module", params=["--decoupled", "--no-decoupled"])
@@ -43,7 +49,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
     inflight = str(Path(sys.executable).parent / "inflight")
     options = [f"--add={name}" for name in OPTIONAL_MODELS]
     command = [inflight, "model-repository", str(scratch / "models"), request.param, *options]
-    command += ["--set", "accumulate_tokens=true"]
+    command += ["--set", "accumulate_tokens=true", "--set", "max_beam_width=3"]
     subprocess.run(command, check=True, capture_output=True)
     with plain_server(scratch, scratch / "models") as running:
         yield running
@@ -53,33 +59,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
 @pytest.fixture
 def is_decoupled(request: pytest.FixtureRequest, server: PlainServer) -> bool:
     return bool(request.node.callspec.params["server"] == "--decoupled")
-
-
-def generate(server: PlainServer, model: str, **body: Any) -> dict[str, Any]:
-    url = f"{server.http_url}/v2/models/{model}/generate"
-    answer = httpx.post(url, json=body, timeout=WAIT, trust_env=False)
-    content: dict[str, Any] = answer.json()
-    return content
-
-
-def generate_stream(server: PlainServer, model: str, **body: Any) -> list[dict[str, Any]]:
-    url = f"{server.http_url}/v2/models/{model}/generate_stream"
-    answer = httpx.post(url, json=body, timeout=WAIT, trust_env=False)
-    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
-
-
-def infer(server: PlainServer, model: str, **tensors: Any) -> dict[str, Any]:
-    """One unary gRPC call; the response's tensors."""
-    inputs = []
-    for name, value in tensors.items():
-        array = np.asarray(value)
-        array = array.astype(np.int32 if array.dtype.kind == "i" else np.object_)
-        tensor = grpcclient.InferInput(name, list(array.shape), KINDS[array.dtype.name])
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    with grpcclient.InferenceServerClient(server.grpc_url) as client:
-        result = client.infer(model, inputs, client_timeout=WAIT)
-        return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "tensorrt_llm_bls"])
@@ -265,6 +244,35 @@ def test_the_relay_accumulates_and_passes_errors_on(
         assert len(texts[-1]) == 20
 
 
+def test_the_relay_accumulates_every_sequence_by_itself(
+    server: PlainServer, is_decoupled: bool
+) -> None:
+    """Also for clients that do not ask which one it is; beams come whole anyway."""
+    prompt = {"text_input": [["1 2 3"]], "max_tokens": [[12]]}
+    text = {"text_input": "1 2 3", "max_tokens": 12}
+    beams = generate(server, "tensorrt_llm_bls", beam_width=3, **text)["text_output"]
+    assert beams == generate(server, "ensemble", beam_width=3, **text)["text_output"]
+    assert len(beams) == 3
+    if not is_decoupled:
+        return
+
+    def relay(name: str, value: int) -> list[dict[str, Any]]:
+        tensors = {**prompt, "stream": [[True]], name: [[value]]}
+        return stream_infer(server, "tensorrt_llm_bls", tensors, ["text_output"])
+
+    relayed = relay("beam_width", 3)
+    assert all(response["text_output"].shape == (1, 3) for response in relayed)
+    assert relayed[-1]["text_output"].tolist()[0] == [
+        beam.removeprefix("1 2 3").encode() for beam in beams
+    ]
+    relayed = relay("num_return_sequences", 2)
+    assert all(list(response) == ["text_output"] for response in relayed)
+    texts = [response["text_output"].item().decode() for response in relayed]
+    for each in texts:
+        assert_counts("1 2 3", each)
+    assert sorted(len(each) for each in texts)[-2:] == [12, 12]
+
+
 def test_a_client_of_the_relay_that_leaves_ends_its_request(
     server: PlainServer, is_decoupled: bool
 ) -> None:
@@ -343,7 +351,7 @@ def test_what_a_model_lacks_is_refused_by_name(server: PlainServer, is_decoupled
     questions: list[tuple[str, str, list[str], list[str]]]
     questions = [(model, name, [name], []) for model, name in absent("inputs")]
     questions += [(model, name, [], [name]) for model, name in absent("outputs")]
-    assert len(questions) > 50
+    assert len(questions) > 40
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpcclient.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(callback=lambda result, error: answers.put(error))
@@ -358,3 +366,38 @@ def test_what_a_model_lacks_is_refused_by_name(server: PlainServer, is_decoupled
             client.async_stream_infer(model, tensors, outputs=wanted)
             assert f"'{name}'" in str(answers.get(timeout=WAIT)), (model, name)
         client.stop_stream()
+
+
+REQUIRED: dict[str, dict[str, Any]] = {
+    "tensorrt_llm": {"text_input": "1", "max_tokens": 4},
+    "ensemble": {"text_input": "1", "max_tokens": 4},
+    "tensorrt_llm_bls": {"text_input": "1", "max_tokens": 4},
+    "vllm_model": {"text_input": "1"},
+    "preprocessing": {"QUERY": "1", "REQUEST_OUTPUT_LEN": 4},
+}
+
+
+def test_unknown_fields_and_parameters_are_refused_by_name(
+    server: PlainServer, is_decoupled: bool
+) -> None:
+    """Triton takes both and tells nobody but the model."""
+    surprises = [(model, "surprise") for model in REQUIRED]
+    for model, name in [*absent("inputs"), *surprises]:
+        answer = generate(server, model, **REQUIRED[model], **{name: 1})
+        assert f"'{name}'" in answer["error"], (model, name)
+    tensors: dict[str, dict[str, Any]] = {
+        model: {name: [[value]] for name, value in values.items()}
+        for model, values in REQUIRED.items()
+    }
+    tensors["vllm_model"] = {"text_input": ["1"]}  # no batch dimension
+    tensors["postprocessing"] = {"TOKENS_BATCH": [[[5]]], "SEQUENCE_LENGTH": [[1]]}
+    for model, each in tensors.items():
+        [answer] = stream_infer(server, model, each, parameters={"surprise": "3"})
+        assert "'surprise'" in answer["error"], model
+    url = f"{server.http_url}/v2/models/ensemble/generate"
+    body = b'{"text_input": "1", "max_tokens": 4, "surprise": "\xff"}'
+    error = httpx.post(url, content=body, timeout=WAIT, trust_env=False).json()["error"]
+    assert error.endswith("the request parameters are not valid UTF-8")
+    # What Triton itself puts beside them is none: the id of a body, and what ends a stream.
+    sound = generate(server, "ensemble", id="mine", **REQUIRED["ensemble"])
+    assert_counts("1", sound["text_output"].removeprefix("1"))
