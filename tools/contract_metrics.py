@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _T = "backend/triton/"
 _METRICS = (
     f"{_T}test_triton_model.py::test_metrics_and_the_lines_of_the_log_agree_integer_for_integer"
+)
+_NAMED_KEYS = (
+    "backend/test_compatibility.py::test_metrics_are_set_from_the_statistics_the_contract_names"
 )
 _PAGE = "e2e/test_serve.py::test_metrics_page_shows_the_batch_manager"
 _V1_TEST = "e2e/test_scheduling.py::test_v1_answers_in_lock_step_with_statistics_of_its_own"
@@ -14,11 +18,13 @@ _V1_TEST = "e2e/test_scheduling.py::test_v1_answers_in_lock_step_with_statistics
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """A family and the values of its label; ``later``: what it is called in later versions."""
+    """A family and the values of its ``label``, each with the key of the statistics JSON that it
+    is set from, "" for none. ``later``: what it is called in later versions."""
 
     family: str
-    values: tuple[str, ...]
-    tests: tuple[str, ...] = field(default=(_METRICS, _PAGE))
+    label: str
+    values: Mapping[str, str]
+    tests: tuple[str, ...] = field(default=(_METRICS, _NAMED_KEYS, _PAGE))
     later: str = ""
 
 
@@ -32,28 +38,84 @@ _SUCCESSORS = [
 ]
 
 METRIC_ROWS: tuple[MetricRow, ...] = (
-    MetricRow(_SUCCESSORS[0], ("active", "max", "scheduled", "context", "waiting")),
-    MetricRow(_SUCCESSORS[1], ("cpu", "gpu", "pinned")),
-    MetricRow(_SUCCESSORS[2], ("max", "free", "used", "tokens_per", "reused", "fraction")),
+    MetricRow(
+        _SUCCESSORS[0],
+        "request_type",
+        {
+            "active": "Active Request Count",
+            "max": "Max Request Count",
+            "scheduled": "Scheduled Requests",
+            "context": "Context Requests",
+            "waiting": "Waiting Requests",
+        },
+    ),
+    MetricRow(
+        _SUCCESSORS[1],
+        "memory_type",
+        {
+            "cpu": "Runtime CPU Memory Usage",
+            "gpu": "Runtime GPU Memory Usage",
+            "pinned": "Runtime Pinned Memory Usage",
+        },
+    ),
+    MetricRow(
+        _SUCCESSORS[2],
+        "kv_cache_block_type",
+        {
+            "max": "Max KV cache blocks",
+            "free": "Free KV cache blocks",
+            "used": "Used KV cache blocks",
+            "tokens_per": "Tokens per KV cache block",
+            "reused": "Reused KV cache blocks",
+            "fraction": "Fraction used KV cache blocks",
+        },
+    ),
     MetricRow(
         _SUCCESSORS[3],
-        ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
+        "inflight_batcher_specific_metric",
+        {
+            "total_context_tokens": "Total Context Tokens",
+            "generation_requests": "Generation Requests",
+            "micro_batch_id": "MicroBatch ID",
+            "paused_requests": "Paused Requests",
+        },
     ),
-    MetricRow(_SUCCESSORS[3], ("terminated_requests",), (), "v0.8 only; later paused_requests"),
+    MetricRow(
+        _SUCCESSORS[3],
+        "inflight_batcher_specific_metric",
+        {"terminated_requests": "Terminated Requests"},
+        (),
+        "v0.8 only; later paused_requests",
+    ),
     MetricRow(
         _SUCCESSORS[4],
-        ("total_context_tokens", "total_generation_tokens", "empty_generation_slots"),
+        "v1_specific_metric",
+        {
+            "total_context_tokens": "Total Context Tokens",
+            "total_generation_tokens": "Total Generation Tokens",
+            "empty_generation_slots": "Empty Generation Slots",
+        },
         (f"{_T}test_triton_model.py::test_v1_has_its_own_metrics_and_answers_whole", _V1_TEST),
     ),
-    MetricRow(_SUCCESSORS[5], ("timestamp", "iteration_counter")),
     MetricRow(
-        "nv_trt_llm_disaggregated_serving_metrics", ("kv_cache_transfer_ms", "request_count")
+        _SUCCESSORS[5],
+        "general_type",
+        {"timestamp": "Timestamp", "iteration_counter": "Iteration Counter"},
     ),
-    MetricRow("nv_llm_input_token_len", ("total_input_tokens",)),
-    MetricRow("nv_llm_output_token_len", ("total_output_tokens",)),
+    MetricRow(
+        "nv_trt_llm_disaggregated_serving_metrics",
+        "disaggregated_serving_type",
+        {"kv_cache_transfer_ms": "", "request_count": ""},
+    ),
+    MetricRow("nv_llm_input_token_len", "response_metric_type", {"total_input_tokens": ""}),
+    MetricRow("nv_llm_output_token_len", "response_metric_type", {"total_output_tokens": ""}),
     *(
         MetricRow(
-            name.replace("_metrics", "_statistics"), ("all",), (), f"v0.6 only; later `{name}`"
+            name.replace("_metrics", "_statistics"),
+            "",
+            {"all": ""},
+            (),
+            f"v0.6 only; later `{name}`",
         )
         for name in _SUCCESSORS
     ),

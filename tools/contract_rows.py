@@ -19,9 +19,16 @@ _LOGITS = f"{_B}test_request_outputs.py::test_logits_are_those_of_transformers"
 _NUMBERS = f"{_B}test_request_outputs.py::test_numbers_and_times"
 _ENSEMBLE = "e2e/test_serve.py::test_settings_of_the_ensemble_reach_the_model"
 _MAPPED = f"{_B}test_model_repository.py::test_ensemble_tensors_match_the_maps_in_order"
+_NEWER = "e2e/test_serve.py::test_newer_names_reach_the_model_through_the_ensemble"
 _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_errors_on"
 _SAME = f"{_B}test_model_repository.py::test_the_relay_has_the_tensors_of_the_ensemble"
 _CALLS = "e2e/test_model_repository.py::test_tokenising_generating_and_decoding_in_three_calls"
+_REACHES = f"{_B}test_compatibility.py::test_settings_reach_the_batch_manager"
+_BEAMS = "e2e/test_beams.py::test_beams_whole_and_as_they_grow"
+_VLLM = (
+    f"{_T}test_vllm_model.py::test_tritons_openai_frontend",
+    "e2e/test_model_repository.py::test_the_sample_client_of_vllms_backend",
+)
 _TYPED = f"{_B}test_parameters.py::test_values_are_typed"
 
 REFUSALS = {
@@ -30,7 +37,11 @@ REFUSALS = {
     "parameter": (
         "backend/test_compatibility.py::test_every_refused_parameter_is_refused_by_name",
     ),
-    "absent": ("e2e/test_model_repository.py::test_what_a_model_lacks_is_refused_by_name",),
+    "absent": (
+        "e2e/test_model_repository.py::test_what_a_model_lacks_is_refused_by_name",
+        "e2e/test_model_repository.py::test_unknown_fields_and_parameters_are_refused_by_name",
+    ),
+    "absent output": ("e2e/test_model_repository.py::test_what_a_model_lacks_is_refused_by_name",),
     "absent parameter": (
         "backend/test_compatibility.py::test_unknown_settings_are_refused_by_name",
     ),
@@ -110,6 +121,7 @@ _LLM_INPUTS = (
     ),
     *rows(
         "beam_search_diversity_rate",
+        f"{_B}test_beam_search.py::test_a_diversity_rate_on_the_wire_changes_the_winners",
         f"{_B}test_request_validation.py::test_refused_with_field_and_bound",
     ),
     *rows("min_length", f"{CONTRACT}min_length_holds_the_end_back", note="to v0.19"),
@@ -181,6 +193,11 @@ _LLM_PARAMETERS = (
         _PLACE,
         note="values of the template",
     ),
+    *rows("logits_datatype", note="a value of the template: always TYPE_FP32"),
+    *rows(
+        "encoder_input_features_data_type prompt_embedding_table_data_type",
+        note="values of the template: tensors that are refused",
+    ),
     *rows(
         "preferred_batch_size max_queue_delay_microseconds",
         note="nothing queues in Triton: requests are batched by the iteration",
@@ -192,7 +209,11 @@ _LLM_PARAMETERS = (
     *rows("gpt_model_type", _TYPED, _V1_TEST),
     *rows("gpt_model_path", _FILL),
     *rows("encoder_model_path"),
-    *rows("max_beam_width", f"{_B}test_parameters.py::test_bad_values_name_key_and_bound"),
+    *rows(
+        "max_beam_width",
+        f"{_B}test_parameters.py::test_bad_values_name_key_and_bound",
+        _BEAMS,
+    ),
     *rows(
         "FORCE_CPU_ONLY_INPUT_TENSORS",
         f"{_B}test_model_repository.py::test_every_parameter_has_a_placeholder_of_its_name",
@@ -201,13 +222,11 @@ _LLM_PARAMETERS = (
     *rows("batch_scheduler_policy", _TYPED, _POLICY, note="an unknown one stops the load"),
     *rows("max_tokens_in_paged_kv_cache", _POLICY),
     *rows("max_attention_window_size sink_token_length"),
-    *rows(
-        "kv_cache_free_gpu_mem_fraction", f"{_E}test_config.py::test_settings_out_of_bounds", _TYPED
-    ),
+    *rows("kv_cache_free_gpu_mem_fraction", _REACHES, _TYPED),
     *rows("cross_kv_cache_fraction kv_cache_host_memory_bytes kv_cache_onboard_blocks"),
     *rows(
         "enable_kv_cache_reuse",
-        f"{_B}test_compatibility.py::test_settings_reach_the_batch_manager",
+        _REACHES,
         note="default true, as in v0.19",
     ),
     *rows(
@@ -223,7 +242,8 @@ _LLM_PARAMETERS = (
     *rows(
         "normalize_log_probs",
         f"{_B}test_request_outputs.py::test_normalized_log_probs_are_those_of_what_could_be_drawn",
-        note="default false: log probabilities are the model's own",
+        _REACHES,
+        note="default false, true in the peer's until March 2026: see above",
     ),
     *rows(
         "enable_chunked_context",
@@ -245,6 +265,7 @@ _LLM_PARAMETERS = (
     *rows(
         "guided_decoding_backend",
         f"{_B}guided/test_answers.py::test_a_server_that_guides_nothing_says_so",
+        _REACHES,
     ),
     *rows("xgrammar_tokenizer_info_path"),
     *rows("enable_trt_overlap", note="deprecated"),
@@ -264,10 +285,13 @@ _TEXT_INPUTS = (
         _ENSEMBLE,
     ),
     *rows("min_length", "e2e/test_model_repository.py::test_genai_perf"),
+    *rows("min_tokens", _MAPPED, _NEWER, note="after v0.19: min_length"),
     *rows("presence_penalty frequency_penalty random_seed", _MAPPED, _ENSEMBLE),
+    *rows("seed", _MAPPED, _NEWER, note="after v0.19: random_seed"),
     *rows("return_log_probs return_context_logits return_generation_logits", _MAPPED, _NAMED),
     *rows("return_perf_metrics", _MAPPED, _NAMED),
-    *rows("beam_width", _MAPPED),
+    *rows("return_num_input_tokens return_num_output_tokens", _MAPPED, _NAMED, note="after v0.19"),
+    *rows("beam_width", _MAPPED, _BEAMS),
     *rows("stream", "e2e/test_serve.py::test_text_streams_over_http"),
     *rows("prompt_embedding_table prompt_table_extra_id prompt_vocab_size"),
     *rows(
@@ -285,6 +309,7 @@ _TEXT_OUTPUTS = (
     *rows("cum_log_probs output_log_probs context_logits generation_logits", _MAPPED, _NAMED),
     *rows("batch_index sequence_index", _MAPPED, f"{SAMPLING}several_sequences"),
     *rows(_PERF, _MAPPED, _NAMED),
+    *rows("num_input_tokens num_output_tokens", _MAPPED, _NAMED, note="after v0.19"),
 )
 
 _WORDS = f"{_T}test_text_models.py::test_words_are_ids_and_ends"
@@ -360,20 +385,13 @@ MODELS: tuple[ModelRows, ...] = (
     ModelRows(
         "vllm_model",
         (
-            *rows(
-                "text_input stream sampling_parameters exclude_input_in_output",
-                "e2e/test_model_repository.py::test_genai_perf",
-                "e2e/test_model_repository.py::test_settings_as_vllm_clients_send_them",
-            ),
-            *rows("image return_finish_reason return_cumulative_logprob return_logprobs"),
-            *rows("return_num_input_tokens return_num_output_tokens"),
+            *rows("text_input stream sampling_parameters exclude_input_in_output", *_VLLM),
+            *rows("return_finish_reason return_num_input_tokens return_num_output_tokens", *_VLLM),
+            *rows("image return_cumulative_logprob return_logprobs embedding_request"),
         ),
         (
-            *rows(
-                "text_output",
-                "e2e/test_model_repository.py::test_settings_as_vllm_clients_send_them",
-            ),
-            *rows("finish_reason cumulative_logprob logprobs num_input_tokens num_output_tokens"),
+            *rows("text_output finish_reason num_input_tokens num_output_tokens", *_VLLM),
+            *rows("cumulative_logprob logprobs"),
         ),
         note="vLLM's backend names its models freely; this is the name of its samples.",
     ),

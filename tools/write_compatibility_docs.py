@@ -33,8 +33,17 @@ Written by `python tools/write_compatibility_docs.py` from `tools/contract_rows.
 Every input, output, parameter and metric of the Triton models of `tensorrtllm_backend` v0.5 to
 v0.19 and later, and of `vllm_backend`: **honoured**, or **refused** with an error that names it. A
 value in brackets asks for nothing and passes. *Not there* means that a model has no such tensor:
-Triton names it, and settings are named when the server starts. Each row has a test, below `tests/`.
-What the tensors mean: [protocol.md](protocol.md).
+Triton names it, and settings are named when the server starts. Of fields in an HTTP body that are
+no tensors Triton makes request parameters, and of HTTP and gRPC headers that it is told to forward.
+`vllm_model` takes those, and parameters that a gRPC client sends, as vLLM's settings; the others
+refuse them by name, all but `inflight_error_codes`. So start Triton without
+`--http-header-forward-pattern` and `--grpc-header-forward-pattern`. Each row has a test, below
+`tests/`. What the tensors mean: [protocol.md](protocol.md).
+
+**Same name, another default.** `normalize_log_probs` is false, as in TensorRT-LLM since March 2026
+(its pull request 12366): log probabilities are the model's own. Before, it was true:
+`output_log_probs` were those among what the filters left, 0 for every token of a greedy answer. For
+clients that count on that: `--set normalize_log_probs=true`.
 """
 
 
@@ -61,7 +70,7 @@ def judge(model: str, part: str, name: str) -> Verdict:
         return _judge_parameter(model, name)
     tensors = _config(model).input if part == "inputs" else _config(model).output
     if name not in {tensor.name for tensor in tensors}:
-        return Verdict("absent")
+        return Verdict("absent" if part == "inputs" else "absent output")
     if part == "outputs":
         spec = protocol.OUTPUT_BY_NAME.get(name)
         return Verdict() if spec is None or spec.is_honoured else Verdict("output")

@@ -44,7 +44,7 @@ class TrtGptModelOptionalParams:
     requests that have not started, or not finished, so long after they arrived; None means never.
     A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
     ``normalize_log_probs``: log probabilities are those among what the filters left, as
-    TensorRT-LLM's default is; here they are the model's own by default.
+    TensorRT-LLM's default was until March 2026; by default they are the model's own.
     ``logits_processors``: those that requests may choose, by name (see `logits_processors`).
     """
 

@@ -350,3 +350,19 @@ def test_a_server_has_so_many_beams_at_most() -> None:
             running(Recorder(), max_beam_width=width),
         ):
             pass
+
+
+def test_a_diversity_rate_on_the_wire_changes_the_winners(folder: Path) -> None:
+    """One above all log probabilities: each step goes on from the last beam alone, so that the
+    answers differ in their last token only."""
+    case = Case(3, 6, has_end=False)
+    rates = {0: 0.0, 1: 1e4}
+    requests = [
+        make_request(i, case, None, beam_search_diversity_rate=rate) for i, rate in rates.items()
+    ]
+    recorder = run(folder, requests)
+    plain, diverse = (beams_of(recorder.named_tensors[i][-1]) for i in rates)
+    assert plain == search(folder, case, None)[0]
+    assert len({tuple(beam[:-1]) for beam in plain}) > 1
+    assert len({tuple(beam[:-1]) for beam in diverse}) == 1
+    assert len({beam[-1] for beam in diverse}) == 3

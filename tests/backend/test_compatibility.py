@@ -7,11 +7,13 @@ server (`e2e/test_model_repository.py`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from contract_metrics import METRIC_ROWS
 from fakes import CountingEngine, FakePbUtils
 from triton_harness import Server, ids_of
 from write_compatibility_docs import absent
@@ -85,11 +87,55 @@ def test_unknown_settings_are_refused_by_name() -> None:
             parse_parameters({**MINIMAL, name: "x"})
 
 
-def test_settings_reach_the_batch_manager() -> None:
-    for text, value in (("", True), ("false", False)):
-        parameters = parse_parameters({**MINIMAL, "enable_kv_cache_reuse": text})
-        params = TrtGptModelOptionalParams.from_parameters(parameters)
-        assert params.kv_cache_config.enable_block_reuse is value
+@pytest.mark.parametrize(
+    ("setting", "read", "texts"),
+    [
+        (
+            "enable_kv_cache_reuse",
+            lambda params: params.kv_cache_config.enable_block_reuse,
+            {"": True, "false": False},
+        ),
+        (
+            "kv_cache_free_gpu_mem_fraction",
+            lambda params: params.kv_cache_config.free_gpu_memory_fraction,
+            {"": 0.9, "0.25": 0.25},
+        ),
+        (
+            "normalize_log_probs",
+            lambda params: params.normalize_log_probs,
+            {"": False, "true": True},
+        ),
+        (
+            "guided_decoding_backend",
+            lambda params: params.guided_decoding_config.backend,
+            {"": "auto", "none": "none", "llguidance": "llguidance"},
+        ),
+    ],
+)
+def test_settings_reach_the_batch_manager(
+    setting: str, read: Callable[[TrtGptModelOptionalParams], object], texts: dict[str, object]
+) -> None:
+    for text, value in texts.items():
+        parameters = parse_parameters({**MINIMAL, setting: text})
+        assert read(TrtGptModelOptionalParams.from_parameters(parameters)) == value
+
+
+def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
+    """Value by value: two that change places would be two true numbers under wrong names."""
+    families = [*protocol.METRICS, *protocol.V1_METRICS]
+    ours = {("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "hit_rate")}
+    there = {
+        (family.name, family.label, value): key
+        for family in families
+        for value, key in family.values.items()
+    }
+    contract = {
+        (row.family, row.label, value): key
+        for row in METRIC_ROWS
+        if not row.later
+        for value, key in row.values.items()
+    }
+    assert {row: key for row, key in there.items() if row not in ours} == contract
 
 
 def test_settings_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

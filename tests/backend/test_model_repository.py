@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
+from inflight_backend.serve.repository import OPTIONAL_MODELS
 from inflight_client.protocol import (
     ENSEMBLE_INPUT_MAP,
     ENSEMBLE_MODEL_NAME,
@@ -128,20 +129,27 @@ def test_the_relay_has_the_tensors_of_the_ensemble(ensemble: Any) -> None:
     assert relay.model_transaction_policy.decoupled
 
 
-def test_the_alias_of_vllm_maps_its_tensors_to_the_llm() -> None:
-    alias = load("vllm_model")
-    (step,) = alias.ensemble_scheduling.step
-    assert step.model_name == LLM_MODEL_NAME
-    for tensor in alias.input:
-        inner = INPUT_BY_NAME[tensor.name]
-        assert signature(tensor) == expected(tensor.name, inner)
-        assert step.input_map[tensor.name] == tensor.name
-    assert [signature(t) for t in alias.output] == [
-        expected("text_output", OUTPUT_BY_NAME["text_output"])
+def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() -> None:
+    """Names, types and dims are those of vllm_backend's `src/model.py`."""
+    front = load("vllm_model")
+    assert (front.max_batch_size, front.backend) == (0, "python")
+    assert front.model_transaction_policy.decoupled
+    flags = "exclude_input_in_output return_finish_reason return_num_input_tokens"
+    flags = f"stream {flags} return_num_output_tokens"
+    assert {signature(tensor): tensor.optional for tensor in front.input} == {
+        ("text_input", "TYPE_STRING", (1,)): False,
+        ("sampling_parameters", "TYPE_STRING", (1,)): True,
+        **{(name, "TYPE_BOOL", (1,)): True for name in flags.split()},
+    }
+    assert [signature(tensor) for tensor in front.output] == [
+        ("text_output", "TYPE_STRING", (-1,)),
+        ("finish_reason", "TYPE_STRING", (-1,)),
+        ("num_input_tokens", "TYPE_UINT32", (1,)),
+        ("num_output_tokens", "TYPE_UINT32", (-1,)),
     ]
 
 
-@pytest.mark.parametrize("model", ["preprocessing", "postprocessing", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("model", OPTIONAL_MODELS)
 def test_the_other_models_only_name_a_class_of_the_package(model: str) -> None:
     source = (REPOSITORY / model / "1" / "model.py").read_text()
     assert len(source.splitlines()) <= 10

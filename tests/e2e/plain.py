@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
+import tritonclient.grpc as grpcclient
 from e2e.harness import HOST, START_SECONDS, STOP_SECONDS, free_ports
 
 from inflight_backend.serve.install import environment, locate, prepare_backends
+
+_ANSWER_SECONDS = 60.0
+_KINDS = {"int32": "INT32", "bool": "BOOL", "object": "BYTES"}
+_TYPES = {"i": np.int32, "b": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,69 @@ def plain_server(
             for region in Path("/dev/shm").glob(f"{scratch.name}*"):
                 os.unlink(region)
     assert process.returncode == 0, log.read_text()
+
+
+def generate(server: PlainServer, model: str, **body: Any) -> dict[str, Any]:
+    """The whole answer over HTTP; an error is in ``error``."""
+    url = f"{server.http_url}/v2/models/{model}/generate"
+    answer = httpx.post(url, json=body, timeout=_ANSWER_SECONDS, trust_env=False)
+    content: dict[str, Any] = answer.json()
+    return content
+
+
+def generate_stream(server: PlainServer, model: str, **body: Any) -> list[dict[str, Any]]:
+    """Every event of the stream over HTTP."""
+    url = f"{server.http_url}/v2/models/{model}/generate_stream"
+    answer = httpx.post(url, json=body, timeout=_ANSWER_SECONDS, trust_env=False)
+    return [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line]
+
+
+def _make_inputs(**tensors: Any) -> list[grpcclient.InferInput]:
+    inputs = []
+    for name, value in tensors.items():
+        array = np.asarray(value)
+        array = array.astype(_TYPES.get(array.dtype.kind, np.object_))
+        inputs.append(grpcclient.InferInput(name, list(array.shape), _KINDS[array.dtype.name]))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+def infer(server: PlainServer, model: str, **tensors: Any) -> dict[str, Any]:
+    """One unary gRPC call; the response's tensors."""
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        result = client.infer(model, _make_inputs(**tensors), client_timeout=_ANSWER_SECONDS)
+        return {out.name: result.as_numpy(out.name) for out in result.get_response().outputs}
+
+
+def stream_infer(
+    server: PlainServer,
+    model: str,
+    tensors: Mapping[str, Any],
+    outputs: Sequence[str] = (),
+    parameters: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """The tensors of every response of a gRPC stream; an error ends them as ``{"error": text}``."""
+    responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    wanted = [grpcclient.InferRequestedOutput(name) for name in outputs] or None
+    found: list[dict[str, Any]] = []
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(callback=lambda result, error: responses.put((result, error)))
+        client.async_stream_infer(
+            model,
+            _make_inputs(**tensors),
+            outputs=wanted,
+            parameters=parameters,
+            enable_empty_final_response=True,
+        )
+        while True:
+            result, error = responses.get(timeout=_ANSWER_SECONDS)
+            if error is not None:
+                return [*found, {"error": error.message()}]
+            response = result.get_response()
+            if response.outputs:
+                found.append({out.name: result.as_numpy(out.name) for out in response.outputs})
+            if response.parameters["triton_final_response"].bool_param:
+                return found
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -107,9 +107,18 @@ def test_completions(client: openai.OpenAI) -> None:
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (6, 20)
 
 
+def test_it_draws_unless_told_otherwise(client: openai.OpenAI) -> None:
+    """OpenAI's defaults; the model is so sure of itself that it takes a high temperature to see."""
+    for temperature, num_different in ((0, 1), (2, 2)):
+        answers = client.completions.create(
+            model=MODEL, prompt=["1 2 3"] * 2, max_tokens=100, temperature=temperature
+        )
+        assert len({choice.text for choice in answers.choices}) == num_different
+
+
 def test_completions_of_several_prompts_text_and_ids(client: openai.OpenAI) -> None:
     prompts = ["1 2 3", "50 51", "7 8 9"]
-    done = client.completions.create(model=MODEL, prompt=prompts, max_tokens=12)
+    done = client.completions.create(model=MODEL, prompt=prompts, max_tokens=12, temperature=0)
     assert [choice.index for choice in done.choices] == [0, 1, 2]
     for prompt, choice in zip(prompts, done.choices, strict=True):
         assert_counts(prompt, choice.text)
@@ -126,6 +135,7 @@ def test_a_chat_goes_through_the_template(client: openai.OpenAI) -> None:
             {"role": "user", "content": [{"type": "text", "text": "5"}]},
         ],
         max_completion_tokens=10,
+        temperature=0.1,
         seed=-3,
         top_p=0.9,
         user="somebody",
@@ -140,6 +150,7 @@ def test_streams_with_usage(client: openai.OpenAI) -> None:
             model=MODEL,
             messages=[{"role": "user", "content": "1 2 3"}],
             max_tokens=30,
+            temperature=0,
             stream=True,
             stream_options={"include_usage": True},
         )
@@ -157,7 +168,8 @@ def test_streams_with_usage(client: openai.OpenAI) -> None:
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(
     client: openai.OpenAI, is_streaming: bool
 ) -> None:
-    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "stop": ["nix", "9 1"]}
+    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "temperature": 0}
+    request["stop"] = ["nix", "9 1"]
     if is_streaming:
         chunks = list(client.completions.create(**request, stream=True))
         text = "".join(chunk.choices[0].text for chunk in chunks)
@@ -198,8 +210,9 @@ def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
 
 
 def test_streams_of_several_answers(client: openai.OpenAI) -> None:
+    prompts = ["1 2 3", "50 51"]
     stream = client.completions.create(
-        model=MODEL, prompt=["1 2 3", "50 51"], n=2, max_tokens=12, logprobs=1, stream=True
+        model=MODEL, prompt=prompts, n=2, max_tokens=12, logprobs=1, temperature=0, stream=True
     )
     texts, tokens = [""] * 4, [""] * 4
     for chunk in stream:
@@ -226,7 +239,7 @@ def test_streams_side_by_side_do_not_mix(front: FrontProcess, server: ServeProce
     async def one(client: openai.AsyncOpenAI, first: int) -> None:
         prompts = [f"{first} {first + 1} ", f"{first + 500} {first + 501} "]
         stream = await client.completions.create(
-            model=MODEL, prompt=prompts, max_tokens=60, stream=True
+            model=MODEL, prompt=prompts, max_tokens=60, temperature=0, stream=True
         )
         texts = ["", ""]
         async for chunk in stream:
@@ -249,7 +262,7 @@ def test_a_client_that_leaves_ends_its_request_on_the_server(
 ) -> None:
     wait_until_idle(server)
     body = {"model": MODEL, "prompt": ["1 2 3"] * num_prompts, "max_tokens": 8000}
-    raw = json.dumps({**body, "stream": is_streaming}).encode()
+    raw = json.dumps({**body, "temperature": 0, "stream": is_streaming}).encode()
     with socket.create_connection((HOST, front.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
@@ -273,7 +286,7 @@ def test_response_format_is_kept(client: openai.OpenAI) -> None:
         "required": ["size", "is_good"],
         "additionalProperties": False,
     }
-    body: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300}
+    body: dict[str, Any] = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 300, "temperature": 0}
     wanted = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
     answer = client.completions.create(**body, extra_body={"response_format": wanted})
     assert answer.choices[0].finish_reason == "stop"
@@ -314,7 +327,13 @@ def test_what_is_not_there_is_an_error_of_the_same_shape(front: FrontProcess) ->
 def test_limits(server: ServeProcess, tmp_path: Path) -> None:
     options = ["--max-requests=1", "--max-body-bytes=2048", "--served-model-name=mine"]
     front = FrontProcess(tmp_path, server.grpc_url, options).wait_until_ready()
-    body = {"model": "mine", "prompt": "1 2 3", "max_tokens": 3000, "stream": True}
+    body = {
+        "model": "mine",
+        "prompt": "1 2 3",
+        "max_tokens": 3000,
+        "temperature": 0,
+        "stream": True,
+    }
     with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
         assert http.get("/v1/models").json()["data"][0]["id"] == "mine"
         assert http.get("/health").status_code == 200
@@ -331,7 +350,7 @@ def test_limits(server: ServeProcess, tmp_path: Path) -> None:
 
 def test_stopping_lets_running_answers_finish(server: ServeProcess, tmp_path: Path) -> None:
     front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
-    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 200, "stream": True}
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 200, "temperature": 0, "stream": True}
     url = f"{front.url}/v1/completions"
     with httpx.stream("POST", url, json=body, trust_env=False, timeout=WAIT) as running:
         lines = running.iter_lines()
@@ -352,7 +371,7 @@ def test_a_server_that_is_gone_or_never_was(tmp_path: Path, serve: Any) -> None:
     assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
     own = serve()
     front = FrontProcess(tmp_path, own.grpc_url).wait_until_ready()
-    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 7000, "stream": True}
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 7000, "temperature": 0, "stream": True}
     with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
         with http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()

@@ -97,6 +97,8 @@ def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
         "arrival_time_ns",
         "last_token_time_ns",
         "kv_cache_alloc_total_blocks",
+        "num_input_tokens",
+        "num_output_tokens",
         "sequence_index",
         "batch_index",
     )
@@ -110,9 +112,13 @@ def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
         return_generation_logits=True,
         return_context_logits=True,
         return_perf_metrics=True,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
     )
     assert set(answer) == set(outputs)
     assert answer["finish_reason"].item() == b"length"
+    assert answer["num_input_tokens"].item() == len(PROMPT) + 1  # bytes, and what begins a text
+    assert answer["num_output_tokens"].item() == 5
     assert answer["output_log_probs"].shape == (1, 1, 5)
     np.testing.assert_allclose(answer["cum_log_probs"], answer["output_log_probs"].sum(-1))
     vocab_size = answer["generation_logits"].shape[-1]

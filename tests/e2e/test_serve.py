@@ -113,6 +113,28 @@ def test_settings_of_the_ensemble_reach_the_model(server: ServeProcess) -> None:
     assert_counts(PROMPT, "".join(pieces))
 
 
+def test_newer_names_reach_the_model_through_the_ensemble(server: ServeProcess) -> None:
+    """`seed` is `random_seed`, `min_tokens` is `min_length`; both of a pair are too much."""
+
+    def ask(**settings: Any) -> str:
+        return "".join(stream_text(server, PROMPT, 30, temperature=50.0, top_p=1.0, **settings))
+
+    assert ask(seed=8) == ask(random_seed=8) != ask(seed=9)
+    for new, old in (("seed", "random_seed"), ("min_tokens", "min_length")):
+        with pytest.raises(RuntimeError, match=f"'{old}' is given twice"):
+            ask(**{new: 8, old: 8})
+    with pytest.raises(RuntimeError, match="'min_tokens' is 31, outside 0"):
+        ask(min_tokens=31)
+
+
+def test_a_model_asked_for_is_served_with_its_own_setting(serve: ServeFactory) -> None:
+    running = serve(options=["--add", "tensorrt_llm_bls"], settings={"accumulate_tokens": "true"})
+    *_, whole = stream_text(running, PROMPT, 30, model="tensorrt_llm_bls")
+    assert_counts(PROMPT, whole)
+    assert len(whole) == 30
+    assert running.stop() == 0
+
+
 def test_what_is_not_supported_is_refused_by_name_through_the_ensemble(
     server: ServeProcess,
 ) -> None:

@@ -59,6 +59,7 @@ def serve(
 
     folder = model.absolute() if model is not None else DEMO_MODEL
     try:
+        models = chosen_models(add or ())
         run(
             ServeSettings(
                 model=folder,
@@ -66,13 +67,13 @@ def serve(
                 http_port=http_port,
                 grpc_port=grpc_port,
                 metrics_port=metrics_port,
-                parameters=parse_overrides(set_ or (), folder),
+                parameters=parse_overrides(set_ or (), folder, models),
                 drain_seconds=drain_seconds,
                 max_restarts=max_restarts,
                 max_connection_seconds=max_connection_seconds,
                 is_verbose=verbose,
                 is_decoupled=decoupled,
-                models=chosen_models(add or ()),
+                models=models,
             )
         )
     except (ServingError, OSError) as error:

@@ -31,12 +31,13 @@ def model_repository(
     """Write a model repository that tritonserver loads as it is."""
     folder = model.absolute() if model is not None else DEMO_MODEL
     try:
+        models = chosen_models(add or ())
         values = {
-            **parse_overrides(set_ or (), folder),
+            **parse_overrides(set_ or (), folder, models),
             "gpt_model_path": str(folder),
             "decoupled_mode": str(decoupled).lower(),
         }
-        install(out_dir, values, chosen_models(add or ()), may_replace=force)
+        install(out_dir, values, models, may_replace=force)
     except (ServingError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

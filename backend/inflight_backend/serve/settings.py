@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.parameters import parse_parameters, unknown_key_message
+from inflight_backend.parameters import ServerParameters, parse_parameters, unknown_key_message
 from inflight_backend.serve.repository import DEFAULT_MODELS
 from inflight_client.protocol import PARAMETER_BY_NAME
 
@@ -19,8 +20,15 @@ _OPTION_FOR_KEY = {
     "drain_file": "inflight serve keeps this file itself",
 }
 _PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
-TEXT_MODEL_SWITCHES = frozenset({"add_special_tokens", "skip_special_tokens", "accumulate_tokens"})
-"""Parameters of the models `preprocessing`, `postprocessing` and `tensorrt_llm_bls`."""
+_MODEL_NAME_KEY = "tensorrt_llm_model_name"
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_TEXT_MODEL_KEYS = {
+    "add_special_tokens": "preprocessing",
+    "skip_special_tokens": "postprocessing",
+    "accumulate_tokens": "tensorrt_llm_bls",
+    _MODEL_NAME_KEY: "tensorrt_llm_bls",
+}
+"""Parameter of an optional model, not of `tensorrt_llm` -> that model."""
 
 _ANY_ADDRESS = "0.0.0.0"
 
@@ -62,6 +70,11 @@ class ServeSettings:
         return "127.0.0.1" if self.is_public else self.host
 
     @property
+    def llm_parameters(self) -> ServerParameters:
+        """What `tensorrt_llm` makes of ``parameters``."""
+        return _parse_for_llm(self.parameters, self.model)
+
+    @property
     def tokenizer_dir(self) -> Path:
         """The folder in which the model will look for tokenizer.json."""
         return Path(self.parameters.get("tokenizer_dir") or self.model)
@@ -76,11 +89,13 @@ class ServeSettings:
         }
 
 
-def parse_overrides(items: Iterable[str], model: Path) -> dict[str, str]:
-    """Turn ``key=value`` strings into parameters of the model; relative paths become absolute.
+def parse_overrides(
+    items: Iterable[str], model: Path, models: Sequence[str] = DEFAULT_MODELS
+) -> dict[str, str]:
+    """Turn ``key=value`` strings into parameters of ``models``; relative paths become absolute.
 
     ``ConfigurationError`` for what is not ``key=value``, a key given twice, one that belongs to the
-    launcher, and everything `parse_parameters` refuses.
+    launcher or to a model that is not there, and everything `parse_parameters` refuses.
     """
     values: dict[str, str] = {}
     for item in items:
@@ -88,8 +103,8 @@ def parse_overrides(items: Iterable[str], model: Path) -> dict[str, str]:
         key = key.strip()
         if not equals or not key:
             raise ConfigurationError(f"--set needs key=value, got {item!r}")
-        if key in TEXT_MODEL_SWITCHES:
-            _check_switch(key, value)
+        if key in _TEXT_MODEL_KEYS:
+            _check_text_model_key(key, value, models)
         elif key not in PARAMETER_BY_NAME:
             raise ConfigurationError(f"--set: {unknown_key_message(key)}")
         if key in _OPTION_FOR_KEY:
@@ -97,11 +112,21 @@ def parse_overrides(items: Iterable[str], model: Path) -> dict[str, str]:
         if key in values:
             raise ConfigurationError(f"--set gives {key} twice: {values[key]!r} and {value!r}")
         values[key] = str(Path(value).absolute()) if key in _PATH_KEYS and value else value
-    ours = {key: value for key, value in values.items() if key not in TEXT_MODEL_SWITCHES}
-    parse_parameters({**ours, "gpt_model_path": str(model)})
+    _parse_for_llm(values, model)
     return values
 
 
-def _check_switch(key: str, value: str) -> None:
-    if value.lower() not in ("true", "false"):
+def _parse_for_llm(values: Mapping[str, str], model: Path) -> ServerParameters:
+    ours = {key: value for key, value in values.items() if key not in _TEXT_MODEL_KEYS}
+    return parse_parameters({**ours, "gpt_model_path": str(model)})
+
+
+def _check_text_model_key(key: str, value: str, models: Sequence[str]) -> None:
+    owner = _TEXT_MODEL_KEYS[key]
+    if owner not in models:
+        raise ConfigurationError(f"--set {key} is for the model {owner}: ask for it, --add {owner}")
+    if key == _MODEL_NAME_KEY:
+        if not _MODEL_NAME.fullmatch(value):
+            raise ConfigurationError(f"--set {key} must be the name of a model, got {value!r}")
+    elif value.lower() not in ("true", "false"):
         raise ConfigurationError(f"--set {key} must be true or false, got {value!r}")

@@ -6,7 +6,6 @@ import http.client
 import time
 
 from inflight_backend.errors import ServingError
-from inflight_backend.parameters import parse_parameters
 from inflight_backend.serve.log import explain
 from inflight_backend.serve.process import ServerProcess, end_of, is_running
 from inflight_backend.serve.settings import ServeSettings
@@ -30,9 +29,8 @@ class Vitals:
         self._settings = settings
         self._workspace = workspace
         self._server = server
-        model = str(settings.model)
-        parameters = parse_parameters({**settings.parameters, "gpt_model_path": model})
-        self._silence_seconds = parameters.stall_seconds + 2 * _PROBE_PERIOD_SECONDS
+        stall_seconds = settings.llm_parameters.stall_seconds
+        self._silence_seconds = stall_seconds + 2 * _PROBE_PERIOD_SECONDS
         self._answered_at = self._probed_at = self._beat_at = time.monotonic()
         self._last_beat = 0
         self._unhealthy_since: float | None = None

@@ -22,7 +22,7 @@ from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
-from inflight_backend.triton.coded_errors import CodedFactory, asks_for_codes
+from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import (
     is_streaming,
     make_request,
@@ -34,6 +34,7 @@ from inflight_backend.triton.decoding import (
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
+from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.rows import split_rows
 from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
@@ -125,10 +126,12 @@ class Frontend:
             self._accept(triton_request)
 
     def _accept(self, triton_request: Any) -> None:
-        factory = self._coded if asks_for_codes(triton_request) else self._factory
+        head = read_head(triton_request)
+        factory = self._coded if head.asks_for_codes else self._factory
         stream = ResponseStream(triton_request.get_response_sender(), factory)
-        name = triton_request.request_id()
+        name = head.request_id
         try:
+            head.refuse_settings()
             inputs = expand(read_inputs(triton_request))
             if read_flag(inputs, "stop"):
                 self._stop_by_name(name, stream)

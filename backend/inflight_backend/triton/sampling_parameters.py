@@ -1,11 +1,13 @@
 """``sampling_parameters``: the JSON object of vLLM's clients, as tensors of the wire.
 
-Names and meanings are those of vLLM's ``SamplingParams``; numbers may be strings, as its samples
-send them. A name without a counterpart is refused.
+Names, meanings and defaults are those of vLLM's ``SamplingParams``: a request that says nothing of
+temperature and filters draws from the model's own distribution. Numbers may be strings, as its
+samples send them. A name without a counterpart is refused, unless its value asks for nothing.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +17,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.request_json import read_json_object
+from inflight_backend.triton.beam_stream import has_beams
 from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
 
 Array = npt.NDArray[Any]
@@ -26,12 +29,25 @@ _KEY_TO_TENSOR = {
     "temperature": "temperature",
     "top_p": "runtime_top_p",
     "top_k": "runtime_top_k",
+    "min_p": "min_p",
     "seed": "random_seed",
     "n": "num_return_sequences",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
 }
+_NEUTRAL: Mapping[str, Any] = {
+    "best_of": 1,
+    "logprobs": False,
+    "use_beam_search": False,
+    "early_stopping": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+}
+"""Key -> the value that asks for nothing; Triton's OpenAI frontend sends the first two."""
+_DRAW = np.array([[1.0]], dtype=np.float32)  # vLLM's top_p when none is given
 _MAX_STOP_STRINGS = 64
 _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
 
@@ -47,15 +63,41 @@ def expand(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         return inputs
     result = {name: value for name, value in inputs.items() if name != _NAME}
     for key, value in _read_object(tensor).items():
-        if value is None:
-            continue
-        if key == "ignore_eos" and value is False:
+        if value is None or _is_neutral(key, value):
             continue
         name, expanded = _expand(key, value)
         if name in result:
             raise InvalidRequest(f"'{_NAME}': {key} is given twice, also as '{name}'")
         result[name] = expanded
+    if not has_beams(result):
+        # Without any filter our wire has the likeliest token, whatever the temperature.
+        result.setdefault("runtime_top_p", _DRAW)
     return result
+
+
+def with_request_parameters(
+    inputs: dict[str, Array], parameters: Mapping[str, Any]
+) -> dict[str, Array]:
+    """``inputs`` with the parameters of the Triton request as the JSON object, vLLM's other way.
+
+    vLLM's sample sends both. `InvalidRequest` names the key that is not the same in the two.
+    """
+    if not parameters:
+        return inputs
+    if _NAME in inputs:
+        content = _read_object(inputs[_NAME])
+        for key, value in parameters.items():
+            if key not in content or content[key] != value:
+                raise InvalidRequest(f"parameter {key[:100]!r} is not what '{_NAME}' says")
+        return inputs
+    text = json.dumps(parameters).encode()
+    return {**inputs, _NAME: np.array([text], dtype=np.object_)}
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    neutral = _NEUTRAL.get(key)
+    # Not 0 for false or the reverse: ``"logprobs": 0`` asks for log probabilities.
+    return neutral is not None and type(value) is type(neutral) and bool(value == neutral)
 
 
 def _read_object(tensor: Array) -> dict[str, Any]:
@@ -76,7 +118,10 @@ def _expand(key: str, value: Any) -> tuple[str, Array]:
         return "end_id", np.array([[-1]], dtype=np.int32)
     if key not in _KEY_TO_TENSOR:
         known = ", ".join([*_KEY_TO_TENSOR, "stop", "ignore_eos"])
-        raise InvalidRequest(f"'{_NAME}': {key[:100]!r} is not supported; known are {known}")
+        value_only = f", but for {json.dumps(_NEUTRAL[key])}" if key in _NEUTRAL else ""
+        raise InvalidRequest(
+            f"'{_NAME}': {key[:100]!r} is not supported{value_only}; known are {known}"
+        )
     name = _KEY_TO_TENSOR[key]
     return name, _number(key, INPUT_BY_NAME[name].dtype, value)
 

@@ -16,7 +16,10 @@ import numpy.typing as npt
 from inflight_backend.errors import InvalidRequest, ServingError
 from inflight_backend.parameters import set_or_empty
 from inflight_backend.text import TextCodec
+from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
+from inflight_backend.triton.request_head import read_head
+from inflight_backend.triton.stream import ResponseFactory
 
 Array = npt.NDArray[Any]
 
@@ -65,20 +68,18 @@ def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[An
 
 
 def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+    head = read_head(request)
+    factory = CodedFactory(pb_utils) if head.asks_for_codes else ResponseFactory(pb_utils)
     try:
+        head.refuse_settings()
         inputs = read_inputs(request)
         num_rows = {len(tensor) for tensor in inputs.values()}
         if len(num_rows) > 1:
             raise InvalidRequest("the tensors of the request differ in their first dimension")
         outputs = convert(inputs)
     except (ServingError, ValueError) as error:
-        code = pb_utils.TritonError.INVALID_ARG
-        return pb_utils.InferenceResponse([], error=pb_utils.TritonError(str(error), code))
+        return factory.error(str(error), "INVALID_ARG")
     wanted = set(request.requested_output_names()) or set(outputs)
-    return pb_utils.InferenceResponse(
-        [
-            pb_utils.Tensor(name, np.ascontiguousarray(value))
-            for name, value in outputs.items()
-            if name in wanted
-        ]
+    return factory.tensors(
+        {name: np.ascontiguousarray(value) for name, value in outputs.items() if name in wanted}
     )

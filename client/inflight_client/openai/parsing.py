@@ -174,6 +174,9 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     for field, (tensor, low, high) in _NUMBERS.items():
         if (number := body.number(field, low, high)) is not None:
             values[tensor] = number
+    # OpenAI's default. Without any filter the server takes the likeliest token, whatever the
+    # temperature, whose default is 1 with both.
+    values.setdefault("runtime_top_p", 1.0)
     for field, (tensor, lowest, highest) in _INTEGERS.items():
         if (integer := body.integer(field, lowest, highest)) is not None:
             values[tensor] = integer

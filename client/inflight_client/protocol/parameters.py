@@ -209,7 +209,8 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "normalize_log_probs",
         "bool",
         "false",
-        "log probabilities among what the filters left (the peer's default), not the model's own",
+        "log probabilities among what the filters left (the peer's default until March 2026), not "
+        "the model's own",
     ),
     ParameterSpec(
         "speculative_decoding_mode",

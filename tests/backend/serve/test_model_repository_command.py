@@ -41,7 +41,8 @@ def test_it_writes_what_triton_loads(tmp_path: Path) -> None:
 
 def test_every_other_model_is_written_when_asked_for(tmp_path: Path) -> None:
     options = [word for name in OPTIONAL_MODELS for word in ("--add", name)]
-    switches = ("--set", "skip_special_tokens=false", "--set", "add_special_tokens=false")
+    switches = ["--set", "skip_special_tokens=false", "--set", "add_special_tokens=false"]
+    switches += ["--set", "tensorrt_llm_model_name=mine"]
     run(tmp_path, "--no-decoupled", *options, *switches)
     assert {path.name for path in tmp_path.iterdir()} == {*DEFAULT_MODELS, *OPTIONAL_MODELS}
     for folder in tmp_path.iterdir():
@@ -52,6 +53,8 @@ def test_every_other_model_is_written_when_asked_for(tmp_path: Path) -> None:
     parameters = config(tmp_path / "postprocessing").parameters
     assert parameters["skip_special_tokens"].string_value == "false"
     assert parameters["gpt_model_path"].string_value.endswith("demo_model")
+    relay = config(tmp_path / "tensorrt_llm_bls").parameters
+    assert relay["tensorrt_llm_model_name"].string_value == "mine"
 
 
 def test_the_checkpoint_may_be_on_another_machine(tmp_path: Path) -> None:
@@ -92,7 +95,11 @@ def test_a_model_of_somebody_else_is_never_replaced(tmp_path: Path) -> None:
         (["--add", "resnet"], "there is no such model; known are preprocessing"),
         (["--set", "max_batch_sise=3"], "did you mean max_batch_size"),
         (["--set", "max_batch_size=x"], "max_batch_size must be a whole number"),
-        (["--set", "skip_special_tokens=perhaps"], "skip_special_tokens must be true or false"),
+        (
+            ["--add", "postprocessing", "--set", "skip_special_tokens=perhaps"],
+            "skip_special_tokens must be true or false",
+        ),
+        (["--set", "skip_special_tokens=true"], "ask for it, --add postprocessing"),
     ],
 )
 def test_errors_are_one_line_and_nothing_is_written(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.serve.repository import OPTIONAL_MODELS
 from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
 
 MODEL = Path("checkpoint")
@@ -20,6 +21,23 @@ def test_pairs_are_split_at_the_first_equals_sign() -> None:
 def test_relative_paths_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_overrides(["tokenizer_dir=t"], MODEL) == {"tokenizer_dir": str(tmp_path / "t")}
+
+
+def test_keys_of_other_models_are_no_parameters_of_the_llm() -> None:
+    items = ["accumulate_tokens=true", "add_special_tokens=false", "skip_special_tokens=FALSE"]
+    items += ["tensorrt_llm_model_name=mine-2", "max_batch_size=4"]
+    values = parse_overrides(items, MODEL, OPTIONAL_MODELS)
+    assert values == dict(item.split("=") for item in items)
+    assert ServeSettings(parameters=values).llm_parameters.max_batch_size == 4
+    for item in items[:-1]:
+        with pytest.raises(ConfigurationError, match=f"{item.split('=')[0]} is for the model"):
+            parse_overrides([item], MODEL)
+
+
+@pytest.mark.parametrize("item", ["accumulate_tokens=1", "tensorrt_llm_model_name=${x}"])
+def test_values_of_other_models_are_checked(item: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be"):
+        parse_overrides([item], MODEL, OPTIONAL_MODELS)
 
 
 @pytest.mark.parametrize(

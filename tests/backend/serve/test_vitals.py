@@ -44,9 +44,8 @@ class Running:
         while not log.read_text().endswith("\n"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        settings = ServeSettings(
-            http_port=int(log.read_text()), parameters={"stall_seconds": str(STALL)}
-        )
+        parameters = {"stall_seconds": str(STALL), "accumulate_tokens": "true"}  # not all of one
+        settings = ServeSettings(http_port=int(log.read_text()), parameters=parameters)
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready")
         self.status = read_status(workspace.status_file)

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from fakes import FakePbUtils, FakeRequest, FakeTensor
+from triton_harness import WAIT, error_of, text_of
 
 from inflight_backend.triton.bls_model import TritonPythonModel
 
-WAIT = 10.0
+Relay = Callable[..., TritonPythonModel]
+ALL = ("text_output", "sequence_index")
 
 
 class InnerResponse:
     """What ``pb_utils`` gives a caller: the same words as methods."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, texts: tuple[str, ...], index: int | None = None) -> None:
+        encoded = [text.encode() for text in texts]
+        self._tensors = [FakeTensor("text_output", np.array([encoded], dtype=object))]
+        if index is not None:
+            self._tensors.append(FakeTensor("sequence_index", np.array([[index]], np.int32)))
 
     def has_error(self) -> bool:
         return False
 
     def output_tensors(self) -> list[FakeTensor]:
-        return [FakeTensor("text_output", np.array([[self._text.encode()]], dtype=object))]
+        return self._tensors
 
 
 class InnerRequest:
-    """``pb_utils.InferenceRequest`` as the relay makes it; answers with the name of its model."""
+    """``pb_utils.InferenceRequest`` as the relay makes it; answers with the name of its model.
+
+    For several sequences their pieces come in turns; for beams every response is complete.
+    """
 
     def __init__(
         self,
@@ -36,40 +46,113 @@ class InnerRequest:
         requested_output_names: list[str],
         inputs: list[FakeTensor],
         request_id: str,
+        parameters: dict[str, bool],
     ) -> None:
-        self.model_name, self.inputs, self._request_id = model_name, inputs, request_id
+        self.model_name, self.outputs = model_name, requested_output_names
+        self._request_id = request_id
+        self._values = {each.name(): each.as_numpy().item() for each in inputs}
 
     def request_id(self) -> str:
         return self._request_id
 
-    def exec(self, decoupled: bool) -> list[InnerResponse]:
-        assert decoupled
-        return [InnerResponse(self.model_name)]
+    def exec(self, decoupled: bool = False) -> Any:
+        num_beams = self._values.get("beam_width", 1)
+        num_sequences = self._values.get("num_return_sequences", 1)
+        if num_beams > 1:
+            pieces = [tuple(f"{beam}{'+' * step}" for beam in range(num_beams)) for step in (0, 1)]
+            responses = [InnerResponse(texts) for texts in pieces]
+        elif num_sequences > 1:
+            is_asked = "sequence_index" in self.outputs
+            turns = [(step, index) for step in "ab" for index in range(num_sequences)]
+            responses = [
+                InnerResponse((f"{index}{step}",), index if is_asked else None)
+                for step, index in turns
+            ]
+        else:
+            responses = [InnerResponse((self.model_name,))]
+        return responses if decoupled else responses[-1]
 
 
 class RelayUtils(FakePbUtils):
     InferenceRequest = InnerRequest
 
 
+@pytest.fixture
+def make_relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """A factory of loaded relays with the parameters given; unloads what it made."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", RelayUtils)
+    made: list[TritonPythonModel] = []
+
+    def make(*, is_decoupled: bool = True, **parameters: str) -> TritonPythonModel:
+        config = {
+            "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+            "model_transaction_policy": {"decoupled": is_decoupled},
+        }
+        made.append(TritonPythonModel())
+        made[-1].initialize({"model_config": json.dumps(config)})
+        return made[-1]
+
+    yield make
+    for relay in made:
+        relay.finalize()
+
+
+def ask(
+    relay: TritonPythonModel,
+    outputs: tuple[str, ...] = ("text_output",),
+    parameters: str = "{}",
+    **settings: int,
+) -> Any:
+    """The sender of a request for four tokens after "1 2", once it has ended."""
+    tensors = {name: np.array([[value]], np.int32) for name, value in settings.items()}
+    text = {"text_input": np.array([["1 2"]], dtype=object), "max_tokens": np.array([[4]])}
+    request = FakeRequest({**text, **tensors}, "", outputs, parameters)
+    relay.execute([request])
+    assert request.sender.is_final.wait(WAIT)
+    return request.sender
+
+
+def texts_of(sender: Any) -> list[list[str]]:
+    """The texts of each response."""
+    tensors = [tensor for response in sender.responses for tensor in response.output_tensors]
+    named = [tensor.as_numpy() for tensor in tensors if tensor.name() == "text_output"]
+    return [[text.decode() for text in array.reshape(-1)] for array in named]
+
+
 @pytest.mark.parametrize(
     ("parameters", "model"), [({}, "tensorrt_llm"), ({"tensorrt_llm_model_name": "mine"}, "mine")]
 )
 def test_it_calls_the_model_that_is_named(
-    parameters: dict[str, str], model: str, monkeypatch: pytest.MonkeyPatch
+    parameters: dict[str, str], model: str, make_relay: Relay
 ) -> None:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", RelayUtils)
-    relay = TritonPythonModel()
-    config = {
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-        "model_transaction_policy": {"decoupled": True},
-    }
-    relay.initialize({"model_config": json.dumps(config)})
-    try:
-        text = np.array([["1 2"]], dtype=object)
-        request = FakeRequest({"text_input": text, "max_tokens": np.array([[4]], np.int32)})
-        relay.execute([request])
-        assert request.sender.is_final.wait(WAIT)
-    finally:
-        relay.finalize()
-    (response,) = request.sender.responses
-    assert response.output_tensors[0].as_numpy().item() == model.encode()
+    assert text_of(ask(make_relay(**parameters))) == model
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_beams_are_passed_on_whole(make_relay: Relay, is_decoupled: bool) -> None:
+    """Each of their responses says everything, so there is nothing to accumulate."""
+    relay = make_relay(accumulate_tokens="true", is_decoupled=is_decoupled)
+    whole = [["0", "1", "2"], ["0+", "1+", "2+"]]
+    assert texts_of(ask(relay, beam_width=3)) == (whole if is_decoupled else whole[1:])
+
+
+@pytest.mark.parametrize("outputs", [("text_output",), ALL])
+def test_sequences_accumulate_apart(make_relay: Relay, outputs: tuple[str, ...]) -> None:
+    """Also for a client that does not ask which one a response belongs to."""
+    sender = ask(make_relay(accumulate_tokens="true"), outputs, num_return_sequences=2)
+    assert texts_of(sender) == [["0a"], ["1a"], ["0a0b"], ["1a1b"]]
+    names = [
+        tuple(each.name() for each in response.output_tensors) for response in sender.responses
+    ]
+    assert names == [outputs] * 4
+
+
+def test_sequences_of_a_relay_that_does_not_accumulate(make_relay: Relay) -> None:
+    sender = ask(make_relay(), num_return_sequences=2)
+    assert texts_of(sender) == [["0a"], ["1a"], ["0b"], ["1b"]]
+
+
+def test_request_parameters_are_refused_by_name(make_relay: Relay) -> None:
+    sender = ask(make_relay(), parameters='{"surprise":1,"inflight_error_codes":true}')
+    message, _ = error_of(sender)
+    assert message.startswith("[INVALID_ARG] 'surprise' came as a request parameter")

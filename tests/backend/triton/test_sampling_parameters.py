@@ -27,7 +27,8 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
             {"max_tokens": "5", "temperature": "0.5"},
             {"request_output_len": [[5]], "temperature": [[0.5]]},
         ),
-        ({"top_p": 1, "top_k": -1}, {"runtime_top_p": [[1.0]], "runtime_top_k": [[0]]}),
+        ({"top_p": 0.5, "top_k": -1}, {"runtime_top_p": [[0.5]], "runtime_top_k": [[0]]}),
+        ({"top_k": 5, "min_p": 0.25}, {"runtime_top_k": [[5]], "min_p": [[0.25]]}),
         (
             {"seed": 2**64 - 1, "n": 2},
             {"random_seed": [[2**64 - 1]], "num_return_sequences": [[2]]},
@@ -36,13 +37,29 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
         ({"stop": ["x", "ü"]}, {"stop_words": [[b"x", "ü".encode()]]}),
         ({"ignore_eos": True}, {"end_id": [[-1]]}),
         ({"ignore_eos": False, "seed": None}, {}),
+        ({"best_of": 1, "use_beam_search": False, "skip_special_tokens": True}, {}),
+        ({"logprobs": False}, {}),
     ],
 )
 def test_settings_become_tensors(content: dict[str, Any], wanted: dict[str, Any]) -> None:
     tensors = expand(request(content))
+    wanted = {"runtime_top_p": [[1.0]], **wanted}
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == wanted
     for name, tensor in tensors.items():
         assert tensor.dtype == np.dtype(DTYPE_TO_NUMPY[INPUT_BY_NAME[name].dtype])
+
+
+def test_a_search_draws_nothing() -> None:
+    for width, drawn in ((2, {}), (1, {"runtime_top_p": [[1.0]]})):
+        beam_width = np.array([[width]], dtype=np.int32)
+        tensors = expand(request({"max_tokens": 5}, beam_width=beam_width))
+        del tensors["beam_width"], tensors["request_output_len"]
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == drawn
+
+
+def test_a_filter_sent_as_a_tensor_counts() -> None:
+    given = np.array([[0.25]], dtype=np.float32)
+    assert expand(request({"temperature": 2}, runtime_top_p=given))["runtime_top_p"] is given
 
 
 def test_requests_without_settings_pass_untouched() -> None:
@@ -61,6 +78,10 @@ def test_requests_without_settings_pass_untouched() -> None:
         (b'{"max_tokens": 2, "max_tokens": 4}', "has the key 'max_tokens' twice"),
         (b'{"stop": [{"a": 1, "a": 1}]}', "has the key 'a' twice"),
         ({"surprise": 1}, "'surprise' is not supported; known are"),
+        ({"best_of": 2}, "'best_of' is not supported, but for 1"),
+        ({"best_of": True}, "'best_of' is not supported, but for 1"),
+        ({"logprobs": 0}, "'logprobs' is not supported, but for false"),
+        ({"use_beam_search": True}, "'use_beam_search' is not supported, but for false"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
         ({"max_tokens": "many"}, "max_tokens must be a whole number"),

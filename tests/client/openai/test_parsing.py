@@ -49,7 +49,7 @@ def test_a_completion_with_nothing_but_a_prompt(reader: PromptReader) -> None:
     job = completion(reader)
     assert [len(prompt) for prompt in job.prompts] == [4]  # <|begin|> and a token per byte
     assert (job.max_tokens, job.num_answers, job.is_streaming) == (16, 1, False)
-    assert job.values == {"end_id": 1}
+    assert job.values == {"end_id": 1, "runtime_top_p": 1.0}  # it draws
 
 
 def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
@@ -64,7 +64,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
     ("fields", "tensors"),
     [
         ({"temperature": 0}, {"temperature": 0.0}),
-        ({"top_p": 1}, {"runtime_top_p": 1.0}),
+        ({"top_p": 0.5}, {"runtime_top_p": 0.5}),
         ({"top_k": 5}, {"runtime_top_k": 5}),
         ({"min_tokens": 2}, {"min_length": 2}),
         ({"seed": 7}, {"random_seed": 7}),
@@ -97,7 +97,8 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
 def test_sampling_fields_become_tensors(
     reader: PromptReader, fields: dict[str, Any], tensors: dict[str, Any]
 ) -> None:
-    wanted = {name: value for name, value in {"end_id": 1, **tensors}.items() if value is not None}
+    usual = {"end_id": 1, "runtime_top_p": 1.0}
+    wanted = {name: value for name, value in {**usual, **tensors}.items() if value is not None}
     for job in (completion(reader, **fields), chat(reader, **fields)):
         assert job.values == wanted
 

@@ -1,0 +1,124 @@
+"""Requests to ``tensorrt_llm`` from inside the server, for models that speak for it.
+
+A call through one costs about twice the CPU of a call of ``tensorrt_llm`` itself. Unlike an
+ensemble it passes cancellation on: a client that leaves has its request stopped by id.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.triton.housekeeper import Chore, Housekeeper
+from inflight_backend.triton.stream import ResponseStream
+from inflight_client.protocol import ERROR_CODES_PARAMETER
+
+_logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[Any]
+Tensors = dict[str, Array]
+
+Convert = Callable[[Iterator[Tensors]], Iterable[Tensors]]
+"""From the responses of ``tensorrt_llm`` to those the client gets."""
+
+_CODED = re.compile(
+    r"\[(INTERNAL|INVALID_ARG|UNSUPPORTED|UNAVAILABLE|ALREADY_EXISTS)\] (.*)", re.DOTALL
+)
+_MAX_REQUESTS = 512  # threads; each waits for the responses of one request
+_CANCEL_CHECK_SECONDS = 0.1
+_STOP_TIMEOUT_MICROSECONDS = 5_000_000
+
+
+class Relay:
+    """Owner of the requests on their way through one model."""
+
+    def __init__(self, pb_utils: Any, model_name: str, *, is_decoupled: bool) -> None:
+        self._pb_utils = pb_utils
+        self._model_name = model_name
+        self._is_decoupled = is_decoupled
+        self._live: dict[str, ResponseStream] = {}
+        self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
+        self._housekeeper = Housekeeper([Chore(self._check_cancelled, _CANCEL_CHECK_SECONDS)])
+
+    def start(
+        self,
+        inputs: Mapping[str, Array],
+        requested: Sequence[str],
+        stream: ResponseStream,
+        convert: Convert = iter,
+    ) -> None:
+        """Ask for the outputs ``requested``, under an id of its own; ``stream`` gets the answer."""
+        inner = self._pb_utils.InferenceRequest(
+            model_name=self._model_name,
+            requested_output_names=list(requested),
+            inputs=[self._pb_utils.Tensor(name, tensor) for name, tensor in inputs.items()],
+            request_id=f"relay-{uuid.uuid4().hex}",
+            parameters={ERROR_CODES_PARAMETER: True},
+        )
+        self._pool.submit(self._run, inner, stream, convert)
+
+    def close(self) -> None:
+        """Let what runs end, then stop the threads."""
+        self._pool.shutdown()
+        self._housekeeper.close()
+
+    def _run(self, inner: Any, stream: ResponseStream, convert: Convert) -> None:
+        """Pass the responses on; whatever happens, the stream ends exactly once."""
+        request_id = inner.request_id()
+        self._live[request_id] = stream
+        stream.on_final(lambda: self._forget(request_id))
+        try:
+            responses = inner.exec(decoupled=True) if self._is_decoupled else [inner.exec()]
+            for tensors in convert(self._read(responses, stream)):
+                stream.send(tensors, is_final=not self._is_decoupled)
+            stream.end()
+        except Exception:
+            _logger.exception("a request could not be relayed")
+            stream.abandon("the request could not be relayed")
+
+    def _forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+
+    def _read(self, responses: Iterable[Any], stream: ResponseStream) -> Iterator[Tensors]:
+        """The tensors of every response but an empty end; an error ends the stream."""
+        for response in responses:
+            if response.has_error():
+                stream.send_error(*_read_error(response.error().message()))
+                continue  # the iteration must be read to its end
+            tensors = {each.name(): each.as_numpy() for each in response.output_tensors()}
+            # A unary call has one response, whatever it holds.
+            if tensors or not self._is_decoupled:
+                yield tensors
+
+    def _check_cancelled(self) -> None:
+        """Stop the inner request of every client that has gone; repeated until it has ended."""
+        for request_id, stream in list(self._live.items()):
+            if stream.is_cancelled():
+                threading.Thread(target=self._stop, args=(request_id,), daemon=True).start()
+
+    def _stop(self, request_id: str) -> None:
+        stop = self._pb_utils.InferenceRequest(
+            model_name=self._model_name,
+            requested_output_names=[],
+            inputs=[self._pb_utils.Tensor("stop", np.array([[True]]))],
+            request_id=request_id,
+            timeout=_STOP_TIMEOUT_MICROSECONDS,
+        )
+        responses = stop.exec(decoupled=True) if self._is_decoupled else [stop.exec()]
+        for response in responses:
+            if response.has_error():
+                _logger.warning("a relayed request could not be stopped")
+
+
+def _read_error(text: str) -> tuple[str, str]:
+    """Message and code of an error; Triton passes on no code but that in the text."""
+    coded = _CODED.fullmatch(text)
+    return (coded[2], coded[1]) if coded else (text, "INTERNAL")

@@ -1,0 +1,75 @@
+"""What comes with a Triton request beside its tensors: its id and its parameters.
+
+Triton makes a request parameter of every field of an HTTP body that is no input of the model, and
+of the headers it is told to forward; an ensemble hands them on to its steps. Whoever does not read
+`RequestHead.settings` refuses them: none is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight_backend.errors import InvalidRequest
+from inflight_client.protocol import ERROR_CODES_PARAMETER
+
+_NOTHING = "{}"
+_LONGEST_NAME = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """``settings``: the parameters that are neither Triton's nor ours, each a bool, number or text.
+
+    ``fault`` says what of all this could not be read; "" if all could.
+    """
+
+    request_id: str = ""
+    asks_for_codes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    fault: str = ""
+
+    def check(self) -> None:
+        """`InvalidRequest` for what could not be read."""
+        if self.fault:
+            raise InvalidRequest(self.fault)
+
+    def refuse_settings(self) -> None:
+        """`InvalidRequest` also for any setting, by name: for models that take tensors only."""
+        self.check()
+        for key in self.settings:
+            raise InvalidRequest(
+                f"{key[:_LONGEST_NAME]!r} came as a request parameter, not as an input tensor of "
+                "the model, and no parameter of that name is known"
+            )
+
+
+def read_head(triton_request: Any) -> RequestHead:
+    """Never raises: an error needs a way back, and its form depends on what is read here."""
+    try:
+        request_id = triton_request.request_id()
+    except UnicodeDecodeError:  # Triton takes any bytes over HTTP
+        return RequestHead(fault="the request id is not valid UTF-8")
+    try:
+        text = triton_request.parameters()
+    except UnicodeDecodeError:
+        return RequestHead(request_id, fault="the request parameters are not valid UTF-8")
+    return RequestHead(request_id) if text == _NOTHING else _read(request_id, text)
+
+
+def _read(request_id: str, text: str) -> RequestHead:
+    settings: dict[str, Any] = {}
+    fault = ""
+    # Of a name that stands there twice Triton writes the first value twice.
+    for key, value in json.loads(text, object_pairs_hook=list):
+        if key in settings:
+            fault = f"{key[:_LONGEST_NAME]!r} is given twice"
+        settings[key] = value
+    if settings.get("id") == request_id:  # a field of an HTTP body, which Triton reads itself
+        del settings["id"]
+    asks_for_codes = settings.pop(ERROR_CODES_PARAMETER, False)
+    if not isinstance(asks_for_codes, bool):
+        fault = f"'{ERROR_CODES_PARAMETER}' must be true or false"
+    return RequestHead(request_id, asks_for_codes is True, settings, fault)

@@ -1,0 +1,106 @@
+"""Request parameters: known ones count, all others are refused by name, on every model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakePbUtils, FakeRequest
+from triton_harness import WAIT, Server, error_of, ids_of
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton.request_head import read_head
+from inflight_backend.triton.text_model import respond
+from inflight_client.tensors import make_inputs
+
+UNKNOWN = "'surprise' came as a request parameter"
+
+
+class Undecodable(FakeRequest):
+    """What Triton gives for bytes that are no text: its binding decodes them when asked."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__({"input_ids": [[1]]})
+        self._where = where
+
+    def request_id(self) -> str:
+        return self._decoded("id", "7")
+
+    def parameters(self) -> str:
+        return self._decoded("parameters", "{}")
+
+    def _decoded(self, part: str, text: str) -> str:
+        return (b"\xff" if part == self._where else text.encode()).decode()
+
+
+def head_of(parameters: str, request_id: str = "7") -> Any:
+    return read_head(FakeRequest({}, request_id, parameters=parameters))
+
+
+def test_what_triton_and_our_clients_add_is_no_setting() -> None:
+    head = head_of('{"id":"7","inflight_error_codes":true}')
+    assert (head.request_id, head.asks_for_codes, head.settings) == ("7", True, {})
+    head.refuse_settings()
+    assert not head_of('{"inflight_error_codes":false}').asks_for_codes
+
+
+def test_settings_keep_their_kind_and_order() -> None:
+    head = head_of('{"n":3,"temperature":0.9,"name":"x","flag":true,"id":"8"}')
+    expected = [("n", 3), ("temperature", 0.9), ("name", "x"), ("flag", True), ("id", "8")]
+    assert list(head.settings.items()) == expected
+    head.check()
+    with pytest.raises(InvalidRequest, match=r"^'n' came as a request parameter"):
+        head.refuse_settings()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ('{"n":3,"n":3}', "'n' is given twice"),
+        ('{"inflight_error_codes":"yes"}', "'inflight_error_codes' must be true or false"),
+    ],
+)
+def test_faults_are_found_when_asked_for(parameters: str, reason: str) -> None:
+    head = head_of(parameters)
+    for look in (head.check, head.refuse_settings):
+        with pytest.raises(InvalidRequest, match=reason):
+            look()
+
+
+def test_a_long_name_is_cut() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        head_of(f'{{"{"a" * 10_000}":1}}').refuse_settings()
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("inputs", [{"input_ids": [1], "request_output_len": 3}, {"stats": True}])
+def test_the_llm_refuses_them_by_name(server: Server, inputs: dict[str, Any]) -> None:
+    parameters = '{"inflight_error_codes":true,"surprise":1}'
+    request = FakeRequest(make_inputs(inputs), parameters=parameters)
+    server.model.execute([request])
+    message, code = error_of(request.sender)
+    assert message.startswith(f"[INVALID_ARG] {UNKNOWN}")
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+
+
+@pytest.mark.parametrize("where", ["id", "parameters"])
+def test_bytes_that_are_no_text_end_only_their_request(server: Server, where: str) -> None:
+    broken = Undecodable(where)
+    sound = FakeRequest(make_inputs({"input_ids": [1], "request_output_len": 3}))
+    server.model.execute([broken, sound])
+    message, code = error_of(broken.sender)
+    assert message.endswith("not valid UTF-8")
+    assert code == FakePbUtils.TritonError.INVALID_ARG
+    assert sound.sender.is_final.wait(WAIT)
+    assert ids_of(sound.sender)[-3:] == [2, 3, 4]
+
+
+def test_models_without_an_engine_refuse_them_by_name() -> None:
+    """`preprocessing` and `postprocessing`."""
+    tensors = {"QUERY": np.array([["1"]], dtype=object)}
+    plain = FakeRequest(tensors, parameters='{"surprise":1}')
+    coded = FakeRequest(tensors, parameters='{"inflight_error_codes":true,"surprise":1}')
+    first, second = respond(FakePbUtils, [plain, coded], lambda inputs: dict(inputs))
+    assert str(first.error).startswith(UNKNOWN)
+    assert str(second.error).startswith(f"[INVALID_ARG] {UNKNOWN}")

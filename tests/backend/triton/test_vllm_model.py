@@ -1,0 +1,195 @@
+"""``vllm_model`` in front of a real `tensorrt_llm` that counts, without the server between them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakePbUtils, FakeRequest, FakeResponse, FakeSender, FakeTensor
+from triton_harness import WAIT, Server, error_of
+
+from inflight_backend.triton.vllm_model import TritonPythonModel
+
+Ask = Callable[..., FakeSender]
+
+
+class Answer:
+    """What ``pb_utils`` gives to one who calls another model."""
+
+    def __init__(self, response: FakeResponse) -> None:
+        self._response = response
+
+    def has_error(self) -> bool:
+        return self._response.error is not None
+
+    def error(self) -> Answer:
+        return self
+
+    def message(self) -> str:
+        return str(self._response.error)
+
+    def output_tensors(self) -> list[FakeTensor]:
+        return self._response.output_tensors
+
+
+@pytest.fixture
+def ask(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    """Send one request to ``vllm_model`` and wait for its end."""
+
+    class Inner(FakeRequest):
+        def __init__(
+            self,
+            model_name: str,
+            requested_output_names: list[str],
+            inputs: list[FakeTensor],
+            request_id: str,
+            parameters: dict[str, bool],
+        ) -> None:
+            assert model_name == "tensorrt_llm"
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in inputs}
+            super().__init__(
+                tensors, request_id, tuple(requested_output_names), json.dumps(parameters)
+            )
+
+        def exec(self, decoupled: bool) -> list[Answer]:
+            assert decoupled
+            server.model.execute([self])
+            assert self.sender.is_final.wait(WAIT)
+            return [Answer(response) for response in self.sender.responses]
+
+    class Utils(FakePbUtils):
+        InferenceRequest = Inner
+
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", Utils)
+    model = TritonPythonModel()
+    config = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
+    model.initialize({"model_config": json.dumps(config)})
+
+    def send(
+        prompt: str = "1 2", settings: Any = None, parameters: Any = None, **flags: bool
+    ) -> FakeSender:
+        tensors: dict[str, Any] = {"text_input": np.array([prompt.encode()], dtype=object)}
+        if settings is not None:
+            text = json.dumps(settings).encode()
+            tensors["sampling_parameters"] = np.array([text], dtype=object)
+        tensors |= {name: np.array([value]) for name, value in flags.items()}
+        request = FakeRequest(tensors, parameters=json.dumps(parameters or {}))
+        model.execute([request])
+        assert request.sender.is_final.wait(WAIT)
+        return request.sender
+
+    yield send
+    model.finalize()
+
+
+def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:
+    """The tensors of every response, as lists."""
+    return [
+        {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
+        for response in sender.responses
+    ]
+
+
+def test_the_sample_client_of_vllms_backend(ask: Ask) -> None:
+    """It sends its settings twice, and text: as a tensor and as parameters of the request."""
+    settings = {"temperature": "0", "top_p": "0.95", "max_tokens": "4"}
+    whole = ask(settings=settings, parameters=settings, stream=False, exclude_input_in_output=False)
+    assert tensors_of(whole) == [{"text_output": [b"1 2 3 4 5 6"]}]
+    short = ask(settings=settings, parameters=settings, stream=True, exclude_input_in_output=True)
+    pieces = tensors_of(short)
+    assert b"".join(piece["text_output"][0] for piece in pieces) == b" 3 4 5 6"
+
+
+FRONTEND = {"frequency_penalty": 0, "ignore_eos": False, "n": 1, "presence_penalty": 0, "top_p": 1}
+COMPLETION = {**FRONTEND, "temperature": 0, "best_of": 1, "max_tokens": 4}
+CHAT = {**FRONTEND, "temperature": 0, "logprobs": False, "max_tokens": 4}
+
+
+@pytest.mark.parametrize("settings", [COMPLETION, CHAT])
+def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any]) -> None:
+    """Counts per response: it adds them up."""
+    wants = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    whole = ask(settings=settings, stream=False, exclude_input_in_output=True, **wants)
+    [answer] = tensors_of(whole)
+    assert answer == {
+        "text_output": [b" 3 4 5 6"],
+        "num_input_tokens": [2],
+        "num_output_tokens": [4],
+    }
+    kinds = {each.name(): each.as_numpy().dtype for each in whole.responses[0].output_tensors}
+    assert kinds["num_input_tokens"] == kinds["num_output_tokens"] == np.uint32
+    pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
+    assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
+    assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
+
+
+def test_several_answers_come_side_by_side(ask: Ask) -> None:
+    settings = {"n": 3, "max_tokens": 2, "temperature": 0}
+    wants = {"return_finish_reason": True, "return_num_output_tokens": True}
+    assert tensors_of(ask(settings=settings, **wants)) == [
+        {
+            "text_output": [b"1 2 3 4"] * 3,
+            "finish_reason": [b"length"] * 3,
+            "num_output_tokens": [2] * 3,
+        }
+    ]
+    pieces = tensors_of(ask(settings=settings, stream=True, **wants))
+    assert [b"".join(each) for each in zip(*(p["text_output"] for p in pieces), strict=True)] == [
+        b" 3 4"
+    ] * 3
+    assert pieces[0]["finish_reason"].count(b"None") >= 2  # whose first token has not come
+    assert pieces[-1]["finish_reason"] == [b"length"] * 3
+
+
+def test_why_an_answer_ended_is_said_in_vllms_words(ask: Ask) -> None:
+    reasons = [
+        tensors_of(ask(settings=settings, return_finish_reason=True))[0]["finish_reason"]
+        for settings in ({"max_tokens": 2}, {"stop": "5"})
+    ]
+    assert reasons == [[b"length"], [b"stop"]]
+    pieces = tensors_of(ask(settings={"max_tokens": 9}, stream=True, return_finish_reason=True))
+    reasons = [piece["finish_reason"] for piece in pieces]
+    assert reasons == [[b"None"]] * (len(pieces) - 1) + [[b"length"]]
+
+
+def test_settings_may_be_parameters_of_the_request(ask: Ask, server: Server) -> None:
+    [answer] = tensors_of(ask(parameters={"max_tokens": "3", "temperature": 0}))
+    assert answer["text_output"] == [b"1 2 3 4 5"]
+    assert len(tensors_of(ask())[0]["text_output"][0].split()) == 2 + 16  # vLLM's default
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"settings": {"surprise": 1}}, "'surprise' is not supported"),
+        ({"parameters": {"surprise": 1}}, "'surprise' is not supported"),
+        ({"settings": {"n": 3}, "parameters": {"n": 2}}, "'n' is not what 'sampling_parameters'"),
+        ({"settings": {}, "parameters": {"n": 1}}, "'n' is not what 'sampling_parameters' says"),
+        ({"settings": {"n": 10**6}}, "'num_return_sequences' is 1000000, outside 1..4"),
+        ({"settings": {"n": 0}}, "'num_return_sequences' is 0"),
+        ({"prompt": ""}, "'text_input' is empty"),
+        (
+            {"stream": True, "exclude_input_in_output": False},
+            "'exclude_input_in_output' must be true",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    ask: Ask, request_: dict[str, Any], message: str
+) -> None:
+    assert message in error_of(ask(**request_))[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "prefix"), [({}, ""), ({"inflight_error_codes": True}, "[UNAVAILABLE] ")]
+)
+def test_errors_keep_their_code(ask: Ask, server: Server, parameters: Any, prefix: str) -> None:
+    """... and carry it in the message for clients that ask for that."""
+    server.model._arrivals.drain()
+    message, code = error_of(ask(parameters=parameters))
+    assert message.startswith(f"{prefix}the server is shutting down")
+    assert code == FakePbUtils.TritonError.UNAVAILABLE
