@@ -127,7 +127,7 @@ class TritonPythonModel:
                 head.check()
                 question = read_question(read_inputs(request), head.settings)
             except ServingError as error:
-                stream.send_error(str(error), "INVALID_ARG")
+                stream.fail(str(error), "INVALID_ARG")
                 continue
             self._relay.start(question.inputs, question.requested, stream, question.convert)
 
