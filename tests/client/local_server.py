@@ -43,6 +43,7 @@ class Arrival:
     outputs: list[str]
     is_left: threading.Event = field(default_factory=threading.Event)
     is_completed: threading.Event = field(default_factory=threading.Event)
+    num_sent: int = 0  # responses of a stream
 
 
 @dataclass
@@ -120,6 +121,7 @@ class LocalTriton:
                 raise ModelError("a step of the engine failed")
             if arrival.values["stream"]:
                 yield {"text_output": [f" {number}"]}
+                arrival.num_sent += 1
                 time.sleep(GAP_SECONDS)
         if not arrival.values["stream"]:
             text = "".join(f" {number}" for number in range(1, count + 1))
