@@ -18,5 +18,5 @@ def test_every_case_is_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     cases = {(row["policy"], row["active"], row["reuse"], row["design"]) for row in rows}
-    assert len(rows) == len(cases) == 3 * 2 * 2 * 2
+    assert len(rows) == len(cases) == 3 * 2 * 2 * 3
     assert all(row["total_us_p50"] > 0 for row in rows)
