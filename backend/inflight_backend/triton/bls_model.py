@@ -6,22 +6,19 @@ name. Unlike the peer's it passes cancellation on.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import InvalidRequest, ServingError
+from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton.beam_stream import has_beams
-from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
-from inflight_backend.triton.relay import Convert, Relay, Tensors
-from inflight_backend.triton.request_head import read_head
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton.relay import Convert, RelayModel, Tensors
+from inflight_backend.triton.request_head import RequestHead
 from inflight_backend.triton.text_model import parameters_of, read_switch
 from inflight_client.protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME
 
@@ -30,7 +27,7 @@ Array = npt.NDArray[Any]
 _INDEX = "sequence_index"
 
 
-class TritonPythonModel:
+class TritonPythonModel(RelayModel):
     """The model ``tensorrt_llm_bls``.
 
     With the parameter ``accumulate_tokens`` every response of a stream holds the whole text so far
@@ -39,41 +36,24 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the parameters; a failure fails the load with one line."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
-
-        self._factory, self._coded = ResponseFactory(pb_utils), CodedFactory(pb_utils)
         parameters = parameters_of(args)
         self._accumulates = read_switch(parameters, "accumulate_tokens", False)
-        model_name = parameters.get("tensorrt_llm_model_name") or LLM_MODEL_NAME
-        config = json.loads(args["model_config"])
-        is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
-        self._relay = Relay(pb_utils, model_name, is_decoupled=is_decoupled)
+        self.open(args, parameters.get("tensorrt_llm_model_name") or LLM_MODEL_NAME)
 
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Take the requests; their responses leave through their response senders."""
-        for request in requests:
-            head = read_head(request)
-            factory = self._coded if head.asks_for_codes else self._factory
-            stream = ResponseStream(request.get_response_sender(), factory)
-            try:
-                head.refuse_settings()
-                inputs = read_inputs(request)
-                _check_text(inputs)
-            except ServingError as error:
-                stream.fail(str(error), "INVALID_ARG")
-                continue
-            inner = {ENSEMBLE_INPUT_MAP.get(name, name): value for name, value in inputs.items()}
-            outputs = list(request.requested_output_names())
-            convert: Convert = iter
-            if self._accumulates and not has_beams(inputs):
-                drops_index = bool(outputs) and _INDEX not in outputs  # none named: all are sent
-                outputs += [_INDEX] if drops_index else []
-                convert = partial(_accumulate, drops_index=drops_index)
-            self._relay.start(inner, outputs, stream, convert)
-
-    def finalize(self) -> None:
-        """Let what runs end, then stop the threads."""
-        self._relay.close()
+    def translate(
+        self, request: Any, head: RequestHead
+    ) -> tuple[dict[str, Array], list[str], Convert]:
+        """See `RelayModel.translate`."""
+        head.refuse_settings()
+        inputs = read_inputs(request)
+        _check_text(inputs)
+        inner = {ENSEMBLE_INPUT_MAP.get(name, name): value for name, value in inputs.items()}
+        outputs = list(request.requested_output_names())
+        if not self._accumulates or has_beams(inputs):
+            return inner, outputs, iter
+        drops_index = bool(outputs) and _INDEX not in outputs  # none named: all are sent
+        outputs += [_INDEX] if drops_index else []
+        return inner, outputs, partial(_accumulate, drops_index=drops_index)
 
 
 def _check_text(inputs: dict[str, Array]) -> None:

@@ -6,10 +6,12 @@ ensemble it passes cancellation on: a client that leaves has its request stopped
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,8 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.errors import ServingError
+from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
-from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.triton.request_head import RequestHead, read_head
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_client.protocol import ERROR_CODES_PARAMETER
 
 _logger = logging.getLogger(__name__)
@@ -116,6 +121,44 @@ class Relay:
         for response in responses:
             if response.has_error():
                 _logger.warning("a relayed request could not be stopped")
+
+
+class RelayModel(ABC):
+    """A Triton model that puts its requests to ``tensorrt_llm``; each kind says in which words."""
+
+    def open(self, args: dict[str, str], model_name: str) -> None:
+        """Start what relays to ``model_name``."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        self._factory, self._coded = ResponseFactory(pb_utils), CodedFactory(pb_utils)
+        policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
+        is_decoupled = policy.get("decoupled", False)
+        self._relay = Relay(pb_utils, model_name, is_decoupled=is_decoupled)
+
+    @abstractmethod
+    def translate(
+        self, request: Any, head: RequestHead
+    ) -> tuple[Mapping[str, Array], Sequence[str], Convert]:
+        """Inputs, outputs wanted, and how answers are told; `ServingError` for a bad request."""
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take the requests; their responses leave through their response senders."""
+        for request in requests:
+            head = read_head(request)
+            factory = self._coded if head.asks_for_codes else self._factory
+            stream = ResponseStream(request.get_response_sender(), factory)
+            try:
+                inputs, outputs, convert = self.translate(request, head)
+                self._relay.start(inputs, outputs, stream, convert)
+            except ServingError as error:
+                stream.fail(str(error), "INVALID_ARG")
+            except BaseException:  # ours: the requests behind it must not be lost
+                _logger.exception("a request could not be taken")
+                stream.fail("the request could not be taken", "INTERNAL")
+
+    def finalize(self) -> None:
+        """Let what runs end, then stop the threads."""
+        self._relay.close()
 
 
 def _read_error(text: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ relays to ``tensorrt_llm`` (see `relay`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import InvalidRequest, ServingError
-from inflight_backend.triton.coded_errors import CodedFactory
+from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton.decoding import read_flag, read_inputs
-from inflight_backend.triton.relay import Relay, Tensors
-from inflight_backend.triton.request_head import read_head
+from inflight_backend.triton.relay import Convert, RelayModel, Tensors
+from inflight_backend.triton.request_head import RequestHead
 from inflight_backend.triton.sampling_parameters import expand, with_request_parameters
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_client.protocol import LLM_MODEL_NAME
 
 Array = npt.NDArray[Any]
@@ -105,35 +102,20 @@ class _Answers:
         return {name: every[name] for name in ("text_output", *extras)}
 
 
-class TritonPythonModel:
+class TritonPythonModel(RelayModel):
     """The model ``vllm_model``."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start what relays; a failure fails the load with one line."""
-        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+        self.open(args, LLM_MODEL_NAME)
 
-        self._factory, self._coded = ResponseFactory(pb_utils), CodedFactory(pb_utils)
-        policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
-        is_decoupled = policy.get("decoupled", False)
-        self._relay = Relay(pb_utils, LLM_MODEL_NAME, is_decoupled=is_decoupled)
-
-    def execute(self, requests: Sequence[Any]) -> None:
-        """Take the requests; their responses leave through their response senders."""
-        for request in requests:
-            head = read_head(request)
-            factory = self._coded if head.asks_for_codes else self._factory
-            stream = ResponseStream(request.get_response_sender(), factory)
-            try:
-                head.check()
-                question = read_question(read_inputs(request), head.settings)
-            except ServingError as error:
-                stream.fail(str(error), "INVALID_ARG")
-                continue
-            self._relay.start(question.inputs, question.requested, stream, question.convert)
-
-    def finalize(self) -> None:
-        """Let what runs end, then stop the threads."""
-        self._relay.close()
+    def translate(
+        self, request: Any, head: RequestHead
+    ) -> tuple[dict[str, Array], list[str], Convert]:
+        """See `RelayModel.translate`."""
+        head.check()
+        question = read_question(read_inputs(request), head.settings)
+        return question.inputs, question.requested, question.convert
 
 
 def read_question(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) -> Question:

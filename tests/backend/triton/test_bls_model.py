@@ -13,6 +13,7 @@ from fakes import FakePbUtils, FakeRequest, FakeTensor
 from triton_harness import WAIT, error_of, text_of
 
 from inflight_backend.triton.bls_model import TritonPythonModel
+from inflight_backend.triton.request_head import RequestHead
 
 Relay = Callable[..., TritonPythonModel]
 ALL = ("text_output", "sequence_index")
@@ -156,3 +157,23 @@ def test_request_parameters_are_refused_by_name(make_relay: Relay) -> None:
     sender = ask(make_relay(), parameters='{"surprise":1,"inflight_error_codes":true}')
     message, _ = error_of(sender)
     assert message.startswith("[INVALID_ARG] 'surprise' came as a request parameter")
+
+
+def test_a_failure_of_ours_ends_one_request_and_loses_none_behind_it(
+    make_relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay = make_relay()
+    real, failures = relay.translate, [MemoryError("/a/path")]
+
+    def fail_once(request: Any, head: RequestHead) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(request, head)
+
+    monkeypatch.setattr(relay, "translate", fail_once)
+    text = {"text_input": np.array([["1 2"]], dtype=object), "max_tokens": np.array([[4]])}
+    requests = [FakeRequest(dict(text), "", ("text_output",), "{}") for _ in range(2)]
+    relay.execute(requests)
+    assert all(request.sender.is_final.wait(WAIT) for request in requests)
+    assert str(requests[0].sender.responses[-1].error) == "the request could not be taken"
+    assert text_of(requests[1].sender) == "tensorrt_llm"
