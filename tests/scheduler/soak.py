@@ -88,10 +88,14 @@ class Soak:
         self.num_iterations += 1
         if may_arrive and len(self.world.active) < 12:
             self._arrive()
-        if self.extras.max_drafts and self.dice.random() < 0.3:
-            guess(self.world, self.dice, self.alone)
+        if self.extras.max_drafts:
+            self._guess()
         self._step()
         self._check_finished()
+
+    def _guess(self) -> None:
+        if self.dice.random() < 0.3:
+            guess(self.world, self.dice, self.alone)
 
     def _step(self) -> None:
         world, luck = self.world, self.dice.random()
@@ -182,16 +186,11 @@ class MixedSoak(Soak):
         super().__init__(seed, policy, check_every)
         self.world.dice = random.Random(seed) if self.dice.random() < 0.7 else None
 
-    def run_one(self, may_arrive: bool) -> None:
-        """As `Soak.run_one`; guesses are made at what comes after the last known token."""
-        self.num_iterations += 1
-        if may_arrive and len(self.world.active) < 12:
-            self._arrive()
-        if self.extras.max_drafts and self.dice.random() < 0.2:
+    def _guess(self) -> None:
+        """At what comes after the last known token."""
+        if self.dice.random() < 0.2:
             self.world.settle_running()
             guess(self.world, self.dice, self.alone)
-        self._step()
-        self._check_finished()
 
     def _step(self) -> None:
         world, luck = self.world, self.dice.random()
