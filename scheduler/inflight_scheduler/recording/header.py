@@ -3,7 +3,7 @@
 ::
 
     {"inflight_recording": 1, "software": "0.1.0", "started": "2026-01-31T12:00:00Z",
-     "settings": {...}, "active": [[id, ...], ...], "cache": {...}}
+     "settings": {...}, "active": [[id, ...], ...], "running": true, "cache": {...}}
 
 Everything in it can change decisions, so what is not known here is refused, not passed over.
 """
@@ -40,7 +40,7 @@ from inflight_scheduler.scheduler import CapacitySchedulerPolicy
 
 FORMAT_VERSION = 1
 _HEADER_KEYS = frozenset(
-    ("inflight_recording", "software", "started", "settings", "active", "cache")
+    ("inflight_recording", "software", "started", "settings", "active", "running", "cache")
 )
 _MAX_NUM_TEXTS = 2**37  # numbered since the server started
 _CACHE_KEYS = frozenset(("texts", "parts", "of", "tables", "kept", "idle", "starts"))
@@ -50,6 +50,7 @@ _CACHE_KEYS = frozenset(("texts", "parts", "of", "tables", "kept", "idle", "star
 class Header:
     """What the first line says. ``active``: who was in flight at the start, in order.
 
+    ``is_running``: then a step ran whose tokens, if it drew any, had not come (overlapped loop).
     ``cache``: with block reuse, what was cached then; None if the recording begins with the server.
     """
 
@@ -57,6 +58,7 @@ class Header:
     software: str = ""
     started: str = ""
     active: tuple[RequestState, ...] = ()
+    is_running: bool = False
     cache: CacheStart | None = None
 
 
@@ -69,6 +71,8 @@ def header_fields(header: Header) -> dict[str, Any]:
         "settings": settings_fields(header.settings),
         "active": [list(state) for state in header.active],
     }
+    if header.is_running:
+        content["running"] = True
     if header.cache is not None:
         content["cache"] = _cache_fields(header.cache)
     return content
@@ -89,11 +93,15 @@ def read_header(content: dict[str, Any]) -> Header:
     states = read_list(content, "active", MAX_NUM_REQUESTS)
     active = tuple(_read_state(fields) for fields in states)
     settings = _read_settings(content.get("settings"))
+    is_running = read_flag(content, "running")
+    if is_running and not settings.is_overlapped:
+        raise RecordingError("running: only in an overlapped loop does a step run at the start")
     return Header(
         settings=settings,
         software=read_text(content.get("software", "")),
         started=read_text(content.get("started", "")),
         active=active,
+        is_running=is_running,
         cache=_read_cache(content["cache"], settings, active) if "cache" in content else None,
     )
 

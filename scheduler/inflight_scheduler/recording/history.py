@@ -137,7 +137,11 @@ class _Follower:
         self._with_reasons = with_reasons
         active = history.header.active
         self._simulation = Simulation(
-            history.settings, active, _scheduler_in_force, history.header.cache
+            history.settings,
+            active,
+            _scheduler_in_force,
+            history.header.cache,
+            is_running=history.header.is_running,
         )
         self._rows: dict[int, Row] = {}
         self._num_spans = 0

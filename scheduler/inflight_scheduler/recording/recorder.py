@@ -73,6 +73,7 @@ class RecordingSink(Protocol):
 @dataclass(slots=True)
 class _Segment:
     active: tuple[RequestState, ...]
+    is_running: bool
     cache: CacheMark | None
     iterations: list[Iteration] = field(default_factory=list)
     num_numbers: int = 0
@@ -123,7 +124,7 @@ class FlightRecorder:
         self._is_by_default = False
         self._move_watch = MoveWatch()
         self._moves: tuple[Moves, ...] = ()
-        self._running: Decision | None = None  # overlapped: the decision before the last one
+        self._running: Decision | None = None  # overlapped: the step whose tokens come next
         if sink is not None:
             sink.begin(Header(settings, software, self._started))
 
@@ -216,13 +217,16 @@ class FlightRecorder:
         """Close the record; nothing happens if nothing happened."""
         is_silent = self._decision is None and not self._arrivals and not self._ends
         if is_silent and not self._is_settled:
+            self._running = None
             return
         decided_ns = self._decided_ns
         if self._decision is None:
             decided_ns = self._clock()
             self._register_texts()
+        has_ended = self._has_failed or self._has_lost or self._is_settled
+        is_running = self.settings.is_overlapped and not has_ended
         self._append(decided_ns)
-        self._running, self._decision = self._decision, None
+        self._running, self._decision = self._decision if is_running else None, None
 
     def lines(self) -> Iterator[str]:
         """The ring as a recording, line by line.
@@ -306,7 +310,7 @@ class FlightRecorder:
         header = Header(self.settings, self._software, self._started)
         if first is not None and iterations and iterations[0].number > 1:
             cache = None if first.cache is None else first.cache.start(iterations)
-            header = replace(header, active=first.active, cache=cache)
+            header = replace(header, active=first.active, is_running=first.is_running, cache=cache)
         yield writer.header(header)
         for iteration in iterations:
             yield writer.iteration(iteration)
@@ -337,7 +341,8 @@ class FlightRecorder:
                 for r in requests
             ]
         )
-        self._segments.append(_Segment(states, mark, num_numbers=9 * len(states)))
+        is_running = self._running is not None and self._running.num_requests > 0
+        self._segments.append(_Segment(states, is_running, mark, num_numbers=9 * len(states)))
 
 
 def _with_drafts(requests: Sequence[LlmRequest]) -> list[tuple[LlmRequest, int, int, int]]:

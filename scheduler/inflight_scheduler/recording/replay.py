@@ -65,7 +65,13 @@ def replay(
     """
     header = reader.header
     try:
-        simulation = Simulation(header.settings, header.active, make_scheduler, header.cache)
+        simulation = Simulation(
+            header.settings,
+            header.active,
+            make_scheduler,
+            header.cache,
+            is_running=header.is_running,
+        )
     except RecordingError as error:
         raise reader.fail(error) from None
     num_iterations = num_pauses = 0

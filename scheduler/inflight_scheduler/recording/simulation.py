@@ -89,10 +89,13 @@ class Simulation:
         scheduler: MakeScheduler | None = default_scheduler,
         cache: CacheStart | None = None,
         book: TextBook | None = None,
+        *,
+        is_running: bool = False,
     ) -> None:
         """``scheduler`` None: nothing is decided here, decisions come from elsewhere.
 
-        ``book``: the texts of those who arrive with a number, with block reuse.
+        ``book``: the texts of those who arrive with a number, with block reuse. ``is_running``: a
+        step runs of which the tokens, if it draws any, are to come (overlapped).
         """
         self.settings = settings
         self.block_manager = BlockManager(
@@ -117,7 +120,8 @@ class Simulation:
         self._beam_entries = BeamEntries(settings.tokens_per_block)
         for index, state in enumerate(active):
             self._restore(state, None if cache is None else cache.text_numbers[index])
-        self._running = self._resume(active)  # overlapped: the step whose tokens come next
+        # Overlapped: the step whose tokens come next.
+        self._running = self._resume(active, is_running)
         self._settled: list[LlmRequest] = []  # who got them before the decision
         if cache is not None and self.book is not None:
             restore_cache(self.block_manager, self.book, cache, self.active)
@@ -419,10 +423,13 @@ class Simulation:
             raise RecordingError("the requests at the start hold more than there is")
         request.seq_slot = self.planner.slots.assign()
 
-    def _resume(self, active: Sequence[RequestState]) -> Plan | None:
-        """The step that ran when the recording began, of which only the tokens are to come."""
+    def _resume(self, active: Sequence[RequestState], is_running: bool) -> Plan | None:
+        """The step that ran when the recording began, of which only the tokens are to come.
+
+        It may draw none: then it has only chunks that are not the last of their contexts.
+        """
         places = {s.pending_place: s.request_id for s in active if s.pending_place}
-        if not places:
+        if not places and not is_running:
             return None
         if not self.settings.is_overlapped or len(places) < sum(
             s.pending_place > 0 for s in active

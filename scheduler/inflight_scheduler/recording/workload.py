@@ -89,7 +89,9 @@ class _Collector:
 
     def __init__(self, reader: RecordingReader) -> None:
         header = reader.header
-        self._simulation = Simulation(header.settings, header.active, None, header.cache)
+        self._simulation = Simulation(
+            header.settings, header.active, None, header.cache, is_running=header.is_running
+        )
         self._workload = RecordedWorkload(book=self._simulation.book)
         self._arrived: dict[int, tuple[int, Arrival, int | None]] = {}
         self._jobs: list[tuple[int, Job]] = []

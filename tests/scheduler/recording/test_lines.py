@@ -144,6 +144,8 @@ def changed_header(**changes: object) -> str:
         (TEXT.replace('"f":', '"f":1' + "0" * 4000 + ',"x":', 1), "line 2: f is 1000"),
         (TEXT.replace('"f":', '"f":1' + "0" * 5000 + ',"x":', 1), "line 2: this is no JSON"),
         (TEXT.replace('"active":[]', '"active":[],"cache":{}'), "line 1: cache: an object is"),
+        (TEXT.replace('"active":[]', '"active":[],"running":1'), "line 1: running: true or false"),
+        (TEXT.replace('"active":[]', '"active":[],"running":true'), "line 1: running: only in an"),
         (TEXT.replace('"a":[[1,', '"a":[[1,2,3],[1,', 1), "line 2: request 1 arrives while it is"),
         (changed_header(num_blocks=1), "is larger than the whole pool"),
     ],

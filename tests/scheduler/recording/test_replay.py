@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scheduler.recording.recorded import (
@@ -122,6 +122,16 @@ def test_what_was_cached_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     seed=st.integers(0, 2**16),
     num_iterations=st.integers(16, 90),
     is_overlapped=st.booleans(),
+)
+@example(  # it begins while a step of a chunk that is not the last one runs
+    num_blocks=13,
+    tokens_per_block=1,
+    max_num_tokens=None,
+    chunking=ContextChunking(ContextChunkingPolicy.FORCE_CHUNK, 1),
+    may_copy=False,
+    seed=13,
+    num_iterations=16,
+    is_overlapped=True,
 )
 def test_a_ring_with_reuse_replays_from_its_middle(
     policy: CapacitySchedulerPolicy,
