@@ -193,7 +193,7 @@ class TritonPythonModel:
         return Watchdog(
             Watched(
                 (
-                    Mover(lambda: self._frontend.num_live > 0, lambda: health.num_moves),
+                    Mover(lambda: health.is_busy, lambda: health.num_moves),
                     self._dispatcher.mover,
                     Mover.of(self._frontend.progress),
                     Mover.of(self._housekeeper.progress),

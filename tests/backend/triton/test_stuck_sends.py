@@ -120,6 +120,19 @@ def test_a_send_that_never_returns_is_a_stall_whatever_else_comes(make_server: M
 
 
 @pytest.mark.case(92)
+def test_a_send_that_returns_long_after_its_request_has_ended(make_server: MakeServer) -> None:
+    """The loop had nothing to do meanwhile, and was not stuck: nothing has to move in it."""
+    server = make_server(CountingEngine(), stall_seconds=STALL)
+    stuck = StuckSender()
+    server.send(sender=stuck, input_ids=[1], request_output_len=5, streaming=True)
+    wait_until(lambda: not server.model.is_ready())
+    time.sleep(3 * float(STALL))
+    stuck.release.set()
+    wait_until(server.model.is_ready)
+    assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+
+
+@pytest.mark.case(92)
 def test_triton_s_own_thread_stuck_in_a_refusal_is_a_stall(make_server: MakeServer) -> None:
     server = make_server(CountingEngine(), stall_seconds=STALL)
     stuck = StuckSender()
