@@ -239,6 +239,7 @@ class GptManager:
 
     def _run(self) -> None:
         while not self._is_closing or self._active or self._intake:
+            self.health.turn_begins()
             try:
                 self._iterate()
             except BaseException:  # our bug, or a callback that wants to end the thread
@@ -246,6 +247,7 @@ class GptManager:
                 with self.health.recovering():
                     self._start_afresh()
             self._questions.answer()  # also of a loop that fails again and again
+            self.health.turn_ends(has_work=bool(self._active))
             if self._is_idle and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +52,28 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCompiler]:
 
 
 @pytest.fixture
-def guiding(
+def make_guiding(
     make_server: MakeServer, tmp_path: Path, gate: threading.Event, held: HeldCompiler
-) -> Iterator[Server]:
-    """A server that guides, with one place and a queue of four."""
+) -> Iterator[Callable[..., Server]]:
+    """A factory of servers that guide, with one place and a queue of four."""
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
 
     def wait_at_gate(batch: ScheduledBatch) -> None:
         assert gate.wait(WAIT)
 
-    engine = MaskingEngine(vocab_size=300, before_step=wait_at_gate)
-    yield make_server(engine, max_batch_size="1", max_queue_size="4")
+    def make(**parameters: str) -> Server:
+        engine = MaskingEngine(vocab_size=300, before_step=wait_at_gate)
+        return make_server(engine, max_batch_size="1", max_queue_size="4", **parameters)
+
+    yield make
     gate.set()
     held.go_on.set()
+
+
+@pytest.fixture
+def guiding(make_guiding: Callable[..., Server]) -> Server:
+    """A server of that kind."""
+    return make_guiding()
 
 
 def send(server: Server, text: str, **values: Any) -> FakeSender:
@@ -107,6 +117,22 @@ def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     held.go_on.set()
     assert all(sender.is_final.wait(WAIT) for sender in (*first, last))
     assert sorted(held.texts) == ["a", "b", "f"]
+
+
+def test_a_grammar_that_takes_its_time_is_no_stall(
+    make_guiding: Callable[..., Server], held: HeldCompiler
+) -> None:
+    server = make_guiding(stall_seconds="0.2")
+    held.go_on.clear()
+    sender = send(server, "a")
+    wait_until(lambda: held.texts == ["a"])
+    deadline = time.monotonic() + 0.8
+    while time.monotonic() < deadline:
+        assert server.model.is_ready()
+        time.sleep(0.01)
+    held.go_on.set()
+    assert sender.is_final.wait(WAIT)
+    assert sender.responses[-1].error is None
 
 
 def test_too_many_grammars_are_a_named_refusal(
