@@ -231,8 +231,6 @@ class GptManager:
         """Have the worker thread answer a question between two iterations."""
         future = self._questions.ask(question)
         self._wake.set()
-        if not self._thread.is_alive():
-            self._questions.answer()  # nobody else changes anything now
         return future
 
     # The loop. Everything below runs on the worker thread only.
@@ -251,9 +249,11 @@ class GptManager:
             if self._is_idle and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
-        self._batcher.recorder.close()
-        self._guide_service.close()
-        self._questions.answer()
+        try:
+            self._batcher.recorder.close()
+            self._guide_service.close()
+        finally:
+            self._questions.close()
 
     def _iterate(self) -> None:
         if not self._is_closing:
