@@ -194,7 +194,7 @@ def test_who_waits_for_a_grammar_keeps_its_place_and_holds_up_nobody() -> None:
     for request_id in range(4):
         made = request(request_id)
         if request_id in (0, 2):
-            made.guide = PendingGuide(ready, 60.0)
+            made.guide = PendingGuide(ready)
         arrivals.put(made)
     assert taken(arrivals, 1) == [1]
     assert taken(arrivals) == [3]

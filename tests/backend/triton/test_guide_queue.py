@@ -82,6 +82,11 @@ def send(server: Server, text: str, **values: Any) -> FakeSender:
     return server.send(text, input_ids=[1], end_id=0, request_output_len=5, **values)
 
 
+def wait_for(sender: FakeSender) -> FakeSender:
+    assert sender.is_final.wait(WAIT)
+    return sender
+
+
 def test_what_a_full_queue_refuses_is_not_compiled(
     guiding: Server, gate: threading.Event, held: HeldCompiler
 ) -> None:
@@ -133,6 +138,37 @@ def test_a_grammar_that_takes_its_time_is_no_stall(
     held.go_on.set()
     assert sender.is_final.wait(WAIT)
     assert sender.responses[-1].error is None
+
+
+def test_a_grammar_that_fails_for_us_is_not_the_clients_fault(
+    guiding: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(guide: Guide) -> str:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "to_grammar", fail)
+        text, code = error_of(wait_for(send(guiding, "a")))
+    assert text == "'guided_decoding_guide' could not be compiled: the server failed"
+    assert code == FakePbUtils.TritonError.INTERNAL
+    assert error_of(wait_for(send(guiding, "(")))[1] == FakePbUtils.TritonError.INVALID_ARG
+    assert wait_for(send(guiding, "a")).responses[-1].error is None
+
+
+def test_a_grammar_whose_turn_does_not_come_may_be_sent_again(
+    guiding: Server, held: HeldCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.go_on.clear()
+    first = [send(guiding, text) for text in "ab"]
+    wait_until(lambda: sorted(held.texts) == ["a", "b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "COMPILE_SECONDS", 0.0)
+        text, code = error_of(wait_for(send(guiding, "c")))
+    assert "other grammars were compiled; try again later" in text
+    assert code == FakePbUtils.TritonError.UNAVAILABLE
+    again = send(guiding, "c")
+    held.go_on.set()
+    assert all(wait_for(sender).responses[-1].error is None for sender in (*first, again))
 
 
 def test_too_many_grammars_are_a_named_refusal(
