@@ -209,9 +209,9 @@ class GptManager:
         """Ask for requests and stop signals now instead of at the next poll; from any thread."""
         self._wake.set()
 
-    def why(self, request_id: int) -> Future[dict[str, Any]]:
-        """What an active request does, and why it does not run; from any thread."""
-        return self._ask(lambda: describe_wait(self._batcher, request_id))
+    def why(self, *request_ids: int) -> Future[dict[str, Any]]:
+        """What the first of these that is active does, and why not run; from any thread."""
+        return self._ask(lambda: describe_wait(self._batcher, *request_ids))
 
     def recording(self) -> Future[Iterator[str]]:
         """The lines of what was decided lately (see `FlightRecorder`); from any thread."""

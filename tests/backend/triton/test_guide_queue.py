@@ -115,6 +115,9 @@ def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     guiding.send("c", stop=True)
     assert stopped.is_final.wait(WAIT)
     assert overdue.is_final.wait(WAIT)
+    assert error_of(overdue)[0].endswith("in the queue, and its grammar is being compiled")
+    [answer] = guiding.ask("a", why=True).responses
+    assert b'"its grammar is being compiled"' in answer.output_tensors[0].as_numpy()[0, 0]
     cancelled = send(guiding, "e")
     cancelled.cancelled = True
     assert cancelled.is_final.wait(WAIT)
