@@ -30,7 +30,7 @@ from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.stream import ResponseFactory
-from inflight_backend.triton.watchdog import Mover, Watchdog, Watched
+from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 _logger = logging.getLogger(__name__)
@@ -70,8 +70,9 @@ class TritonPythonModel:
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
-            check_own_stub(pb_utils)
-            self._start(pb_utils, args, config, parse_parameters(raw), status)
+            with status.beating(BEAT_SECONDS):
+                check_own_stub(pb_utils)
+                self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None

@@ -410,6 +410,25 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
         assert sender.responses[-1].error is None
 
 
+def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a hung load would look like a slow one, and a dead watchdog like a living one."""
+    names: list[set[str]] = []
+
+    def note(*args: object) -> CountingEngine:
+        names.append({thread.name for thread in threading.enumerate()})
+        return CountingEngine()
+
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", note)
+    server = Server(tmp_path, CountingEngine())
+    names.append({thread.name for thread in threading.enumerate()})
+    server.model.finalize()
+    assert ["LoadingBeat" in each for each in names] == [True, False]
+    assert "Watchdog" in names[1]
+
+
 def test_load_failure_is_one_line_in_the_status_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
