@@ -8,7 +8,6 @@ happened.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from inflight_backend.errors import RefusalText, ServingError
 from inflight_backend.guided.preparing import PreparingRequests
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_scheduler import LlmRequest
 
 if TYPE_CHECKING:
     from inflight_backend.guided.masks import Matcher
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 NOT_TAKEN = "the request could not be taken"
 """What the sender of a request hears when we, not it, are at fault."""

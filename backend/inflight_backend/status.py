@@ -8,7 +8,6 @@ sees a whole status or the one before. The launcher polls it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -17,12 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from inflight_backend.private_log import get_logger
+
 Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
 """Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

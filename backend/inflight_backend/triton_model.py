@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from inflight_backend.errors import ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
+from inflight_backend.private_log import get_logger
 from inflight_backend.status import StatusWriter
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
@@ -33,7 +33,7 @@ from inflight_backend.triton.stream import ResponseFactory
 from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 # With the default of 5 ms a sending thread waits that long for the interpreter lock whenever
 # Python code runs on another one: 200 responses a second. 0.5 ms costs nothing measurable.

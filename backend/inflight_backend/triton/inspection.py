@@ -4,20 +4,20 @@ is served. Nothing here waits for the engine."""
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.private_log import get_logger
 from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.stream import ResponseStream
 from inflight_backend.why import NOT_IN_FLIGHT, describe_queued
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class Inspected(Protocol):
