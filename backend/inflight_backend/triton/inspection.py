@@ -19,6 +19,9 @@ from inflight_backend.why import NOT_IN_FLIGHT, describe_queued
 
 _logger = get_logger(__name__)
 
+MAX_OPEN = 1024
+"""Questions that wait for an answer; that is more than come at once, unless somebody is stuck."""
+
 
 class Inspected(Protocol):
     """What is asked; `GptManager` is one."""
@@ -46,7 +49,7 @@ class Inspector:
         self._description = description
         self._arrivals = arrivals
         self._dispatcher = dispatcher
-        self._is_recording = threading.Lock()
+        self._recording_for: ResponseStream | None = None  # until it is sent: it may be long
         self._waiting: set[ResponseStream] = set()  # for the loop or the dispatcher
         self._waiting_lock = threading.Lock()
 
@@ -75,8 +78,10 @@ class Inspector:
     def answer_recording(self, stream: ResponseStream) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""
         self._open(stream)
-        if not self._is_recording.acquire(blocking=False):
-            raise CapacityExceeded("another recording is being put together; try again later")
+        with self._waiting_lock:
+            if self._recording_for is not None:
+                raise CapacityExceeded("another recording is being put together; try again later")
+            self._recording_for = stream
         self._manager.recording().add_done_callback(
             lambda done: self._start_recording(stream, done)
         )
@@ -90,8 +95,13 @@ class Inspector:
             stream.abort(message)
 
     def _open(self, stream: ResponseStream) -> None:
-        """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves."""
+        """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves, or
+        if very many wait already."""
         with self._waiting_lock:
+            if len(self._waiting) >= MAX_OPEN:
+                raise CapacityExceeded(
+                    f"{MAX_OPEN} questions wait for an answer, which is the limit; try again later"
+                )
             self._waiting.add(stream)
         stream.on_final(lambda: self._forget(stream))
         if refusal := self._arrivals.refusal:  # after the other, since `fail_all` comes after it
@@ -100,6 +110,8 @@ class Inspector:
     def _forget(self, stream: ResponseStream) -> None:
         with self._waiting_lock:
             self._waiting.discard(stream)
+            if self._recording_for is stream:
+                self._recording_for = None
 
     def _send_why(self, stream: ResponseStream, done: Future[dict[str, Any]]) -> None:
         error = done.exception()
@@ -116,7 +128,6 @@ class Inspector:
             ).start()
         except RuntimeError:  # no more threads
             _logger.exception("a recording could not be put together")
-            self._is_recording.release()
             stream.fail("the recording could not be put together")
 
     def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
@@ -125,5 +136,3 @@ class Inspector:
         except Exception:
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
-        finally:
-            self._is_recording.release()
