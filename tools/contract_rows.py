@@ -29,6 +29,7 @@ _VLLM = (
     f"{_T}test_vllm_model.py::test_tritons_openai_frontend",
     "e2e/test_model_repository.py::test_the_sample_client_of_vllms_backend",
 )
+_VLLM_LOG_PROBS = "e2e/test_model_repository.py::test_vllms_sums_of_log_probabilities"
 _TYPED = f"{_B}test_parameters.py::test_values_are_typed"
 
 REFUSALS = {
@@ -387,11 +388,13 @@ MODELS: tuple[ModelRows, ...] = (
         (
             *rows("text_input stream sampling_parameters exclude_input_in_output", *_VLLM),
             *rows("return_finish_reason return_num_input_tokens return_num_output_tokens", *_VLLM),
-            *rows("image return_cumulative_logprob return_logprobs embedding_request"),
+            *rows("return_cumulative_logprob", _VLLM_LOG_PROBS),
+            *rows("image return_logprobs embedding_request"),
         ),
         (
             *rows("text_output finish_reason num_input_tokens num_output_tokens", *_VLLM),
-            *rows("cumulative_logprob logprobs"),
+            *rows("cumulative_logprob", _VLLM_LOG_PROBS),
+            *rows("logprobs"),
         ),
         note="vLLM's backend names its models freely; this is the name of its samples.",
     ),

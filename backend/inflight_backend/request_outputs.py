@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -66,6 +66,9 @@ def check_outputs(
                 f"'{name}' would take {num_rows} tokens x {vocab_size} logits = "
                 f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
             )
+
+
+_Row = TypeVar("_Row")
 
 
 @dataclass(slots=True)
@@ -166,18 +169,22 @@ class OutputGatherer:
 
 
 def _keep_draw(gathered: _Gathered, drawn: StepOutputs) -> None:
-    """As many as tokens count: behind a wrong draft others were drawn."""
     request, asked = gathered.request, gathered.request.outputs
-    request_id, num_tokens = request.request_id, request.num_generated_tokens
+    request_id = request.request_id
     if asked.log_probs:
-        num_new = num_tokens - len(gathered.log_probs)
-        gathered.log_probs += drawn.log_probs.get(request_id, ())[:num_new]
+        _keep(gathered.log_probs, drawn.log_probs.get(request_id, ()), request)
     if asked.num_top_log_probs:
-        num_new = num_tokens - len(gathered.top_log_probs)
-        gathered.top_log_probs += drawn.top_log_probs.get(request_id, ())[:num_new]
+        _keep(gathered.top_log_probs, drawn.top_log_probs.get(request_id, ()), request)
     if asked.generation_logits:
-        num_new = num_tokens - len(gathered.logits)
-        gathered.logits += drawn.generation_logits.get(request_id, ())[:num_new]
+        _keep(gathered.logits, drawn.generation_logits.get(request_id, ()), request)
+
+
+def _keep(kept: list[_Row], rows: Sequence[_Row], request: LlmRequest) -> None:
+    """As many as tokens count: behind a wrong draft others were drawn."""
+    if len(rows) == 1:  # nearly always, and that one counts
+        kept.append(rows[0])
+    else:
+        kept += rows[: request.num_generated_tokens - len(kept)]
 
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
@@ -198,7 +205,7 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
     tensors: list[NamedTensor] = []
     if outputs.log_probs:
         log_probs = gathered.log_probs[start:end]
-        gathered.cum_log_prob += sum(log_probs)
+        gathered.cum_log_prob += log_probs[0] if num_tokens == 1 else sum(log_probs)
         tensors.append(NamedTensor("output_log_probs", row(log_probs, FLOAT32)))
         tensors.append(NamedTensor("cum_log_probs", scalar(gathered.cum_log_prob, FLOAT32)))
     if outputs.num_top_log_probs:

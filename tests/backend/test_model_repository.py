@@ -135,7 +135,7 @@ def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() ->
     assert (front.max_batch_size, front.backend) == (0, "python")
     assert front.model_transaction_policy.decoupled
     flags = "exclude_input_in_output return_finish_reason return_num_input_tokens"
-    flags = f"stream {flags} return_num_output_tokens"
+    flags = f"stream {flags} return_num_output_tokens return_cumulative_logprob"
     assert {signature(tensor): tensor.optional for tensor in front.input} == {
         ("text_input", "TYPE_STRING", (1,)): False,
         ("sampling_parameters", "TYPE_STRING", (1,)): True,
@@ -144,6 +144,7 @@ def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() ->
     assert [signature(tensor) for tensor in front.output] == [
         ("text_output", "TYPE_STRING", (-1,)),
         ("finish_reason", "TYPE_STRING", (-1,)),
+        ("cumulative_logprob", "TYPE_FP32", (-1,)),
         ("num_input_tokens", "TYPE_UINT32", (1,)),
         ("num_output_tokens", "TYPE_UINT32", (-1,)),
     ]

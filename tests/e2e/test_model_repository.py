@@ -171,7 +171,7 @@ async def stream_by_aio(server: PlainServer, **request: Any) -> list[dict[str, A
     responses = []
     async with aioclient.InferenceServerClient(server.grpc_url) as client:
         async for result, error in client.stream_infer(requests(), stream_timeout=WAIT):
-            assert error is None, error
+            assert error is None, error.message()
             names = [out.name for out in result.get_response().outputs]
             responses.append({name: result.as_numpy(name).tolist() for name in names})
     return responses
@@ -196,6 +196,23 @@ def test_the_sample_client_of_vllms_backend(server: PlainServer, is_decoupled: b
         assert sum(each["num_output_tokens"][0] for each in answers) == 20
         reasons = [each["finish_reason"] for each in answers]
         assert reasons == [[b"None"]] * (len(answers) - 1) + [[b"length"]]
+
+
+def test_vllms_sums_of_log_probabilities(server: PlainServer, is_decoupled: bool) -> None:
+    """One for each answer, of all its tokens so far."""
+    num_answers = 2 if is_decoupled else 1
+    settings = {"temperature": 1, "seed": 3, "n": num_answers, "max_tokens": 5}
+    inputs = vllm_inputs(False, settings, return_cumulative_logprob=True)
+    [answer] = asyncio.run(stream_by_aio(server, inputs=inputs))
+    sums = answer["cumulative_logprob"]
+    assert len(sums) == num_answers
+    assert max(sums) < 0
+    if is_decoupled:
+        inputs = vllm_inputs(True, settings, return_cumulative_logprob=True)
+        pieces = asyncio.run(stream_by_aio(server, inputs=inputs))
+        growing = np.array([piece["cumulative_logprob"] for piece in pieces])
+        assert (np.diff(growing, axis=0) <= 0).all()
+        np.testing.assert_allclose(growing[-1], sums, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_binary", [True, False])

@@ -39,12 +39,13 @@ class Extras:
         """All of it, by name; O(tokens)."""
         if not self._rows:
             return self.last
-        return {**self.last, **{name: _joined(parts) for name, parts in self._rows.items()}}
+        joined = dict(self.last)
+        for name, parts in self._rows.items():
+            joined[name] = parts[0] if len(parts) == 1 else _joined(parts)
+        return joined
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    if len(parts) == 1:
-        return parts[0]
     filled = [part for part in parts if part.shape[_TOKEN_AXIS]]
     return np.concatenate(filled, axis=_TOKEN_AXIS) if filled else parts[-1]
 

@@ -22,7 +22,14 @@ from inflight_client.protocol import LLM_MODEL_NAME
 
 Array = npt.NDArray[Any]
 
-_COUNTS = ("num_input_tokens", "num_output_tokens")
+_EXTRAS = {
+    "finish_reason": None,
+    "cumulative_logprob": "cum_log_probs",
+    "num_input_tokens": "num_input_tokens",
+    "num_output_tokens": "num_output_tokens",
+}
+"""Outputs beside the text -> those of ``tensorrt_llm`` that must be asked for."""
+_ASKED_BY = {"cum_log_probs": "return_log_probs"}
 _RUNNING = b"None"
 _REASONS = {
     b"not_finished": _RUNNING,
@@ -53,7 +60,8 @@ class Question:
     @property
     def requested(self) -> list[str]:
         """The outputs of ``tensorrt_llm`` that are needed."""
-        return ["text_output", *self.extras, *(["sequence_index"] if self.num_answers > 1 else [])]
+        extras = [_EXTRAS[name] or name for name in self.extras]
+        return ["text_output", *extras, *(["sequence_index"] if self.num_answers > 1 else [])]
 
     def convert(self, responses: Iterator[Tensors]) -> Iterator[Tensors]:
         """vLLM's responses: what is new of every answer at once, or all of them in the end."""
@@ -74,6 +82,7 @@ class _Answers:
     def __init__(self, prefix: bytes, num_answers: int) -> None:
         self._texts = [prefix] * num_answers
         self._reasons = [_RUNNING] * num_answers
+        self._cum_log_probs = np.zeros(num_answers, dtype=np.float32)
         self._num_input_tokens = np.zeros(1, dtype=np.uint32)
         self._num_tokens = np.zeros(num_answers, dtype=np.uint32)
         self._num_told = np.zeros(num_answers, dtype=np.uint32)
@@ -84,6 +93,8 @@ class _Answers:
         self._texts[index] += tensors["text_output"].item()
         if "finish_reason" in tensors:
             self._reasons[index] = _REASONS[tensors["finish_reason"].item()]
+        if "cum_log_probs" in tensors:
+            self._cum_log_probs[index] = tensors["cum_log_probs"].item()
         if "num_input_tokens" in tensors:
             self._num_input_tokens[0] = tensors["num_input_tokens"].item()
         if "num_output_tokens" in tensors:
@@ -94,6 +105,7 @@ class _Answers:
         every = {
             "text_output": np.array(self._texts, dtype=np.object_),
             "finish_reason": np.array(self._reasons, dtype=np.object_),
+            "cumulative_logprob": self._cum_log_probs.copy(),
             "num_input_tokens": self._num_input_tokens.copy(),
             "num_output_tokens": self._num_tokens - self._num_told,
         }
@@ -126,7 +138,8 @@ def read_question(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) ->
         raise InvalidRequest(
             "'exclude_input_in_output' must be true, or left out, in a stream: it has no prompt"
         )
-    extras = [name for name in ("finish_reason", *_COUNTS) if read_flag(inputs, f"return_{name}")]
+    extras = [name for name in _EXTRAS if read_flag(inputs, f"return_{name}")]
+    asked = [output for name in extras if (output := _EXTRAS[name])]
     own = {name: inputs[name] for name in _NO_SETTINGS if name in inputs}
     tensors = dict(expand(_NO_SETTINGS | with_request_parameters(own, parameters)))
     num_answers = tensors.get("num_return_sequences", np.ones(1)).item()
@@ -135,7 +148,7 @@ def read_question(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) ->
         "text_input": prompt[None],
         "stream": np.array([[is_streaming]]),
         "exclude_input_in_output": np.array([[True]]),
-        **{f"return_{name}": np.array([[True]]) for name in _COUNTS if name in extras},
+        **{_ASKED_BY.get(name, f"return_{name}"): np.array([[True]]) for name in asked},
     }
     prefix = b"" if is_streaming or is_excluded else bytes(prompt.item())
     return Question(tensors, prefix, is_streaming, int(num_answers), tuple(extras))
