@@ -107,6 +107,21 @@ def test_no_file_names_a_machine_path_or_a_registry() -> None:
     assert found == []
 
 
+@pytest.mark.case(123)
+def test_every_logger_leaves_out_what_exceptions_say() -> None:
+    """They may quote a prompt. (The scheduler has none, and logs no exceptions.)"""
+    logging_files = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("inflight_backend", "inflight_client")
+        for path in (ROOT / PACKAGES[package] / package).rglob("*.py")
+        if "getLogger" in path.read_text(encoding="utf-8")
+    ]
+    assert sorted(logging_files) == [
+        "backend/inflight_backend/private_log.py",
+        "client/inflight_client/openai/private_log.py",
+    ]
+
+
 def requirements_of(name: str, extras: frozenset[str]) -> set[str]:
     """Names of everything an installation of `name[extras]` brings along here."""
     pending, seen = [(name, extras)], {(name, extras)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,33 @@ from fakes import CountingEngine, FakeRequest, FakeSender
 
 from inflight_backend.triton_model import TritonPythonModel
 from inflight_client.tensors import make_inputs
+from inflight_scheduler import ScheduledBatch
 
 WAIT = 10.0
+
+
+class Gate(threading.Event):
+    """An engine hook. Set, as it is at first: the engine runs. Cleared: its next step waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set()
+        self.is_reached = threading.Event()
+        self._num_left: int | None = None
+
+    def close_after(self, num_steps: int) -> None:
+        """Clear the gate when so many more steps have begun, however fast they are."""
+        self._num_left = num_steps
+
+    def __call__(self, batch: ScheduledBatch) -> None:
+        """Before a step."""
+        if self._num_left is not None:
+            self._num_left -= 1
+            if self._num_left < 0:
+                self._num_left = None
+                self.clear()
+                self.is_reached.set()
+        assert self.wait(3 * WAIT)
 
 
 class Server:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-_logger = logging.getLogger(__name__)
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
 
 _Result = TypeVar("_Result")
 

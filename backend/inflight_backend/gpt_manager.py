@@ -21,7 +21,6 @@ them stops the loop (see `LoopHealth`).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -48,6 +47,7 @@ from inflight_backend.inference_request import (
 from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.private_log import get_logger
 from inflight_backend.questions import Questions
 from inflight_backend.request_intake import RequestIntake
 from inflight_backend.response_tensors import make_tensors
@@ -66,7 +66,7 @@ from inflight_scheduler import (
 if TYPE_CHECKING:
     from inflight_backend.guided.masks import Matcher
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _IDLE_POLL_SECONDS = 0.005  # how long an idle loop waits before it asks for requests again
 _NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers

@@ -7,11 +7,12 @@ anything done between them. Having nothing to do is as good as having done it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_logger = logging.getLogger(__name__)
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
 """As many failed steps, or failures of the loop, with no success between them mean: unhealthy.

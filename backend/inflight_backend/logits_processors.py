@@ -16,7 +16,6 @@ answer is dropped, so a processor with a memory may be asked once more than ther
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,12 @@ from typing import Any
 from inflight_backend.entry_names import find_entry
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.private_log import get_logger
 from inflight_backend.request_values import integer
 from inflight_backend.step_outputs import LogitsEdit, LogitsEdits
 from inflight_scheduler import LlmRequest
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 LogitsPostProcessor = Callable[[int, Any, Sequence[Sequence[int]], int], Any]
 """(request id, logits [1, beams, vocab], tokens so far of each beam, stream) -> None or logits."""

@@ -6,7 +6,6 @@ and the server compares them when it starts.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,12 +15,13 @@ from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.slot_memory import reserved_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.private_log import get_logger
 from inflight_backend.weight_headers import read_weight_headers
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 GIB = 2**30
 DEFAULT_RESERVE = GIB

@@ -7,7 +7,6 @@ others are taken as if nothing had happened.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,13 +18,14 @@ from inflight_backend.errors import (
     ServingError,
 )
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_scheduler import LlmRequest
 
 if TYPE_CHECKING:
     from inflight_backend.guided.masks import Matcher
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 NOT_TAKEN = "the request could not be taken"
 """What the sender of a request hears when we, not it, are at fault."""

@@ -8,29 +8,31 @@ sees a whole status or the one before. The launcher polls it.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from inflight_backend.private_log import get_logger
 
 Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
 """Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """What was last reported: the phase, the process that reported it, and the phase's fields.
 
-    Fields by phase: *loading* ``loaded_bytes``, ``total_bytes``; *ready* ``model``, ``device``,
-    ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``, ``max_batch_size``,
-    ``max_seq_len``; *failed* and *unhealthy* ``error``.
+    Fields by phase: *loading* ``loaded_bytes``, ``total_bytes`` (0: not known yet); *ready*
+    ``model``, ``device``, ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``,
+    ``max_batch_size``, ``max_seq_len``; *failed* and *unhealthy* ``error``.
     """
 
     phase: Phase
@@ -53,6 +55,27 @@ class StatusWriter:
         if self._path is not None:
             with suppress(OSError):
                 os.utime(self._path)
+
+    @contextmanager
+    def beating(self, period: float) -> Iterator[None]:
+        """Report *loading*, and beat from a thread of its own until the end of the ``with`` block.
+
+        Only so long: later who beats must be the one that sees whether anything moves.
+        """
+        is_over = threading.Event()
+
+        def beat() -> None:
+            while not is_over.wait(period):
+                self.beat()
+
+        self.write("loading", loaded_bytes=0, total_bytes=0)
+        thread = threading.Thread(target=beat, name="LoadingBeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def write(self, phase: Phase, **fields: Any) -> None:
         """Replace the status by ``phase`` with its JSON-serialisable ``fields``."""

@@ -20,20 +20,20 @@ decoder runs, the host waits for the step before, and nobody leaves the overlap.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from inflight_backend.private_log import get_logger
 from inflight_backend.step_outputs import StepOutputs
 from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledBatch
 
 if TYPE_CHECKING:
     from inflight_backend.inflight_batcher import InflightBatcher, StepEngine
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _NO_BATCH = ScheduledBatch(iteration=0)
 

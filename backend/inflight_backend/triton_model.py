@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import os
 import sys
 import threading
@@ -21,6 +20,7 @@ from inflight_backend.errors import ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
+from inflight_backend.private_log import get_logger
 from inflight_backend.status import StatusWriter
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
@@ -31,10 +31,10 @@ from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.stream import ResponseFactory
-from inflight_backend.triton.watchdog import Mover, Watchdog, Watched
+from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 # With the default of 5 ms a sending thread waits that long for the interpreter lock whenever
 # Python code runs on another one: 200 responses a second. 0.5 ms costs nothing measurable.
@@ -72,8 +72,9 @@ class TritonPythonModel:
         raw = {key: value["string_value"] for key, value in config["parameters"].items()}
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
-            check_own_stub(pb_utils)
-            self._start(pb_utils, args, config, parse_parameters(raw), status)
+            with status.beating(BEAT_SECONDS):
+                check_own_stub(pb_utils)
+                self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from inflight_backend.entry_names import find_entry
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.private_log import get_logger
 from inflight_scheduler import (
     BatchPlanner,
     CapacityScheduler,
@@ -24,7 +24,7 @@ from inflight_scheduler import (
 )
 from inflight_scheduler.recording.records import Settings
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _KINDS = (RequestScheduler, CapacityScheduler, MicroBatchScheduler)
 
@@ -160,7 +160,7 @@ class GuardedScheduler(RequestScheduler):
                     "the scheduler %s failed and the default takes over while it does (said "
                     "once): %s",
                     self.name,
-                    error,
+                    error if isinstance(error, InvalidDecision) else type(error).__name__,
                     exc_info=None if isinstance(error, InvalidDecision) else error,
                 )
             for request in active_requests:  # it may have written chunk sizes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from inflight_backend.status import StatusWriter, read_status
+from inflight_backend.status import ModelStatus, StatusWriter, beat_of, read_status
 
 
 def test_nothing_written_reads_as_none(tmp_path: Path) -> None:
@@ -22,6 +23,21 @@ def test_phase_fields_and_process_are_read_back(tmp_path: Path) -> None:
     assert status is not None
     assert (status.phase, status.pid) == ("loading", os.getpid())
     assert status.fields == {"loaded_bytes": 3, "total_bytes": 9}
+
+
+def test_beats_while_something_loads_and_no_longer(tmp_path: Path) -> None:
+    """What comes after has a beat of its own, which says more than that the process lives."""
+    path = tmp_path / "status.json"
+    writer = StatusWriter(path)
+    with writer.beating(0.001):
+        assert read_status(path) == ModelStatus(
+            "loading", os.getpid(), {"loaded_bytes": 0, "total_bytes": 0}
+        )
+        os.utime(path, (0, 0))
+        deadline = time.monotonic() + 10
+        while beat_of(path) == 0:
+            assert time.monotonic() < deadline
+    assert "LoadingBeat" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_last_write_wins_and_leaves_one_file(tmp_path: Path) -> None:

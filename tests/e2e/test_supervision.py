@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from e2e.harness import ServeProcess, assert_counts, stream_text
+from e2e.harness import MODEL, ServeProcess, assert_counts, stream_text
 
 from inflight_client import InflightClient
 
@@ -131,6 +134,31 @@ def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -
     streams.assert_ended_with_an_error(began, RECOVER_SECONDS)
     assert "the model process was silent for" in running.stderr
     assert_serves(running)
+
+
+@pytest.mark.case(88, 119)
+def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory) -> None:
+    """Whatever made the first one hang may do the same to the next; test_vitals.py has each way."""
+    running = serve(settings={"stall_seconds": 1}, options=["--load-seconds=20"])
+    first = running.pid_of(MODEL)
+    running.kill_model()
+    second = wait_for_another_model(running, first)
+    os.kill(second, signal.SIGSTOP)
+    wait_until_ready_again(running, 1)
+    assert re.search(r"loading has stood still|the model process was silent for", running.stderr)
+    assert running.pid_of(MODEL) not in (first, second)
+    assert_serves(running)
+
+
+def wait_for_another_model(running: ServeProcess, first: int) -> int:
+    """The process of the next model, which has just started."""
+    deadline = time.monotonic() + RECOVER_SECONDS
+    while time.monotonic() < deadline:
+        with suppress(ValueError):  # none, for a while
+            if (pid := running.pid_of(MODEL)) != first:
+                return pid
+        time.sleep(0.001)
+    raise AssertionError(running.stderr)
 
 
 @pytest.mark.case(88)

@@ -16,7 +16,7 @@ from fuzz.fuzzing import assert_tells_nothing_internal, fuzzing
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from triton_harness import WAIT, Server, ids_of
+from triton_harness import WAIT, Server, ids_of, wait_until
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_client import protocol
@@ -141,3 +141,38 @@ def test_no_prompt_is_ever_logged(server: Server, caplog: pytest.LogCaptureFixtu
     )
     assert "SECRETWORD" not in caplog.text
     assert "SECRETWORD" not in str(send(server, {"max_tokens": np.array([[secret]], object)}))
+
+
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+@pytest.mark.case(6, 123)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "inflight_backend.text.TextCodec.encode",
+        "inflight_backend.text.TextCodec.decode",
+        "inflight_backend.request_intake.validate",
+        "inflight_backend.gpt_manager.make_tensors",
+        "fakes.CountingEngine.execute",
+        "fakes.FakeSender.send",
+    ],
+)
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_what_an_exception_quotes_is_not_logged(
+    server: Server, caplog: pytest.LogCaptureFixture, place: str, kind: type[BaseException]
+) -> None:
+    caplog.set_level("DEBUG")
+    tensors = {"text_input": TEXT, "streaming": np.array([[True]])}
+    error = kind("byte index 1 is inside 'x' of `SECRETWORD`")
+    error.__cause__ = ValueError("SECRETWORD")
+    with mock.patch(place, side_effect=error):
+        request = FakeRequest(tensors, "SECRETID")
+        server.model.execute([request])
+        wait_until(lambda: kind.__name__ in caplog.text)
+        wait_until(lambda: server.model._frontend.num_live == 0)
+    assert "SECRET" not in caplog.text
+    assert "SECRET" not in str(request.sender.responses)
+    assert "test_fuzz_requests" in caplog.text or "mock.py" in caplog.text, "it says where"
+    assert ids_of(send(server, {"input_ids": np.array([[5]], np.int32)}))[:2] == [5, 6]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.private_log import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 FIELD = "draft_input_ids"
 

@@ -11,7 +11,6 @@ all others, and everything on a CPU, run eagerly. Both draw the same tokens.
 
 from __future__ import annotations
 
-import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -53,12 +52,13 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.private_log import get_logger
 from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 class Engine:

@@ -8,10 +8,8 @@ weakly, so one whose requests were stopped or refused is passed over.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,8 +22,9 @@ from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingErr
 from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
+from inflight_backend.private_log import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 COMPILE_SECONDS = 10.0
 """How long a request waits for its grammar, the queue of grammars included."""
@@ -85,9 +84,8 @@ class PendingGuide:
             return self._future.result().deep_copy()
         except InvalidRequest:
             raise
-        except BaseException as error:  # our bug, or a panic of the library
-            where = "".join(traceback.format_tb(error.__traceback__))  # its text may quote it
-            _logger.error("compiling a grammar raised %s:\n%s", type(error).__name__, where)
+        except BaseException:  # our bug, or a panic of the library
+            _logger.exception("a grammar could not be compiled")
             raise ServingError(
                 f"'{GUIDE_FIELD}' could not be compiled: the server failed"
             ) from None

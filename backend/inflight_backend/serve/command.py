@@ -48,6 +48,14 @@ def serve(
             "again. It ends streams that nobody reads; 0: never.",
         ),
     ] = _DEFAULT.max_connection_seconds,
+    load_seconds: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="How long loading may stand still, at its beginning, between two tensors or after "
+            "the last one, before the server counts as hung.",
+        ),
+    ] = _DEFAULT.load_seconds,
     add: AddOption = None,
     decoupled: DecoupledOption = True,
     verbose: Annotated[
@@ -71,6 +79,7 @@ def serve(
                 drain_seconds=drain_seconds,
                 max_restarts=max_restarts,
                 max_connection_seconds=max_connection_seconds,
+                load_seconds=load_seconds,
                 is_verbose=verbose,
                 is_decoupled=decoupled,
                 models=models,

@@ -48,7 +48,7 @@ class LoadingDisplay:
                 self._task,
                 description=f"loading {self._name}",
                 completed=status.fields["loaded_bytes"],
-                total=status.fields["total_bytes"],
+                total=status.fields["total_bytes"] or None,
             )
 
 

@@ -154,6 +154,7 @@ class Run:
                     self._scratch.release()  # the backend had made it before it ran the model
                 display.update(status)
                 self._vitals.check_processes(status, is_loading=True)
+                self._vitals.check_loading(status)
                 if status is not None and status.phase == "ready" and self._vitals.is_answering():
                     return status
                 time.sleep(_POLL_SECONDS)

@@ -38,7 +38,8 @@ class ServeSettings:
     """One run of the launcher. ``parameters`` are the values of ``--set``, checked.
 
     ``max_connection_seconds``: of a gRPC connection, and again as long for the streams that are
-    still open on it; 0: for ever. ``is_decoupled`` False: one response per request, no streaming.
+    still open on it; 0: for ever. ``load_seconds``: how long loading may stand still.
+    ``is_decoupled`` False: one response per request, no streaming.
     """
 
     model: Path = DEMO_MODEL
@@ -50,6 +51,7 @@ class ServeSettings:
     drain_seconds: float = 30.0
     max_restarts: int = 5
     max_connection_seconds: float = 3600.0
+    load_seconds: float = 600.0
     is_verbose: bool = False
     is_decoupled: bool = True
     models: tuple[str, ...] = DEFAULT_MODELS

@@ -31,8 +31,9 @@ class Vitals:
         self._server = server
         stall_seconds = settings.llm_parameters.stall_seconds
         self._silence_seconds = stall_seconds + 2 * _PROBE_PERIOD_SECONDS
-        self._answered_at = self._probed_at = self._beat_at = time.monotonic()
+        self._answered_at = self._probed_at = self._beat_at = self._loaded_at = time.monotonic()
         self._last_beat = 0
+        self._last_stage = _stage_of(None)
         self._unhealthy_since: float | None = None
 
     def check_processes(self, status: ModelStatus | None, is_loading: bool = False) -> None:
@@ -50,16 +51,28 @@ class Vitals:
             how = end_of(status.pid) if status is not None else ""
             raise ServingError(f"the model process died{how and f': {how}'} {_SEE_LOG}")
 
+    def check_loading(self, status: ModelStatus | None) -> None:
+        """Fail if nothing is heard of the model, or its load stands still for too long."""
+        now = time.monotonic()
+        stage = _stage_of(status)
+        if stage != self._last_stage:
+            self._last_stage, self._loaded_at = stage, now
+        if now - self._loaded_at > self._settings.load_seconds:
+            raise ServingError(
+                f"loading has stood still for {now - self._loaded_at:.0f} s with {stage} "
+                "(--load-seconds allows for more)"
+            )
+        self._answered_at = now  # it does not before all is loaded
+        if status is None:  # the model process has not come to our code: no beat yet
+            self._beat_at = now
+        else:
+            self._check_beat()
+
     def check_progress(self) -> None:
         """Fail if the model says that nothing moves, or nothing is heard of model or server."""
-        status = read_status(self._workspace.status_file)
-        self._check_health_of_model(status)
+        self._check_health_of_model(read_status(self._workspace.status_file))
+        self._check_beat()
         now = time.monotonic()
-        beat = beat_of(self._workspace.status_file)
-        if beat != self._last_beat:
-            self._last_beat, self._beat_at = beat, now
-        if now - self._beat_at > self._silence_seconds:
-            raise ServingError(f"the model process was silent for {now - self._beat_at:.0f} s")
         if now - self._probed_at >= _PROBE_PERIOD_SECONDS:
             self._probed_at = now
             if self.is_answering("live"):
@@ -81,6 +94,14 @@ class Vitals:
         finally:
             connection.close()
 
+    def _check_beat(self) -> None:
+        now = time.monotonic()
+        beat = beat_of(self._workspace.status_file)
+        if beat != self._last_beat:
+            self._last_beat, self._beat_at = beat, now
+        if now - self._beat_at > self._silence_seconds:
+            raise ServingError(f"the model process was silent for {now - self._beat_at:.0f} s")
+
     def _check_health_of_model(self, status: ModelStatus | None) -> None:
         if status is None or status.phase != "unhealthy":
             self._unhealthy_since = None
@@ -89,3 +110,12 @@ class Vitals:
         self._unhealthy_since = self._unhealthy_since or now
         if now - self._unhealthy_since >= _FAREWELL_SECONDS:
             raise ServingError(f"the model is not healthy: {status.fields['error']}")
+
+
+def _stage_of(status: ModelStatus | None) -> str:
+    """How far loading is, in words."""
+    if status is None:
+        return "no word from the model process"
+    if status.phase != "loading":  # of the model with the status file; there may be others
+        return "tensorrt_llm loaded"
+    return f"{status.fields['loaded_bytes']} bytes of weights loaded"

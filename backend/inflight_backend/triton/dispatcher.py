@@ -15,7 +15,6 @@ interpreter lock and a core from the engine, and what piles up meanwhile is sent
 from __future__ import annotations
 
 import json
-import logging
 import queue
 import threading
 import time
@@ -27,13 +26,14 @@ import numpy as np
 
 from inflight_backend.errors import CapacityText, RefusalText
 from inflight_backend.inference_request import NamedTensor
+from inflight_backend.private_log import get_logger
 from inflight_backend.triton.beam_stream import BeamStream
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseStream
 from inflight_backend.triton.token_stream import TokenStream
 from inflight_backend.triton.watchdog import Mover, Progress
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _FEW_REQUESTS = 16  # up to here every token leaves on its own
 _MAX_REST_SECONDS = 0.02

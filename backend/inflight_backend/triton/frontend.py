@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from inflight_backend.errors import (
     UnsupportedRequest,
 )
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
@@ -45,7 +45,7 @@ from inflight_backend.why import PREPARING, why_queued
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 

@@ -6,16 +6,16 @@ so somebody has to look.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight_backend.private_log import get_logger
 from inflight_backend.triton.watchdog import Progress
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -4,20 +4,23 @@ is served. Nothing here waits for the engine."""
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.private_log import get_logger
 from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.stream import ResponseStream
 from inflight_backend.why import NOT_IN_FLIGHT, PREPARING, Places, describe_queued, why_queued
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
+
+MAX_OPEN = 1024
+"""Questions that wait for an answer; that is more than come at once, unless somebody is stuck."""
 
 
 class Inspected(Places, Protocol):
@@ -44,7 +47,7 @@ class Inspector:
         self._description = description
         self._arrivals = arrivals
         self._dispatcher = dispatcher
-        self._is_recording = threading.Lock()
+        self._recording_for: ResponseStream | None = None  # until it is sent: it may be long
         self._waiting: set[ResponseStream] = set()  # for the loop or the dispatcher
         self._waiting_lock = threading.Lock()
 
@@ -70,8 +73,10 @@ class Inspector:
     def answer_recording(self, stream: ResponseStream) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""
         self._open(stream)
-        if not self._is_recording.acquire(blocking=False):
-            raise CapacityExceeded("another recording is being put together; try again later")
+        with self._waiting_lock:
+            if self._recording_for is not None:
+                raise CapacityExceeded("another recording is being put together; try again later")
+            self._recording_for = stream
         self._manager.recording().add_done_callback(
             lambda done: self._start_recording(stream, done)
         )
@@ -85,8 +90,13 @@ class Inspector:
             stream.abort(message)
 
     def _open(self, stream: ResponseStream) -> None:
-        """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves."""
+        """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves, or
+        if very many wait already."""
         with self._waiting_lock:
+            if len(self._waiting) >= MAX_OPEN:
+                raise CapacityExceeded(
+                    f"{MAX_OPEN} questions wait for an answer, which is the limit; try again later"
+                )
             self._waiting.add(stream)
         stream.on_final(lambda: self._forget(stream))
         if refusal := self._arrivals.refusal:  # after the other, since `fail_all` comes after it
@@ -95,6 +105,8 @@ class Inspector:
     def _forget(self, stream: ResponseStream) -> None:
         with self._waiting_lock:
             self._waiting.discard(stream)
+            if self._recording_for is stream:
+                self._recording_for = None
 
     def _find_queued(self, numbers: Sequence[int]) -> tuple[int, dict[str, Any]]:
         """The index of the first sequence in the queue, and the answer about it.
@@ -136,7 +148,6 @@ class Inspector:
             ).start()
         except RuntimeError:  # no more threads
             _logger.exception("a recording could not be put together")
-            self._is_recording.release()
             stream.fail("the recording could not be put together")
 
     def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
@@ -145,8 +156,6 @@ class Inspector:
         except Exception:
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
-        finally:
-            self._is_recording.release()
 
 
 def _which(index: int, numbers: Sequence[int]) -> dict[str, int]:

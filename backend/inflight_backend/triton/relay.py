@@ -7,7 +7,6 @@ ensemble it passes cancellation on: a client that leaves has its request stopped
 from __future__ import annotations
 
 import json
-import logging
 import re
 import uuid
 from abc import ABC, abstractmethod
@@ -20,13 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import CapacityExceeded, ServingError
+from inflight_backend.private_log import get_logger
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 from inflight_backend.triton.request_head import RequestHead, read_head
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_client.protocol import ERROR_CODES_PARAMETER
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]

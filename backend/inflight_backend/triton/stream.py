@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,9 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-_logger = logging.getLogger(__name__)
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 

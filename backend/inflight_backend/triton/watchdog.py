@@ -10,14 +10,15 @@ even this thread cannot run (code that never gives the interpreter lock back), i
 from __future__ import annotations
 
 import faulthandler
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-_logger = logging.getLogger(__name__)
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
 
 _STDERR = 2
 

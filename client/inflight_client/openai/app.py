@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -30,11 +29,12 @@ from inflight_client.openai.answers import (
 from inflight_client.openai.errors import ApiError, from_upstream
 from inflight_client.openai.fields import Body
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
+from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import FrontSettings
 from inflight_client.openai.upstream import Piece, Upstream
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

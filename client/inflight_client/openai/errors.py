@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -14,8 +13,9 @@ from inflight_client.errors import (
     ServerUnreachable,
     StreamInterrupted,
 )
+from inflight_client.openai.private_log import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 _STATUS_TO_HTTP = {
     "INVALID_ARG": 400,

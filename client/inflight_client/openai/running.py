@@ -9,6 +9,7 @@ import typer
 from aiohttp import web
 
 from inflight_client.openai.app import Front
+from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader, make_prompt_reader
 from inflight_client.openai.settings import FrontSettings
 from inflight_client.openai.upstream import Upstream
@@ -25,6 +26,17 @@ def run(settings: FrontSettings) -> None:
         raise typer.Exit(_INTERRUPTED) from None
 
 
+def make_runner(settings: FrontSettings, front: Front) -> web.AppRunner:
+    """What serves the front; nothing of a request is logged."""
+    return web.AppRunner(
+        front.app(),
+        access_log=None,
+        logger=get_logger(__name__),  # aiohttp's own quotes what it cannot read
+        handler_cancellation=True,
+        shutdown_timeout=settings.drain_seconds,
+    )
+
+
 async def _run(settings: FrontSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -34,12 +46,7 @@ async def _run(settings: FrontSettings) -> None:
     try:
         description = await upstream.describe()
         reader = make_prompt_reader(description, settings.served_name, settings.chat_template)
-        runner = web.AppRunner(
-            Front(settings, upstream, reader).app(),
-            access_log=None,
-            handler_cancellation=True,
-            shutdown_timeout=settings.drain_seconds,
-        )
+        runner = make_runner(settings, Front(settings, upstream, reader))
         await runner.setup()
         try:
             await web.TCPSite(runner, settings.host, settings.port).start()

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
 STALL = 1.0
+LOAD = 2.0
 
 
 class Running:
@@ -45,9 +46,12 @@ class Running:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         parameters = {"stall_seconds": str(STALL), "accumulate_tokens": "true"}  # not all of one
-        settings = ServeSettings(http_port=int(log.read_text()), parameters=parameters)
+        settings = ServeSettings(
+            http_port=int(log.read_text()), parameters=parameters, load_seconds=LOAD
+        )
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready")
+        self.status_file = workspace.status_file
         self.status = read_status(workspace.status_file)
         self.vitals = Vitals(settings, workspace, self.server)
 
@@ -59,6 +63,20 @@ class Running:
                 self.model.beat()
             self.vitals.check_processes(self.status)
             self.vitals.check_progress()
+            time.sleep(0.01)
+
+    def has_loaded_for(self, seconds: float) -> bool:
+        """True when `load` has taken so long."""
+        return time.monotonic() - self.began > seconds
+
+    def load(self, is_over: Callable[[], bool]) -> None:
+        """What `inflight serve` does before the server is ready; 30 s at most."""
+        self.began = time.monotonic()
+        deadline = self.began + 30
+        while not is_over() and time.monotonic() < deadline:
+            status = read_status(self.status_file)
+            self.vitals.check_processes(status, is_loading=True)
+            self.vitals.check_loading(status)
             time.sleep(0.01)
 
 
@@ -103,3 +121,50 @@ def test_a_server_that_died_is_found(running: Running) -> None:
     os.kill(running.server.pid, signal.SIGKILL)
     with pytest.raises(ServingError, match=r"tritonserver ended \(killed by SIGKILL\)"):
         running.watch(30.0)
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.mark.case(88)
+def test_a_load_that_goes_on_may_take_long(running: Running) -> None:
+    """Longer than any of the limits, and yet the server is not blamed when it serves at last."""
+
+    def move_on() -> bool:
+        seconds = time.monotonic() - running.began
+        running.model.write("loading", loaded_bytes=int(10 * seconds), total_bytes=100)
+        return running.has_loaded_for(1.5 * LOAD)
+
+    running.load(move_on)
+    running.watch(0.1)
+
+
+@pytest.mark.case(88)
+def test_a_model_process_that_is_silent_while_loading_is_found(running: Running) -> None:
+    with running.model.beating(0.01):
+        running.load(lambda: running.has_loaded_for(0.2))
+    with pytest.raises(ServingError, match="the model process was silent for"):
+        running.load(never)
+
+
+@pytest.mark.case(88)
+@pytest.mark.parametrize(
+    ("num_bytes", "stage"),
+    [(None, "no word from the model process"), (7, "7 bytes of weights loaded")],
+)
+def test_a_load_that_stands_still_is_found(
+    running: Running, num_bytes: int | None, stage: str
+) -> None:
+    """A process that never comes to our code, or a device that takes no more weights: it beats."""
+    if num_bytes is None:
+        running.status_file.unlink()
+    else:
+        running.model.write("loading", loaded_bytes=num_bytes, total_bytes=10)
+
+    def beat() -> bool:
+        running.model.beat()
+        return False
+
+    with pytest.raises(ServingError, match=f"loading has stood still for 2 s with {stage}"):
+        running.load(beat)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fakes import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
-from triton_harness import WAIT, Server
+from triton_harness import Gate, Server
 
 from inflight_backend import gpt_manager, triton_model
-from inflight_scheduler import ScheduledBatch
 
 MakeServer = Callable[..., Server]
 
@@ -36,24 +34,19 @@ def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
 
 
 @pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Set: the engine of `server` runs. Cleared: its next step waits."""
-    event = threading.Event()
-    event.set()
-    yield event
-    event.set()
+def gate() -> Iterator[Gate]:
+    """The hook of the engine of `server`."""
+    gate = Gate()
+    yield gate
+    gate.set()
 
 
 @pytest.fixture
-def server(make_server: MakeServer, tmp_path: Path, gate: threading.Event) -> Iterator[Server]:
+def server(make_server: MakeServer, tmp_path: Path, gate: Gate) -> Iterator[Server]:
     """A model that counts, with a tokenizer whose words are numbers."""
-
-    def wait_at_gate(batch: ScheduledBatch) -> None:
-        assert gate.wait(WAIT)
-
     vocab = {str(i): i for i in range(1000)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    yield make_server(CountingEngine(before_step=wait_at_gate))
+    yield make_server(CountingEngine(before_step=gate))
     gate.set()

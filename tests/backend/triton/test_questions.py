@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakeRequest, FakeSender
-from triton_harness import WAIT, Server, error_of, wait_until, wait_until_queued
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from triton_harness import WAIT, Gate, Server, error_of, wait_until, wait_until_queued
 
+from inflight_backend.triton import inspection
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
@@ -225,23 +226,41 @@ def test_an_answer_that_cannot_be_sent_is_no_silence(
 
 
 def test_questions_to_a_loop_that_is_stuck_end_with_an_error(
-    make_server: MakeServer, gate: threading.Event
+    make_server: MakeServer, gate: Gate
 ) -> None:
-    is_stuck = threading.Event()
-
-    def wait(batch: ScheduledBatch) -> None:
-        if not gate.is_set():
-            is_stuck.set()
-        assert gate.wait(WAIT)
-
-    server = make_server(CountingEngine(before_step=wait), stall_seconds="0.3")
-    running = server.send("a", input_ids=[1], request_output_len=200, streaming=True)
-    assert running.has_response.wait(WAIT)
-    gate.clear()
-    assert is_stuck.wait(WAIT)
+    server = make_server(CountingEngine(before_step=gate), stall_seconds="0.3")
+    gate.close_after(3)
+    server.send("a", input_ids=[1], request_output_len=200, streaming=True)
+    assert gate.is_reached.wait(WAIT)
     for sender in [server.send("a", why=True), server.send(recording=True)]:
         assert sender.is_final.wait(WAIT)
         assert error_of(sender)[0].startswith("the server makes no progress")
     gate.set()
     wait_until(server.model.is_ready)
     assert answer_of(server.ask(recording=True), "recording")
+
+
+@pytest.mark.case(77)
+def test_questions_beyond_the_limit_are_refused_while_the_loop_is_stuck(
+    server: Server, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "MAX_OPEN", 5)
+    gate.close_after(3)
+    server.send("a", input_ids=[1], request_output_len=200, streaming=True)
+    assert gate.is_reached.wait(WAIT)
+    first = server.send(recording=True)
+    text, code = error_of(server.ask(recording=True))
+    assert (text, code) == (
+        "another recording is being put together; try again later",
+        FakePbUtils.TritonError.UNAVAILABLE,
+    )
+    open_ones = [server.send("a", why=True) for _ in range(4)]
+    for question in ("why", "recording", "describe"):
+        text, code = error_of(server.ask("a", (), **{question: True}))
+        assert text == "5 questions wait for an answer, which is the limit; try again later"
+        assert code == FakePbUtils.TritonError.UNAVAILABLE
+    gate.set()
+    for sender, name in [(first, "recording"), *((each, "why") for each in open_ones)]:
+        assert sender.is_final.wait(WAIT)
+        assert answer_of(sender, name)
+    assert answer_of(server.ask(recording=True), "recording"), "there is room again"

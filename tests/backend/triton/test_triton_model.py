@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import WAIT, Server, error_of, ids_of, text_of, wait_until
+from triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_until
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
@@ -144,10 +144,10 @@ def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
     assert ids_of(server.ask("job", input_ids=[50], request_output_len=1)) == [50, 51]
 
 
-def test_stop_by_id_ends_a_running_stream(server: Server, gate: threading.Event) -> None:
+def test_stop_by_id_ends_a_running_stream(server: Server, gate: Gate) -> None:
+    gate.close_after(3)
     sender = server.send("job", input_ids=[1], request_output_len=200, streaming=True)
-    assert sender.has_response.wait(WAIT)
-    gate.clear()
+    assert gate.is_reached.wait(WAIT)
     ack = server.ask("job", input_ids=[0], input_lengths=0, request_output_len=0, stop=True)
     assert [response.output_tensors for response in ack.responses] == [[]]
     gate.set()
@@ -300,11 +300,11 @@ def test_drain_refuses_new_requests_and_finishes_running_ones(
 
 @pytest.mark.case(126)
 def test_the_end_of_the_drain_time_ends_what_still_runs_with_an_error(
-    server: Server, gate: threading.Event
+    server: Server, gate: Gate
 ) -> None:
+    gate.close_after(3)
     sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
-    assert sender.has_response.wait(WAIT)
-    gate.clear()
+    assert gate.is_reached.wait(WAIT)
     server.drain_file.write_text("stop")
     wait_for_phase(server, "drained")  # though the step does not return
     assert sender.is_final.is_set()
@@ -408,6 +408,25 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
     for sender in (*running, low, high):
         assert sender.is_final.wait(WAIT)
         assert sender.responses[-1].error is None
+
+
+def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a hung load would look like a slow one, and a dead watchdog like a living one."""
+    names: list[set[str]] = []
+
+    def note(*args: object) -> CountingEngine:
+        names.append({thread.name for thread in threading.enumerate()})
+        return CountingEngine()
+
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    monkeypatch.setattr(gpt_manager, "load_engine", note)
+    server = Server(tmp_path, CountingEngine())
+    names.append({thread.name for thread in threading.enumerate()})
+    server.model.finalize()
+    assert ["LoadingBeat" in each for each in names] == [True, False]
+    assert "Watchdog" in names[1]
 
 
 def test_load_failure_is_one_line_in_the_status_file(

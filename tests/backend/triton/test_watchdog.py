@@ -9,24 +9,13 @@ import time
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import Server, error_of, ids_of, wait_until
+from triton_harness import Gate, Server, error_of, ids_of, wait_until
 
 from inflight_backend.status import beat_of, read_status
 from inflight_backend.triton.watchdog import Watchdog, Watched
 from inflight_scheduler import ScheduledBatch
 
 STALL = 0.3
-
-
-class Stuck:
-    """An engine hook that blocks while its gate is closed."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def __call__(self, batch: ScheduledBatch) -> None:
-        self.gate.wait()
 
 
 def phase_of(server: Server) -> str:
@@ -43,12 +32,12 @@ def last_error(sender: FakeSender) -> tuple[str, int]:
 
 @pytest.mark.case(88)
 def test_a_step_that_never_returns_ends_the_streams_and_readiness(make_server: MakeServer) -> None:
-    stuck = Stuck()
-    server = make_server(CountingEngine(before_step=stuck), stall_seconds=str(STALL))
+    gate = Gate()
+    gate.close_after(3)
+    server = make_server(CountingEngine(before_step=gate), stall_seconds=str(STALL))
     assert server.model.is_ready()
     running = server.send("a", input_ids=[1], request_output_len=200, streaming=True)
-    assert running.has_response.wait(10)
-    stuck.gate.clear()
+    assert gate.is_reached.wait(10)
     began = time.monotonic()
     feed = server.send(stats=True)
     waiting = [server.send(f"w{i}", input_ids=[1], request_output_len=5) for i in range(6)]
@@ -64,7 +53,7 @@ def test_a_step_that_never_returns_ends_the_streams_and_readiness(make_server: M
         True,
         FakePbUtils.TritonError.UNAVAILABLE,
     )
-    stuck.gate.set()
+    gate.set()
     wait_until(server.model.is_ready)
     wait_until(lambda: phase_of(server) == "ready")
     assert ids_of(server.ask("a", input_ids=[1], request_output_len=2)) == [1, 2, 3]
@@ -73,13 +62,13 @@ def test_a_step_that_never_returns_ends_the_streams_and_readiness(make_server: M
 
 @pytest.mark.case(88)
 def test_a_model_that_is_stuck_for_good_can_be_unloaded(make_server: MakeServer) -> None:
-    stuck = Stuck()
-    server = make_server(CountingEngine(before_step=stuck), stall_seconds=str(STALL))
-    stuck.gate.clear()
+    gate = Gate()
+    gate.clear()
+    server = make_server(CountingEngine(before_step=gate), stall_seconds=str(STALL))
     sender = server.send(input_ids=[1], request_output_len=5)
     assert sender.is_final.wait(10)
     server.model.finalize()  # returns although the loop does not
-    stuck.gate.set()
+    gate.set()
 
 
 def test_slow_steps_and_idle_times_are_no_stall(make_server: MakeServer) -> None:
