@@ -20,6 +20,7 @@ from scheduler.recording.recorded import (
 )
 
 from inflight_scheduler import ContextChunking, LlmRequest, ScheduledBatch
+from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
@@ -33,8 +34,8 @@ from inflight_scheduler.recording.workload import read_workload
 class DraftingWorld(RecordedWorld):
     """Some get drafts, right ones and wrong ones; then nothing overlaps (see `OverlappedSteps`)."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, seed: int, prices: CostModel | None = None) -> None:
+        super().__init__(settings, prices=prices)
         self.dice = random.Random(seed)
         self.num_accepted = 0
         self.recorder._num_blocks_of = self.manager.num_blocks_of
