@@ -196,6 +196,10 @@ class Simulation:
         self._drafting = set(drafts)
 
     def _set_drafts(self, request: LlmRequest, num_drafts: int) -> None:
+        if request.beams is not None:  # its rows would not all grow by as many blocks
+            raise RecordingError(
+                f"request {request.request_id} has drafts, but it searches with beams"
+            )
         has_context_room = request.is_context_init_state and request.seq_slot is not None
         if has_context_room and num_drafts > request.num_draft_tokens:
             # Its first chunk, before the recording began, has taken room for them.

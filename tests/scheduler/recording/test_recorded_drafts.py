@@ -187,10 +187,16 @@ SETTLED_FIRST = (
     '{"i":2,"t":0,"d":0,"c":[2,4],"f":15}',
 )
 
+SEARCH_WITH_DRAFTS = (
+    '{"i":1,"t":0,"d":0,"a":[[1,5,8,0,0.5,3]],"c":[1,5],"f":12}',
+    '{"i":2,"t":0,"d":0,"g":[1],"m":[[1,0,0,0]],"n":[1,3,3,1],"f":9}',
+)
+
 
 @pytest.mark.parametrize(
     ("lines", "is_overlapped", "message"),
     [
+        (SEARCH_WITH_DRAFTS, True, "request 1 has drafts, but it searches with beams"),
         (SETTLED_FIRST, True, "request 1 ended before this decision"),
         (('{"i":1,"t":0,"d":0,"a":[[1,4,4]],"c":[1,4],"n":[1,2,2,1],"f":14}',), True, "runs on"),
         (
