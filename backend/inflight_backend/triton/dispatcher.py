@@ -185,14 +185,21 @@ class ResponseDispatcher:
         except BaseException:  # the thread must live: nobody else sends
             _logger.exception("a round of responses failed; who is in it ends")
         for item in items:
-            if isinstance(item, _Answer):
-                item.stream.fail("the answer could not be sent")
-            elif isinstance(item, tuple) and (token_stream := self._streams.get(item[0])):
-                self._give_up(item[0], token_stream)
-                if item[2] or item[3]:
-                    del self._streams[item[0]]
-                    token_stream.stream.abandon(_NOT_SENT)
+            try:
+                self._end(item)
+            except BaseException:
+                _logger.exception("not even an end could be sent")
         return 0
+
+    def _end(self, item: _Message | None) -> None:
+        """End whoever an item of a round that failed is for."""
+        if isinstance(item, _Answer):
+            item.stream.fail("the answer could not be sent")
+        elif isinstance(item, tuple) and (token_stream := self._streams.get(item[0])):
+            self._give_up(item[0], token_stream)
+            if item[2] or item[3]:
+                del self._streams[item[0]]
+                token_stream.stream.abandon(_NOT_SENT)
 
     def _send_round(self, items: Sequence[_Message | None]) -> int:
         """Merge per request and send; how many requests were served."""
@@ -222,6 +229,7 @@ class ResponseDispatcher:
         try:
             pieces[request_id].add(tensors, is_final, error)
         except BaseException:
+            _logger.exception("a response of request %d could not be put together", request_id)
             self._give_up(request_id, self._streams.get(request_id))
 
     def _send_piece(self, request_id: int, piece: Piece) -> None:
@@ -239,17 +247,20 @@ class ResponseDispatcher:
             if piece.error:
                 token_stream.stream.send_error(piece.error, _code_of(piece.error))
         except BaseException:  # one client's stream may break, the others go on
+            _logger.exception("sending a response of request %d failed", request_id)
             self._give_up(request_id, token_stream)
             if piece.is_final:
                 token_stream.stream.abandon(_NOT_SENT)
         self._progress.moved()
 
     def _give_up(self, request_id: int, token_stream: TokenStream | BeamStream | None) -> None:
-        """After an exception: stop a request, whose end will be an error."""
-        _logger.exception("sending a response of request %d failed", request_id)
+        """Stop a request, whose end will be an error; never raises."""
         if token_stream is not None:
             token_stream.stream.end_with(_NOT_SENT)
-        self._stop_request(request_id)
+        try:
+            self._stop_request(request_id)
+        except BaseException:
+            _logger.exception("request %d could not be stopped", request_id)
 
     def _send_answer(self, answer: _Answer) -> None:
         try:

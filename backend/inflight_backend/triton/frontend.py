@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -88,7 +87,6 @@ class Frontend:
         self._groups: dict[int, list[int]] = {}  # of requests with several sequences
         self._max_num_sequences = 1
         self._feeds: list[ResponseStream] = []
-        self._lock = threading.Lock()
         self._limits: RequestLimits | None = None
         self._wake: Callable[[], None] = lambda: None
         self._stats_json: Callable[[], str] = lambda: "{}"
@@ -198,9 +196,7 @@ class Frontend:
             if stream.is_cancelled():
                 self.stop_group(number)
         for feed in list(self._feeds):
-            if feed.is_closed:
-                self._feeds.remove(feed)
-            elif feed.is_cancelled():
+            if feed.is_closed or feed.is_cancelled():
                 self._end_feed(feed)
 
     def _check_one_response(self, inputs: Mapping[str, Array], num_answers: int) -> None:
@@ -300,24 +296,23 @@ class Frontend:
 
     def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
-        is_feed = self._is_decoupled and is_streaming(inputs) is not False
-        if is_feed and self._arrivals.is_draining:
+        if not self._is_decoupled or is_streaming(inputs) is False:
+            last = np.array([[self._stats_json().encode()]], dtype=np.object_)
+            stream.send({"stats": last}, is_final=True)
+            return
+        if self._arrivals.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
-        if is_feed and len(self._feeds) >= _MAX_FEEDS:
+        if len(self._feeds) >= _MAX_FEEDS:
             raise CapacityExceeded(
                 f"{_MAX_FEEDS} feeds of statistics are open, which is the limit; "
                 "ask without streaming, or try again later"
             )
-        if is_feed:
-            self._feeds.append(stream)  # before the look at it: who refuses ends the feeds next
-            if refusal := self._arrivals.refusal:
-                with suppress(ValueError):
-                    self._feeds.remove(stream)
-                raise CapacityExceeded(refusal)
-            self._dispatcher.subscribe(stream, self._stats_json)
-        else:
-            last = np.array([[self._stats_json().encode()]], dtype=np.object_)
-            stream.send({"stats": last}, is_final=True)
+        self._feeds.append(stream)  # before the look at it: who refuses ends the feeds next
+        if refusal := self._arrivals.refusal:
+            with suppress(ValueError):
+                self._feeds.remove(stream)
+            raise CapacityExceeded(refusal)
+        self._dispatcher.subscribe(stream, self._stats_json)
 
     def _end_feed(self, feed: ResponseStream) -> None:
         with suppress(ValueError):  # the watchdog may have ended it just now

@@ -96,6 +96,11 @@ def with_request_parameters(
 
 def _is_neutral(key: str, value: Any) -> bool:
     neutral = _NEUTRAL.get(key)
+    if type(neutral) is int:  # a number, which may be a string
+        try:
+            return bool(_number(key, "INT32", value) == neutral)
+        except InvalidRequest:
+            return False
     # Not 0 for false or the reverse: ``"logprobs": 0`` asks for log probabilities.
     return neutral is not None and type(value) is type(neutral) and bool(value == neutral)
 

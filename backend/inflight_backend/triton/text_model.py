@@ -6,6 +6,7 @@ They are for clients that tokenise through the server; `tensorrt_llm` itself tak
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.stream import ResponseFactory
+
+_logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -77,9 +80,12 @@ def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
         if len(num_rows) > 1:
             raise InvalidRequest("the tensors of the request differ in their first dimension")
         outputs = convert(inputs)
-    except (ServingError, ValueError) as error:
+        wanted = set(request.requested_output_names()) or set(outputs)
+        return factory.tensors(
+            {name: np.ascontiguousarray(value) for name, value in outputs.items() if name in wanted}
+        )
+    except ServingError as error:
         return factory.error(str(error), "INVALID_ARG")
-    wanted = set(request.requested_output_names()) or set(outputs)
-    return factory.tensors(
-        {name: np.ascontiguousarray(value) for name, value in outputs.items() if name in wanted}
-    )
+    except BaseException:  # ours, or a panic of the tokenizer: the others of the batch are served
+        _logger.exception("a request could not be converted")
+        return factory.error("the request could not be served")

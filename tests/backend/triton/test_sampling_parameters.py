@@ -38,6 +38,7 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
         ({"ignore_eos": True}, {"end_id": [[-1]]}),
         ({"ignore_eos": False, "seed": None}, {}),
         ({"best_of": 1, "use_beam_search": False, "skip_special_tokens": True}, {}),
+        ({"best_of": "1"}, {}),
         ({"logprobs": False}, {}),
     ],
 )
@@ -79,7 +80,10 @@ def test_requests_without_settings_pass_untouched() -> None:
         (b'{"stop": [{"a": 1, "a": 1}]}', "has the key 'a' twice"),
         ({"surprise": 1}, "'surprise' is not supported; known are"),
         ({"best_of": 2}, "'best_of' is not supported, but for 1"),
+        ({"best_of": "2"}, "'best_of' is not supported, but for 1"),
         ({"best_of": True}, "'best_of' is not supported, but for 1"),
+        ({"best_of": [1]}, "'best_of' is not supported, but for 1"),
+        ({"logprobs": "0"}, "'logprobs' is not supported, but for false"),
         ({"logprobs": 0}, "'logprobs' is not supported, but for false"),
         ({"use_beam_search": True}, "'use_beam_search' is not supported, but for false"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),

@@ -16,6 +16,7 @@ from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 from inflight_backend.status import read_status
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.pieces import Piece
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_scheduler import ScheduledBatch
 
 STALL = "0.5"
@@ -272,6 +273,59 @@ def test_what_escapes_a_round_of_sending_ends_its_streams_and_not_the_thread(
     assert text == "the response could not be sent"
     assert ids_of(server.ask("x", input_ids=[1], request_output_len=2)) == [1, 2, 3]
     wait_until(lambda: not server.model._dispatcher._streams)
+
+
+@pytest.mark.case(118)
+def test_a_round_that_fails_and_a_stop_that_fails_too_end_no_thread(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(CountingEngine())
+    failures = [SystemExit("out"), MemoryError("in the stop")]
+    send_round, stop = ResponseDispatcher._send_round, server.model._frontend.stop
+
+    def fail_in_the_round(self: ResponseDispatcher, items: Any) -> int:
+        if len(failures) == 2:
+            raise failures.pop(0)
+        return send_round(self, items)
+
+    def fail_in_the_stop(number: int) -> None:
+        if len(failures) == 1:
+            raise failures.pop()
+        stop(number)
+
+    monkeypatch.setattr(ResponseDispatcher, "_send_round", fail_in_the_round)
+    monkeypatch.setattr(server.model._frontend, "stop", fail_in_the_stop)
+    victim = server.send(input_ids=[1], request_output_len=200, streaming=True)
+    assert victim.is_final.wait(WAIT)
+    assert last_error(victim) == (
+        "the response could not be sent",
+        FakePbUtils.TritonError.INTERNAL,
+    )
+    assert not failures
+    assert "SystemExit: out" in caplog.text
+    assert "MemoryError: in the stop" in caplog.text
+    assert "NoneType" not in caplog.text
+    assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+
+
+def test_a_feed_that_ends_while_it_is_looked_at_hides_no_other(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine(), cancellation_check_period_ms="60000")
+    frontend = server.model._frontend
+
+    class JustEnded(ResponseStream):
+        """The watchdog ends it between the look at the list and the look at it."""
+
+        @property
+        def is_closed(self) -> bool:
+            frontend._end_feed(self)
+            return True
+
+    other = server.send(stats=True)
+    assert other.has_response.wait(WAIT)
+    other.cancelled = True
+    frontend._feeds.insert(0, JustEnded(FakeSender(), ResponseFactory(FakePbUtils)))
+    frontend.check_cancelled()
+    assert other.is_final.is_set()
 
 
 @pytest.mark.case(92)

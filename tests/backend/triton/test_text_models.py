@@ -172,6 +172,22 @@ def test_a_bad_request_in_a_batch_fails_alone() -> None:
     assert "differ in length" in str(responses[3].error)
 
 
+@pytest.mark.parametrize("error", [ValueError("secret"), BaseException("a panic: secret")])
+def test_a_failure_of_ours_in_a_batch_fails_one_request_and_says_nothing_else(
+    error: BaseException,
+) -> None:
+    def convert(inputs: Any) -> Any:
+        if inputs["QUERY"].item() == b"2":
+            raise error
+        return PREPROCESS(inputs)
+
+    requests = [FakeRequest(query(text)) for text in "123"]
+    responses = respond(FakePbUtils, requests, convert)
+    assert [response.error is None for response in responses] == [True, False, True]
+    assert str(responses[1].error) == "the request could not be served"
+    assert responses[1].error.code == FakePbUtils.TritonError.INTERNAL
+
+
 def test_only_the_outputs_asked_for_are_sent() -> None:
     request = FakeRequest(query("1"), outputs=("INPUT_ID",))
     [response] = respond(FakePbUtils, [request], PREPROCESS)
