@@ -46,6 +46,59 @@ class Raises(OneAtATime):
         raise RuntimeError("a bug in the user's code")
 
 
+class Exits(OneAtATime):
+    """Wants to end the process."""
+
+    def schedule_request(self, *args: object) -> Decision:
+        raise SystemExit(3)
+
+
+class Interrupts(OneAtATime):
+    """Raises what is no `Exception` either."""
+
+    def schedule_request(self, *args: object) -> Decision:
+        raise KeyboardInterrupt
+
+
+class PausesAll(OneAtATime):
+    """Lets contexts run, and then pauses whoever generates."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        running = [r for r in active_requests if r.is_generation_in_progress_state]
+        fresh = [r for r in active_requests if r.is_context_init_state]
+        return ([], [], running) if running else (fresh[:2], [], [])
+
+
+class PausesMidway(OneAtATime):
+    """Cuts contexts, and then pauses whoever is in the middle of one."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        fresh = [r for r in active_requests if r.is_context_init_state]
+        started = [r for r in fresh if r.seq_slot is not None]
+        if started:
+            return [], [], started
+        for request in fresh[:1]:
+            request.context_chunk_size = 1
+        running = [r for r in active_requests if r.is_generation_in_progress_state]
+        return fresh[:1], running, []
+
+
+class CutsAnyway(OneAtATime):
+    """Cuts contexts whether that is enabled or not."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        fresh = [r for r in active_requests if r.is_context_init_state]
+        for request in fresh:
+            request.context_chunk_size = 1
+        return fresh[:1], [r for r in active_requests if r.is_generation_in_progress_state], []
+
+
 class Greedy(OneAtATime):
     """Takes everybody at once, whether blocks are there or not."""
 
@@ -151,6 +204,13 @@ class AsksForMore(ThreeAtOnce):
 
     def __init__(self, max_batch_size: int, max_num_tokens: int, friend: object) -> None:
         super().__init__(max_batch_size, max_num_tokens)
+
+
+class ExitsWhenMade(ThreeAtOnce):
+    """Its constructor wants to end the process."""
+
+    def __init__(self, max_batch_size: int, max_num_tokens: int) -> None:
+        raise SystemExit("no")
 
 
 class GenerationAlone(SimpleScheduler):

@@ -50,7 +50,7 @@ def make_guarded(
     name = scheduler_class.__name__
     try:
         scheduler = _combine(scheduler_class, settings, planner)
-    except Exception as error:
+    except BaseException as error:  # also one that wants to end the process
         raise ConfigurationError(f"scheduler_class {name} cannot be made: {error}") from error
     # A foreign scheduler may have admitted more than any reservation holds, so whoever takes over
     # from it must be able to pause.
@@ -110,7 +110,7 @@ def _make_ours(
 class GuardedScheduler(RequestScheduler):
     """Runs the user's scheduler and checks each decision; a refused one is made by the default.
 
-    A decision that lets nobody run is refused too: nothing would ever change. ``is_overruled``
+    A decision that lets nobody run is refused too, whoever it pauses: nothing would ever change. ``is_overruled``
     tells of the last decision. Requests whose last token is being computed are not shown to it:
     they hold cache, and nothing can be decided about them.
     """
@@ -123,19 +123,14 @@ class GuardedScheduler(RequestScheduler):
         settings: Settings,
         planner: BatchPlanner,
     ) -> None:
-        """``name``: the user's class."""
+        """``name``: the user's class. ``default`` decides when its decision is refused."""
         self.name = name
+        self.default = default
         self._scheduler = scheduler
-        self._default = default
         self._settings = settings
         self._planner = planner
         self._has_warned = False
         self.is_overruled = False
-
-    @property
-    def default(self) -> RequestScheduler:
-        """Who decides when the user's decision is refused."""
-        return self._default
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
@@ -149,10 +144,10 @@ class GuardedScheduler(RequestScheduler):
             decision = self._scheduler.schedule_request(shown, inflight_request_ids)
             checked = self._check(decision, shown, inflight_request_ids)
             is_waiting = inflight_request_ids or len(shown) < len(active_requests)
-            if not any(checked) and not is_waiting:
+            if not (checked[0] or checked[1] or is_waiting):  # pausing alone is no progress
                 raise InvalidDecision(f"none of {len(shown)} active requests runs")
             return checked
-        except Exception as error:
+        except BaseException as error:  # the user's code may want to end the thread
             self.is_overruled = True
             if not self._has_warned:
                 self._has_warned = True
@@ -166,7 +161,7 @@ class GuardedScheduler(RequestScheduler):
             for request in active_requests:  # it may have written chunk sizes
                 if request.is_context_init_state and request.request_id not in inflight_request_ids:
                     request.context_chunk_size = request.context_remaining_length
-            return self._default.schedule_request(active_requests, inflight_request_ids)
+            return self.default.schedule_request(active_requests, inflight_request_ids)
 
     def _check(
         self,

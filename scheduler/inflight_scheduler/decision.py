@@ -24,7 +24,8 @@ def check_decision(
 ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
     """Return ``decision`` as three lists if it can be carried out; changes nothing.
 
-    ``may_chunk``: a context may be cut, so a request of any length can be paused and run again.
+    ``may_chunk``: a context may be cut, so a request of any length can be paused and run again;
+    without it each context runs to its end.
     ``resources``: what there must be enough of besides blocks. Encoder steps are not checked here,
     nor planned: whoever runs them takes them out.
     Raises `InvalidDecision` that names the request and the bound otherwise.
@@ -33,7 +34,7 @@ def check_decision(
     _check_membership([*context, *generation, *paused], active_requests)
     for request in context:
         _check_runnable(request, request.is_context_init_state, "context", inflight_request_ids)
-        _check_chunk(request)
+        _check_chunk(request, may_chunk)
     for request in generation:
         has_last_token = request.state is LlmRequestState.GENERATION_TO_COMPLETE
         is_generation = request.is_generation_in_progress_state and not has_last_token
@@ -90,14 +91,19 @@ def _check_runnable(
         raise InvalidDecision(f"request {request.request_id} is still running in another step")
 
 
-def _check_chunk(request: LlmRequest) -> None:
+def _check_chunk(request: LlmRequest, may_chunk: bool) -> None:
     num_left, size = request.context_remaining_length, request.context_chunk_size
-    # A foreign scheduler may have divided: 3.0 passes as a number and cannot cut a list.
-    if not isinstance(size, int) or not 1 <= size <= num_left:
-        raise InvalidDecision(
-            f"request {request.request_id}: a chunk of {size!r} tokens with {num_left} left; it "
-            f"must be an int in 1..{num_left}"
-        )
+    # A foreign scheduler may have divided: 3.0 passes as a number and cannot cut a list. Or it has
+    # compared: True is 1 for whoever computes, and no size.
+    if type(size) is int and (1 if may_chunk else num_left) <= size <= num_left:
+        return
+    is_bound = (
+        f"an int in 1..{num_left}" if may_chunk else f"{num_left}, since contexts are not cut"
+    )
+    raise InvalidDecision(
+        f"request {request.request_id}: a chunk of {size!r} tokens with {num_left} left; it "
+        f"must be {is_bound}"
+    )
 
 
 def count_step_tokens(

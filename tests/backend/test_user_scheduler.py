@@ -14,15 +14,21 @@ from manager_harness import WAIT, Recorder, request, running
 from user_schedulers import (
     AsksForMore,
     BadChunks,
+    CutsAnyway,
     CutsContexts,
     EveryOtherTime,
+    Exits,
+    ExitsWhenMade,
     FirstOne,
     FirstTwo,
     GenerationAlone,
     Greedy,
+    Interrupts,
     Lazy,
     OneAtATime,
     OwnParts,
+    PausesAll,
+    PausesMidway,
     Raises,
     ShortestFits,
     ThreeAtOnce,
@@ -56,17 +62,23 @@ def test_the_users_scheduler_decides() -> None:
     assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 1
 
 
-@pytest.mark.parametrize("scheduler", [Raises, Greedy, Lazy, BadChunks])
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize(
+    "scheduler",
+    [Raises, Exits, Interrupts, Greedy, Lazy, BadChunks, PausesAll, PausesMidway, CutsAnyway],
+)
 @pytest.mark.case(98)
 def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98
-    scheduler: type, caplog: pytest.LogCaptureFixture
+    scheduler: type, is_overlapped: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder([request(i, [100 * i], 30) for i in range(1, 7)])
-    engine = CountingEngine(num_blocks=16, tokens_per_block=4)
-    with (
-        caplog.at_level(logging.WARNING),
-        running(recorder, engine, params=params_for(scheduler)),
-    ):
+    recorder = Recorder([request(i, [7, 8, 100 * i], 30) for i in range(1, 7)])
+    engine = CountingEngine(num_blocks=17, tokens_per_block=4)
+    params = replace(
+        params_for(scheduler),
+        enable_chunked_context=scheduler is PausesMidway,
+        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+    )
+    with caplog.at_level(logging.WARNING), running(recorder, engine, params=params):
         recorder.wait_for_finals(*range(1, 7))
     for i in range(1, 7):
         assert recorder.tokens(i) == list(range(100 * i + 1, 100 * i + 31))
@@ -199,7 +211,7 @@ def test_a_wrong_name_is_refused(name: str, message: str) -> None:
         find_scheduler_class(name)
 
 
-@pytest.mark.parametrize("scheduler", [AsksForMore, CapacityScheduler])
+@pytest.mark.parametrize("scheduler", [AsksForMore, CapacityScheduler, ExitsWhenMade])
 def test_one_that_cannot_be_made_is_refused(scheduler: type) -> None:
     name = scheduler.__name__
     with (

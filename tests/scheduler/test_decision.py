@@ -38,6 +38,7 @@ class Situation:
             num_free_slots=self.planner.num_free_slots,
             max_batch_size=limits.get("max_batch_size", 8),
             max_num_tokens=limits.get("max_num_tokens", 100),
+            may_chunk=bool(limits.get("may_chunk", True)),
         )
 
 
@@ -73,6 +74,7 @@ BAD: list[tuple[str, Callable[[Situation], Any], str]] = [
     ("no chunk", chunk_of(0), "a chunk of 0 tokens with 4 left"),
     ("chunk past the end", chunk_of(5), "a chunk of 5 tokens with 4 left"),
     ("half a chunk", chunk_of(4 / 2), "a chunk of 2.0 tokens with 4 left; it must be an int"),
+    ("true as a chunk", chunk_of(True), "a chunk of True tokens with 4 left; it must be an int"),
     ("paused while waiting", lambda s: ([], [], [s.three]), "it holds no slot"),
     ("paused when finished", finished, "request 2 cannot be paused"),
     ("beam widths", beam_of_two, r"beam widths \[1, 2\]"),
@@ -113,7 +115,19 @@ def test_refused_over_the_token_budget() -> None:
 def test_refused_pause_that_could_never_resume() -> None:
     s = Situation()
     with pytest.raises(InvalidDecision, match="its 6 tokens could never run again"):
-        s.check(([], [], [s.two]), max_num_tokens=5)
+        s.check(([], [], [s.two]), max_num_tokens=5, may_chunk=False)
+    s.check(([s.three], [], [s.two]), max_num_tokens=5)
+
+
+def test_refused_cut_without_chunked_context() -> None:
+    s = Situation()
+    decision = chunk_of(3)(s)
+    assert s.check(decision) == decision
+    message = "a chunk of 3 tokens with 4 left; it must be 4, since contexts are not cut"
+    with pytest.raises(InvalidDecision, match=message):
+        s.check(decision, may_chunk=False)
+    s.three.context_chunk_size = 4
+    assert s.check(decision, may_chunk=False) == decision
 
 
 def test_refused_without_a_slot() -> None:
