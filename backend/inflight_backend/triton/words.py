@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton.text_bounds import check_table
+
 Encode = Callable[[str], list[int]]
 
 
@@ -35,12 +38,13 @@ def embedding_bias(
 ) -> npt.NDArray[np.float32]:
     """``[num_rows, vocab_size]``: the weight of each word on every token of it.
 
-    ``[num_rows, 0]`` without words. ``ValueError`` unless there is a weight for every word.
+    ``[num_rows, 0]`` without words. `InvalidRequest` unless there is a weight for every word.
     """
     if [len(row) for row in rows] != [len(row) for row in weights]:
-        raise ValueError("EMBEDDING_BIAS_WORDS and EMBEDDING_BIAS_WEIGHTS differ in length")
+        raise InvalidRequest("'EMBEDDING_BIAS_WORDS' and 'EMBEDDING_BIAS_WEIGHTS' differ in length")
     if not any(word for row in rows for word in row):
         return np.zeros((len(rows), 0), dtype=np.float32)
+    check_table("EMBEDDING_BIAS_WORDS", len(rows), vocab_size)
     result = np.zeros((len(rows), vocab_size), dtype=np.float32)
     for bias, words, values in zip(result, rows, weights, strict=True):
         for word, value in zip(words, values, strict=True):
