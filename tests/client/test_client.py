@@ -254,7 +254,6 @@ def test_argument_errors_send_nothing(caller: Caller, local: Local) -> None:
     assert local.triton.arrivals == []
 
 
-@pytest.mark.case(73)
 def test_one_client_carries_many_streams(local: Local) -> None:
     with InflightClient(local.url, protocol=local.protocol) as client:
         streams = [client.stream([start * 100], 20) for start in range(8)]

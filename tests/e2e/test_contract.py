@@ -200,6 +200,21 @@ def test_min_length_holds_the_end_back(client: PeerClient, tokenizer: Tokenizer)
     assert len(client.ask(**values, min_length=15)) >= 15
 
 
+@pytest.mark.case(73)
+def test_the_next_request_may_come_on_the_same_stream(client: PeerClient) -> None:
+    """After an answer, after an error and after a stop; with the same id."""
+    values = {"input_lengths": 1, "request_output_len": 5, "streaming": True}
+    first = client.ask("again", input_ids=[20], **values)
+    with pytest.raises(Exception, match="'request_output_len' is 0"):
+        client.ask("again", input_ids=[20], input_lengths=1, request_output_len=0)
+    client.send("again", text_input="1 2 3", max_tokens=7000, stream=True)
+    next(client.responses())
+    client.send("again", input_ids=[0], stop=True)
+    finals = (is_final for _, _, is_final in client.responses() if is_final)
+    assert [next(finals), next(finals)] == [True, True], "the stopped one and the stop"
+    assert client.ask("again", input_ids=[20], **values) == first
+
+
 @pytest.mark.case(66)
 def test_stop_by_id_ends_a_stream_and_gives_its_blocks_back(
     server: Any, client: PeerClient
@@ -224,6 +239,8 @@ def test_stop_by_id_ends_a_stream_and_gives_its_blocks_back(
     assert_counts(text, 4)
     after = stats_of(server)
     assert after["Used KV cache blocks"] == 0
+    # The stop and two questions travel meanwhile. That it is done in the iteration that runs is
+    # shown by test_triton_model.py.
     assert after["Iteration Counter"] - iteration < 2000
 
 

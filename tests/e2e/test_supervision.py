@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3 4"
 ENDLESS = 8000
-NOTICE_SECONDS = 10.0  # 2 s are promised; five of us share two cores
+NOTICE_SECONDS = 10.0  # 2 s are the aim, which the soak measures; five of us share two cores
 RECOVER_SECONDS = 120.0  # 4 s on a machine that does nothing else
 
 

@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeTensor
-from fuzz.fuzzing import assert_tells_nothing_internal, fuzzing
+from fakes import FakePbUtils, FakeRequest, FakeTensor
+from fuzz.fuzzing import DTYPES, TEXTS, arrays_of, assert_tells_nothing_internal, fuzzing
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import WAIT, Server, ids_of, wait_until
 
-from inflight_backend import gpt_manager, triton_model
 from inflight_client import protocol
 
 QUESTIONS = frozenset({"stats", "why", "recording"})
 SPECS = [spec for spec in protocol.INPUTS if spec.name not in QUESTIONS]
-DTYPES = ["bool", "uint8", "int8", "int32", "int64", "uint64", "float16", "float32", "float64"]
-INTERESTING = [0, 1, -1, 2, 7, 255, 256, 999, 1000, 2**31 - 1, -(2**31), 2**63 - 1, 0.5, 1e38]
-ODD = [float("nan"), float("inf"), -float("inf")]
-TEXTS = st.one_of(
-    st.binary(max_size=40),
-    st.text(max_size=40).map(str.encode),
-    st.sampled_from([b'{"n": 1, "stop": ["x"]}', b'{"max_tokens": 2, "max_tokens": 4}']),
-    st.sampled_from([b"", b"\0", b"\xed\xa0\x80", b"1 2 3", b"\x1b[2J", b"{" * 2000, b"9" * 5000]),
-)
 TEXT = np.array([[b"1 2 3"]], dtype=np.object_)
 
 
@@ -47,23 +32,11 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 def arrays(draw: st.DrawFn, spec: protocol.TensorSpec) -> np.ndarray[Any, Any]:
     """A tensor for ``spec``, mostly of its type."""
     shape = draw(shapes())
-    size = int(np.prod(shape))
     is_right = draw(st.integers(0, 5)) > 0
     if (spec.dtype == "STRING") == is_right:
-        values = draw(st.lists(TEXTS, min_size=size, max_size=size))
-        array = np.empty(size, dtype=np.object_)
-        array[:] = values
-        return array.reshape(shape)
+        return draw(arrays_of(np.dtype(np.object_), shape))
     own = protocol.DTYPE_TO_NUMPY[spec.dtype]
-    dtype = np.dtype(own if is_right else draw(st.sampled_from(DTYPES)))
-    known = st.sampled_from([*INTERESTING, *(ODD if dtype.kind == "f" else [])])
-    numbers = draw(st.lists(known, min_size=size, max_size=size))
-    with np.errstate(all="ignore"):
-        if dtype.kind == "f":
-            return np.array(numbers, dtype=np.float64).astype(dtype).reshape(shape)
-        wrapped = [int(value) & (2 ** (8 * dtype.itemsize) - 1) for value in numbers]
-        unsigned = np.array(wrapped, dtype=f"u{dtype.itemsize}")
-        return (unsigned != 0 if dtype.kind == "b" else unsigned.view(dtype)).reshape(shape)
+    return draw(arrays_of(np.dtype(own if is_right else draw(st.sampled_from(DTYPES))), shape))
 
 
 @st.composite
@@ -77,24 +50,6 @@ def requests(draw: st.DrawFn) -> dict[str, np.ndarray[Any, Any]]:
     if prompt == "text":
         tensors["text_input"] = np.array([[draw(TEXTS)]], dtype=np.object_)
     return tensors
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    """A loaded model that answers text and tokens."""
-    engine = CountingEngine(max_seq_len=64)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        mock.patch.object(triton_model, "exit_with_parent"),
-        mock.patch.object(gpt_manager, "load_engine", return_value=engine),
-        mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}),
-    ):
-        tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.save(str(Path(name) / "tokenizer.json"))
-        server = Server(Path(name), engine)
-        yield server
-        server.model.finalize()
 
 
 def send(server: Server, tensors: dict[str, np.ndarray[Any, Any]], request_id: str = "") -> Any:

@@ -117,6 +117,7 @@ def test_nothing_that_a_lost_step_has_computed_is_reused(is_running_lost: bool) 
     assert (world.manager.num_idle_blocks == 0) == is_running_lost
 
 
+@pytest.mark.case(66, 87)
 def test_numbers_that_failed_are_not_reused() -> None:
     world = make_world(enable_reuse=True)
     request = make_request(0, 8, 4)

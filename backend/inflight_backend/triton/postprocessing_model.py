@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
+from inflight_backend.triton.text_bounds import check_answers
 from inflight_backend.triton.text_model import load_codec, parameters_of, read_switch, respond
 
 Array = npt.NDArray[Any]
@@ -37,6 +38,7 @@ class Postprocessor:
         longest, highest = tokens.shape[2], self._codec.vocab_size - 1
         if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
             raise InvalidRequest(f"'SEQUENCE_LENGTH' must hold numbers from 0 to {longest}")
+        check_answers("SEQUENCE_LENGTH", int(lengths.sum(dtype=np.int64)))
         texts = np.empty(lengths.shape, dtype=np.object_)
         for place in np.ndindex(*lengths.shape):
             ids = tokens[place][: lengths[place]]

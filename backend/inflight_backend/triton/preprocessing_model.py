@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
+from inflight_backend.triton.text_bounds import check_prompts, check_table, check_words
 from inflight_backend.triton.text_model import (
     load_codec,
     parameters_of,
@@ -55,12 +56,15 @@ class Preprocessor:
         self, inputs: Mapping[str, Array], name: str, pad_ids: Array
     ) -> tuple[Array, Array]:
         """Ids ``[num_rows, longest]``, shorter rows padded, and their lengths ``[num_rows, 1]``."""
+        prompts = ["".join(row) for row in texts(inputs, name, len(pad_ids))]
+        check_prompts(name, prompts)
         rows = [
-            self._codec.encode_raw("".join(row), add_special_tokens=self._adds_special_tokens)
-            for row in texts(inputs, name, len(pad_ids))
+            self._codec.encode_raw(prompt, add_special_tokens=self._adds_special_tokens)
+            for prompt in prompts
         ]
         if not all(rows):
             raise InvalidRequest(f"'{name}' is empty: a prompt needs at least one token")
+        check_table(name, len(rows), max(map(len, rows)))
         lengths = np.array([[len(row)] for row in rows], dtype=np.int32)
         ids = np.repeat(pad_ids, lengths.max(), axis=1)
         for target, row in zip(ids, rows, strict=True):
@@ -74,12 +78,12 @@ class Preprocessor:
         return {"DECODER_INPUT_ID": ids, "REQUEST_DECODER_INPUT_LEN": lengths}
 
     def _words(self, inputs: Mapping[str, Array], name: str, num_rows: int) -> Array:
-        return word_ids(texts(inputs, name, num_rows), self._encode_word)
+        return word_ids(_read_words(inputs, name, num_rows), self._encode_word)
 
     def _bias(self, inputs: Mapping[str, Array], num_rows: int) -> Array:
         weights = inputs.get("EMBEDDING_BIAS_WEIGHTS", np.zeros((num_rows, 0), dtype=np.float32))
         return embedding_bias(
-            texts(inputs, "EMBEDDING_BIAS_WORDS", num_rows),
+            _read_words(inputs, "EMBEDDING_BIAS_WORDS", num_rows),
             [row.reshape(-1).tolist() for row in weights],
             self._encode_word,
             self._codec.vocab_size,
@@ -106,6 +110,13 @@ class TritonPythonModel:
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request."""
         return respond(self._pb_utils, requests, self._convert)
+
+
+def _read_words(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[str]]:
+    """The words of every row."""
+    rows = texts(inputs, name, num_rows)
+    check_words(name, rows)
+    return rows
 
 
 def _ids(inputs: Mapping[str, Array], name: str, num_rows: int, default: int) -> Array:

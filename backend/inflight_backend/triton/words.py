@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton.text_bounds import check_table
 
 Encode = Callable[[str], list[int]]
 
@@ -43,6 +44,7 @@ def embedding_bias(
         raise InvalidRequest("'EMBEDDING_BIAS_WORDS' and 'EMBEDDING_BIAS_WEIGHTS' differ in length")
     if not any(word for row in rows for word in row):
         return np.zeros((len(rows), 0), dtype=np.float32)
+    check_table("EMBEDDING_BIAS_WORDS", len(rows), vocab_size)
     result = np.zeros((len(rows), vocab_size), dtype=np.float32)
     for bias, words, values in zip(result, rows, weights, strict=True):
         for word, value in zip(words, values, strict=True):

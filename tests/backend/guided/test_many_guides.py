@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from backend.guided.test_compiler import TOKENIZER, VOCAB_SIZE, compile_guide
 from manager_harness import WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend.errors import CapacityExceeded, ServingError
+from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError
+from inflight_backend.gpt_manager import GptManager
 from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
@@ -106,6 +108,44 @@ def test_a_library_that_breaks_is_an_error_and_may_work_next_time(
     assert compile_guide(own, regex(1)).consume_token(own.load_tokenizer().tokenize_str("a")[0])
     own.close()
     assert own._num_workers == 0
+
+
+@pytest.mark.case(89)
+def test_a_loop_that_fails_tells_those_who_wait_for_their_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_compile, to_grammar = threading.Event(), module.to_grammar
+    monkeypatch.setattr(
+        module, "to_grammar", lambda guide: may_compile.wait(WAIT) and to_grammar(guide)
+    )
+    failures = [RuntimeError("ours"), SystemExit("of a callback")]
+
+    def fail(manager: GptManager) -> None:
+        if manager._intake and failures:
+            raise failures.pop()
+
+    guided: dict[str, Any] = {
+        "guided_decoding_guide_type": "regex",
+        "guided_decoding_guide": "[ab]{2}",
+    }
+    recorder = Recorder()
+    params = TrtGptModelOptionalParams(max_batch_size=8, device="cpu", max_num_tokens=64)
+    with running(recorder, DEMO_MODEL, params=params) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(GptManager, "finish_timed_out_requests", fail)
+            for number in (1, 2):
+                recorder.pending.append(request(number, [5], 3, **guided))
+                manager.wake()
+                recorder.wait_for_finals(number)
+        may_compile.set()
+        for number in (1, 2):
+            error = "the batch manager failed while it held this request"
+            assert recorder.responses[number] == [([], True, error)]
+        recorder.pending.append(request(1, [5], 3, **guided))
+        manager.wake()
+        wait_until(lambda: len(recorder.responses[1]) > 1)
+        recorder.wait_for_finals(1)
+        assert recorder.responses[1][-1][2] == "", "its id is free, and it is guided"
 
 
 @pytest.mark.case(55)

@@ -143,6 +143,7 @@ def test_a_send_that_raises_is_told_when_its_request_is_free() -> None:
             told.step("ok")
         told.finish(is_unloaded=False)
         assert str(sender.responses[-1].error) == "the response could not be sent"
+        assert len(told.server.engine.batches) < 20, "it is stopped, not served to its end"
 
 
 @pytest.mark.case(62)

@@ -14,6 +14,7 @@ from inflight_backend.text import TextCodec
 from inflight_backend.triton.postprocessing_model import Postprocessor
 from inflight_backend.triton.preprocessing_model import Preprocessor
 from inflight_backend.triton.text_model import read_switch, respond
+from inflight_backend.triton.words import embedding_bias
 
 CODEC = TextCodec(DEMO_MODEL)
 BEGIN, END = 0, 1
@@ -186,6 +187,62 @@ def test_a_failure_of_ours_in_a_batch_fails_one_request_and_says_nothing_else(
     assert [response.error is None for response in responses] == [True, False, True]
     assert str(responses[1].error) == "the request could not be served"
     assert responses[1].error.code == FakePbUtils.TritonError.INTERNAL
+
+
+@pytest.mark.case(34, 122)
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (query("1" * 2**22, "1"), "'QUERY' holds 4194305 characters, more than 4194304"),
+        (
+            query("1" * 70_000, *["1"] * 255),
+            "'QUERY' would become 256 rows of 70001 numbers each, more than 16777216 in all",
+        ),
+        (
+            query("1", "2", STOP_WORDS_DICT=strings(["a"], ["b" * 4097])),
+            "'STOP_WORDS_DICT' holds 4097 characters in a row, more than 4096",
+        ),
+        (
+            query("1", BAD_WORDS_DICT=strings(["a"] * 1025)),
+            "'BAD_WORDS_DICT' holds 1025 texts in a row, more than 1024",
+        ),
+        (
+            query(
+                "1",
+                EMBEDDING_BIAS_WORDS=strings(["a"] * 1025),
+                EMBEDDING_BIAS_WEIGHTS=np.ones((1, 1025), np.float32),
+            ),
+            "'EMBEDDING_BIAS_WORDS' holds 1025 texts in a row, more than 1024",
+        ),
+        (
+            query("1", "1", DECODER_QUERY=strings(["1"], ["1" * 2**22])),
+            "'DECODER_QUERY' holds 4194305 characters, more than 4194304",
+        ),
+    ],
+)
+def test_what_is_too_much_is_named(inputs: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        PREPROCESS(inputs)
+
+
+@pytest.mark.case(122)
+def test_a_bias_for_very_many_rows_is_named() -> None:
+    words = [["a"]] * 256
+    with pytest.raises(InvalidRequest, match="256 rows of 150000 numbers each, more than 16777216"):
+        embedding_bias(words, [[1.0]] * 256, ids, 150_000)
+
+
+@pytest.mark.case(122)
+def test_answers_that_are_too_long_are_named() -> None:
+    with pytest.raises(
+        InvalidRequest, match="'SEQUENCE_LENGTH' asks for 4194305 tokens, more than 4194304"
+    ):
+        POSTPROCESS(
+            {
+                "TOKENS_BATCH": np.zeros((1, 1, 2**22 + 1), np.int32),
+                "SEQUENCE_LENGTH": np.array([[2**22 + 1]], np.int32),
+            }
+        )
 
 
 def test_only_the_outputs_asked_for_are_sent() -> None:

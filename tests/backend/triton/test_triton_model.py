@@ -144,7 +144,10 @@ def test_duplicate_id_in_flight_is_refused_and_the_first_goes_on(  # case 56, 57
     assert ids_of(server.ask("job", input_ids=[50], request_output_len=1)) == [50, 51]
 
 
-def test_stop_by_id_ends_a_running_stream(server: Server, gate: Gate) -> None:
+@pytest.mark.case(66)
+def test_stop_by_id_ends_a_running_stream_in_the_iteration_that_runs(
+    server: Server, gate: Gate
+) -> None:
     gate.close_after(3)
     sender = server.send("job", input_ids=[1], request_output_len=200, streaming=True)
     assert gate.is_reached.wait(WAIT)
@@ -152,6 +155,8 @@ def test_stop_by_id_ends_a_running_stream(server: Server, gate: Gate) -> None:
     assert [response.output_tensors for response in ack.responses] == [[]]
     gate.set()
     assert sender.is_final.wait(WAIT)
+    assert len(server.engine.batches) == 4, "three before, and the one that ran"
+    assert server.model._manager._batcher.block_manager.num_used_blocks == 0
     ids = ids_of(sender)
     assert ids == list(range(2, 2 + len(ids)))
     assert len(ids) < 200

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeRequest, FakeResponse, FakeSender, FakeTensor
+from fakes import FakePbUtils, FakeRequest, FakeSender
+from relay_harness import calling
 from triton_harness import WAIT, Server, error_of
 
 from inflight_backend.triton.vllm_model import TritonPythonModel
@@ -17,54 +18,11 @@ from inflight_backend.triton.vllm_model import TritonPythonModel
 Ask = Callable[..., FakeSender]
 
 
-class Answer:
-    """What ``pb_utils`` gives to one who calls another model."""
-
-    def __init__(self, response: FakeResponse) -> None:
-        self._response = response
-
-    def has_error(self) -> bool:
-        return self._response.error is not None
-
-    def error(self) -> Answer:
-        return self
-
-    def message(self) -> str:
-        return str(self._response.error)
-
-    def output_tensors(self) -> list[FakeTensor]:
-        return self._response.output_tensors
-
-
 @pytest.fixture
 def ask(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
     """Send one request to ``vllm_model`` and wait for its end."""
 
-    class Inner(FakeRequest):
-        def __init__(
-            self,
-            model_name: str,
-            requested_output_names: list[str],
-            inputs: list[FakeTensor],
-            request_id: str,
-            parameters: dict[str, bool],
-        ) -> None:
-            assert model_name == "tensorrt_llm"
-            tensors = {tensor.name(): tensor.as_numpy() for tensor in inputs}
-            super().__init__(
-                tensors, request_id, tuple(requested_output_names), json.dumps(parameters)
-            )
-
-        def exec(self, decoupled: bool) -> list[Answer]:
-            assert decoupled
-            server.model.execute([self])
-            assert self.sender.is_final.wait(WAIT)
-            return [Answer(response) for response in self.sender.responses]
-
-    class Utils(FakePbUtils):
-        InferenceRequest = Inner
-
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", Utils)
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", calling(server))
     model = TritonPythonModel()
     config = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
     model.initialize({"model_config": json.dumps(config)})

@@ -1,0 +1,34 @@
+"""A loaded model for the fuzzers of requests."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from fakes import CountingEngine, FakePbUtils
+from tokenizers import Tokenizer, models, pre_tokenizers
+from triton_harness import Server
+
+from inflight_backend import gpt_manager, triton_model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A loaded model that answers text and tokens."""
+    engine = CountingEngine(max_seq_len=64)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        mock.patch.object(triton_model, "exit_with_parent"),
+        mock.patch.object(gpt_manager, "load_engine", return_value=engine),
+        mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}),
+    ):
+        tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        tokenizer.save(str(Path(name) / "tokenizer.json"))
+        server = Server(Path(name), engine)
+        yield server
+        server.model.finalize()
