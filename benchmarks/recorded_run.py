@@ -80,6 +80,7 @@ def run_recorded(
     tokens_per_block: int = 16,
     max_num_tokens: int = 512,
     max_seq_len: int = 512,
+    enable_block_reuse: bool = True,
 ) -> None:
     """Run ``requests`` to their end and leave the recording at ``path``."""
     params = TrtGptModelOptionalParams(
@@ -89,7 +90,9 @@ def run_recorded(
         device="cpu",
         record_file=str(path),
         kv_cache_config=KvCacheConfig(
-            max_tokens=num_blocks * tokens_per_block, tokens_per_block=tokens_per_block
+            max_tokens=num_blocks * tokens_per_block,
+            tokens_per_block=tokens_per_block,
+            enable_block_reuse=enable_block_reuse,
         ),
     )
     clients = _Clients(requests)

@@ -2,8 +2,9 @@
 
 The demo model on the CPU, open-loop Poisson arrivals. Each round records the base settings, learns
 from that recording, predicts the other settings, and measures them right after, twice: how far two
-runs of the same settings lie apart is what no prediction can beat. Errors are taken within a round;
-reported are the median, the least and the largest over the rounds.
+runs of the same settings lie apart is what no prediction can beat. All that once without block
+reuse and once with it, the server's default. Errors are taken within a round; reported are the
+median, the least and the largest over the rounds.
 
     python benchmarks/whatif.py --rounds 5
 """
@@ -15,6 +16,7 @@ import random
 import statistics
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,10 @@ from inflight_scheduler.recording.workload import read_workload
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 BASE: dict[str, Any] = {"policy": GUARANTEED, "num_blocks": 48, "max_batch_size": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "without block reuse": {"enable_block_reuse": False},
+    "with block reuse": {"enable_block_reuse": True},
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "max_utilization": {"policy": MAX_UTILIZATION},
     "twice the blocks": {"num_blocks": 96},
@@ -68,10 +74,12 @@ class Trial(NamedTuple):
     again: Summary
 
 
-def one_round(requests: list[TimedRequest], folder: Path) -> tuple[float, dict[str, Trial]]:
+def one_round(
+    requests: list[TimedRequest], folder: Path, case: dict[str, Any]
+) -> tuple[float, dict[str, Trial]]:
     """Error of the fit, and what came out by setting."""
     path = folder / "base.jsonl"
-    measured = measure(requests, path, {})
+    measured = measure(requests, path, case)
     with open_recording(path) as reader:
         settings = reader.header.settings
         workload = read_workload(reader)
@@ -83,8 +91,9 @@ def one_round(requests: list[TimedRequest], folder: Path) -> tuple[float, dict[s
             predict(changed, workload.jobs, cost.scaled(factor), book=workload.book)
             for factor in (1.0, 0.9, 1.1)
         )
-        first = measured if not changes else measure(requests, folder / "other.jsonl", changes)
-        again = measure(requests, folder / "other.jsonl", changes)
+        run = partial(measure, requests, folder / "other.jsonl", {**case, **changes})
+        first = measured if not changes else run()
+        again = run()
         trials[name] = Trial(predicted, fast, slow, first, again)
     return cost.relative_error, trials
 
@@ -110,6 +119,24 @@ def compare(trials: list[Trial], metric: str) -> dict[str, Any]:
     }
 
 
+def summarize(case: str, rounds: list[tuple[float, dict[str, Trial]]]) -> dict[str, Any]:
+    """All rounds of one case, by setting and metric; the errors are printed as well."""
+    settings: dict[str, Any] = {}
+    for name in ("as recorded", *OTHERS):
+        trials = [trials[name] for _, trials in rounds]
+        found = {metric: compare(trials, metric) for metric in METRICS}
+        for metric, values in found.items():
+            error, noise = values["error_percent"], values["error_percent_of_measuring_again"]
+            print(
+                f"{case:19} {name:16} {metric:17} {error['median']:+6.1f} %  "
+                f"again {noise['median']:+.1f} %"
+            )
+        largest = [trial.predicted.max_batch for trial in trials]
+        settings[name] = {**found, "largest_batch": round(statistics.median(largest))}
+    error = statistics.median(error for error, _ in rounds)
+    return {"mean_error_of_an_iteration_percent": round(100 * error, 1), "settings": settings}
+
+
 def main() -> None:
     """Run the rounds and write benchmarks/results/whatif.json."""
     parser = argparse.ArgumentParser()
@@ -119,30 +146,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     requests = make_requests(args.requests, args.rate, seed=1)
-    rounds = []
+    rounds: dict[str, list[tuple[float, dict[str, Trial]]]] = {name: [] for name in CASES}
     with tempfile.TemporaryDirectory() as folder:
         run_recorded(requests[:10], Path(folder) / "warm.jsonl", **BASE)
         for number in range(args.rounds):
-            rounds.append(one_round(requests, Path(folder)))
+            for name, case in CASES.items():
+                rounds[name].append(one_round(requests, Path(folder), case))
             print(f"round {number + 1} of {args.rounds} done", flush=True)
-    settings: dict[str, Any] = {}
-    for name in ("as recorded", *OTHERS):
-        trials = [trials[name] for _, trials in rounds]
-        settings[name] = {metric: compare(trials, metric) for metric in METRICS}
-        largest = [trial.predicted.max_batch for trial in trials]
-        settings[name]["largest_batch"] = round(statistics.median(largest))
-        for metric, found in settings[name].items():
-            if isinstance(found, dict):
-                error, noise = found["error_percent"], found["error_percent_of_measuring_again"]
-                print(f"{name:18} {metric:18} {error['median']:+6.1f} %  again {noise['median']:+}")
     result = {
         **describe_run("torch", "inflight"),
         "workload": {"requests": args.requests, "rate": args.rate, "rounds": args.rounds},
         "base": {**BASE, "policy": BASE["policy"].name.lower()},
-        "mean_error_of_an_iteration_percent": round(
-            100 * statistics.median(error for error, _ in rounds), 1
-        ),
-        "settings": settings,
+        "cases": {name: summarize(name, rounds[name]) for name in CASES},
     }
     print(write_result("whatif", result, args.output))
 
