@@ -38,10 +38,10 @@ from inflight_scheduler import (
     WaitReason,
     explain,
     explain_left_out,
-    make_scheduler,
     refusal_reason,
 )
 from inflight_scheduler.recording.files import RecordingFile, set_aside
+from inflight_scheduler.recording.in_force import scheduler_of
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 
@@ -297,13 +297,7 @@ class InflightBatcher:
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:
-            return make_scheduler(
-                self.policy,
-                self.block_manager,
-                max_batch_size=self._max_batch_size,
-                max_num_tokens=self.engine.max_num_tokens,
-                chunking=self._chunking,
-            )
+            return scheduler_of(self.policy, self._settings, self.planner)
         scheduler_class = find_scheduler_class(params.scheduler_class)
         return make_guarded(scheduler_class, self._settings, self.planner)
 

@@ -12,16 +12,14 @@ from inflight_backend.private_log import get_logger
 from inflight_scheduler import (
     BatchPlanner,
     CapacityScheduler,
-    CapacitySchedulerPolicy,
     InvalidDecision,
     LlmRequest,
     LlmRequestState,
     MicroBatchScheduler,
     RequestScheduler,
     SimpleScheduler,
-    check_decision,
-    make_scheduler,
 )
+from inflight_scheduler.recording.in_force import check_possible, scheduler_of, stand_in
 from inflight_scheduler.recording.records import Settings
 
 _logger = get_logger(__name__)
@@ -52,17 +50,14 @@ def make_guarded(
         scheduler = _combine(scheduler_class, settings, planner)
     except BaseException as error:  # also one that wants to end the process
         raise ConfigurationError(f"scheduler_class {name} cannot be made: {error}") from error
-    # A foreign scheduler may have admitted more than any reservation holds, so whoever takes over
-    # from it must be able to pause.
-    default = _make_ours(CapacitySchedulerPolicy.MAX_UTILIZATION, settings, planner)
-    return GuardedScheduler(name, scheduler, default, settings, planner)
+    return GuardedScheduler(name, scheduler, settings, planner)
 
 
 def _combine(
     scheduler_class: type[Any], settings: Settings, planner: BatchPlanner
 ) -> RequestScheduler:
     """Make the user's class; what answers only one of the two questions gets ours beside it."""
-    ours = _make_ours(settings.policy, settings, planner)
+    ours = scheduler_of(settings.policy, settings, planner)
     micro_batch = ours.micro_batch_scheduler
     blocks, batch_size = planner.block_manager, settings.max_batch_size
     if issubclass(scheduler_class, CapacityScheduler):
@@ -95,37 +90,24 @@ def _make(scheduler_class: type[Any], *arguments: object, **options: object) -> 
     return scheduler_class(*arguments, **taken)
 
 
-def _make_ours(
-    policy: CapacitySchedulerPolicy, settings: Settings, planner: BatchPlanner
-) -> SimpleScheduler:
-    return make_scheduler(
-        policy,
-        planner.block_manager,
-        max_batch_size=settings.max_batch_size,
-        max_num_tokens=settings.max_num_tokens,
-        chunking=settings.chunking,
-    )
-
-
 class GuardedScheduler(RequestScheduler):
     """Runs the user's scheduler and checks each decision; a refused one is made by the default.
 
-    A decision that lets nobody run is refused too, whoever it pauses: nothing would ever change. ``is_overruled``
-    tells of the last decision. Requests whose last token is being computed are not shown to it:
-    they hold cache, and nothing can be decided about them.
+    A decision that lets nobody run is refused too, whoever it pauses: nothing would ever change.
+    ``is_overruled`` tells of the last decision. Requests whose last token is being computed are not
+    shown to it: they hold cache, and nothing can be decided about them.
     """
 
     def __init__(
         self,
         name: str,
         scheduler: RequestScheduler,
-        default: RequestScheduler,
         settings: Settings,
         planner: BatchPlanner,
     ) -> None:
-        """``name``: the user's class. ``default`` decides when its decision is refused."""
+        """``name``: the user's class. `default` decides when its decision is refused."""
         self.name = name
-        self.default = default
+        self.default = stand_in(settings, planner)
         self._scheduler = scheduler
         self._settings = settings
         self._planner = planner
@@ -142,7 +124,9 @@ class GuardedScheduler(RequestScheduler):
             if not shown:
                 return [], [], []
             decision = self._scheduler.schedule_request(shown, inflight_request_ids)
-            checked = self._check(decision, shown, inflight_request_ids)
+            checked = check_possible(
+                decision, shown, self._settings, self._planner, inflight_request_ids
+            )
             is_waiting = inflight_request_ids or len(shown) < len(active_requests)
             if not (checked[0] or checked[1] or is_waiting):  # pausing alone is no progress
                 raise InvalidDecision(f"none of {len(shown)} active requests runs")
@@ -162,20 +146,3 @@ class GuardedScheduler(RequestScheduler):
                 if request.is_context_init_state and request.request_id not in inflight_request_ids:
                     request.context_chunk_size = request.context_remaining_length
             return self.default.schedule_request(active_requests, inflight_request_ids)
-
-    def _check(
-        self,
-        decision: object,
-        shown: Sequence[LlmRequest],
-        inflight_request_ids: Collection[int],
-    ) -> Decision:
-        return check_decision(
-            decision,
-            shown,
-            inflight_request_ids,
-            block_manager=self._planner.block_manager,
-            num_free_slots=self._planner.num_free_slots,
-            max_batch_size=self._settings.max_batch_size,
-            max_num_tokens=self._settings.max_num_tokens,
-            may_chunk=self._settings.chunking is not None,
-        )

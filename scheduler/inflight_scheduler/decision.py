@@ -97,12 +97,10 @@ def _check_chunk(request: LlmRequest, may_chunk: bool) -> None:
     # compared: True is 1 for whoever computes, and no size.
     if type(size) is int and (1 if may_chunk else num_left) <= size <= num_left:
         return
-    is_bound = (
-        f"an int in 1..{num_left}" if may_chunk else f"{num_left}, since contexts are not cut"
-    )
+    bound = f"an int in 1..{num_left}" if may_chunk else f"{num_left}, since contexts are not cut"
     raise InvalidDecision(
         f"request {request.request_id}: a chunk of {size!r} tokens with {num_left} left; it "
-        f"must be {is_bound}"
+        f"must be {bound}"
     )
 
 

@@ -25,9 +25,9 @@ from inflight_scheduler import (
 )
 from inflight_scheduler.recording.cost_model import fit_cost_model
 from inflight_scheduler.recording.files import RecordingReader, open_recording
+from inflight_scheduler.recording.in_force import Lists
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.replay import ReplayResult, replay
-from inflight_scheduler.recording.simulation import Lists
 from inflight_scheduler.recording.whatif import Clock, predict
 from inflight_scheduler.recording.workload import read_workload
 

@@ -29,8 +29,8 @@ from inflight_scheduler import (
     explain,
     make_scheduler,
 )
+from inflight_scheduler.recording.in_force import Lists
 from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.simulation import Lists
 
 
 def reasons_of(

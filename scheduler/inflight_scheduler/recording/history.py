@@ -18,10 +18,11 @@ from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.header import Header
+from inflight_scheduler.recording.in_force import Lists, scheduler_of, stand_in
 from inflight_scheduler.recording.records import Iteration, Settings
-from inflight_scheduler.recording.simulation import Lists, Simulation, scheduler_of
+from inflight_scheduler.recording.simulation import Simulation
 from inflight_scheduler.request import LlmRequest, LlmRequestState
-from inflight_scheduler.scheduler import CapacitySchedulerPolicy, RequestScheduler
+from inflight_scheduler.scheduler import RequestScheduler
 
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 
@@ -283,9 +284,9 @@ class _Follower:
 
 def _scheduler_in_force(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
     """Whose reasons can be told: ours, or the one that takes over from a user's."""
-    is_ours = settings.scheduler_class is None
-    policy = settings.policy if is_ours else CapacitySchedulerPolicy.MAX_UTILIZATION
-    return scheduler_of(policy, settings, planner)
+    if settings.scheduler_class is None:
+        return scheduler_of(settings.policy, settings, planner)
+    return stand_in(settings, planner)
 
 
 def _is_new(span: Span, reason: WaitReason | str | None) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.in_force import Lists
 from inflight_scheduler.recording.palette import count
 from inflight_scheduler.recording.records import (
     Chunk,
@@ -14,7 +15,6 @@ from inflight_scheduler.recording.records import (
     Iteration,
 )
 from inflight_scheduler.recording.simulation import (
-    Lists,
     MakeScheduler,
     Simulation,
     default_scheduler,

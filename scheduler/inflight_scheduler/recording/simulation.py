@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.beam_search import BeamStep
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.decision import check_decision
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.beams import BeamEntries, Moves, is_possible
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.in_force import Lists, check_possible, scheduler_of
 from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import (
     MadeUpText,
@@ -37,17 +37,10 @@ from inflight_scheduler.recording.records import (
 )
 from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step, drawn_tokens
 from inflight_scheduler.request import LlmRequest, LlmRequestState
-from inflight_scheduler.scheduler import (
-    CapacitySchedulerPolicy,
-    RequestScheduler,
-    make_scheduler,
-)
+from inflight_scheduler.scheduler import RequestScheduler
 
 MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
 """A scheduler for the settings, over the blocks and slots of the planner."""
-
-Lists = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
-"""Context, generation and paused requests: a decision."""
 
 
 def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
@@ -58,22 +51,6 @@ def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestSched
             "it is needed to decide again: give it with --scheduler-class"
         )
     return scheduler_of(settings.policy, settings, planner)
-
-
-def scheduler_of(
-    policy: CapacitySchedulerPolicy, settings: Settings, planner: BatchPlanner
-) -> RequestScheduler:
-    """Our scheduler for ``policy``, with the other settings."""
-    try:
-        return make_scheduler(
-            policy,
-            planner.block_manager,
-            max_batch_size=settings.max_batch_size,
-            max_num_tokens=settings.max_num_tokens,
-            chunking=settings.chunking,
-        )
-    except ValueError as error:
-        raise RecordingError(f"these settings contradict one another: {error}") from None
 
 
 class Simulation:
@@ -105,7 +82,10 @@ class Simulation:
             may_copy_blocks=settings.may_copy_blocks,
         )
         self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
-        self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        try:
+            self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        except ValueError as error:
+            raise RecordingError(f"these settings contradict one another: {error}") from None
         self._drafting: set[int] = set()  # who had drafts at the last decision
         self.book: TextBook | None = None
         if settings.enable_reuse:
@@ -231,15 +211,8 @@ class Simulation:
         generation = [self._known(request_id) for request_id in decision.generation]
         paused = [self._known(request_id) for request_id in decision.paused]
         try:
-            return check_decision(
-                (context, generation, paused),
-                self.active,
-                block_manager=self.block_manager,
-                num_free_slots=self.planner.num_free_slots,
-                max_batch_size=self.settings.max_batch_size,
-                max_num_tokens=self.settings.max_num_tokens,
-                may_chunk=self.settings.chunking is not None,
-            )
+            lists = context, generation, paused
+            return check_possible(lists, self.active, self.settings, self.planner)
         except InvalidDecision as error:
             raise RecordingError(f"this decision cannot have been made: {error}") from None
 

@@ -30,9 +30,9 @@ from inflight_scheduler.recording import likeness, texts
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.cost_model import CostModel, Load
 from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.in_force import Lists, scheduler_of
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.simulation import Lists, scheduler_of
 from inflight_scheduler.recording.whatif import Clock
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT

@@ -10,8 +10,8 @@ from scheduler.world import make_request
 
 from inflight_scheduler import BatchPlanner, BeamParams, LlmRequest, ScheduledBatch
 from inflight_scheduler.beam_search import Candidate
+from inflight_scheduler.recording.in_force import Lists, scheduler_of
 from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.simulation import Lists, scheduler_of
 
 MAX_BEAMS = 3
 

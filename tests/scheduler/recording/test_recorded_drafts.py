@@ -24,10 +24,10 @@ from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
+from inflight_scheduler.recording.in_force import Lists
 from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.records import Decision, Drafts, Iteration, Settings
 from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.simulation import Lists
 from inflight_scheduler.recording.workload import read_workload
 
 

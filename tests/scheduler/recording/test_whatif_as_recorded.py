@@ -31,11 +31,11 @@ from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header, header_fields, read_header
 from inflight_scheduler.recording.history import build_history
+from inflight_scheduler.recording.in_force import Lists, scheduler_of
 from inflight_scheduler.recording.latency import Latencies, Summary
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.simulation import Lists, scheduler_of
 from inflight_scheduler.recording.whatif import Clock, predict
 from inflight_scheduler.recording.workload import Job, RecordedWorkload, read_workload
 
