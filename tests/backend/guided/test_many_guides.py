@@ -14,7 +14,7 @@ from backend.guided.test_compiler import TOKENIZER, VOCAB_SIZE, compile_guide
 from manager_harness import WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError
+from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
