@@ -21,6 +21,12 @@ class RefusalText(str):
     __slots__ = ()
 
 
+class CapacityText(str):
+    """The message of a `CapacityExceeded` that was raised after the request had been accepted."""
+
+    __slots__ = ()
+
+
 class RequestInFlight(ServingError):
     """A request with this id is still being processed."""
 

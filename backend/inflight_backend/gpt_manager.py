@@ -209,9 +209,9 @@ class GptManager:
         """Ask for requests and stop signals now instead of at the next poll; from any thread."""
         self._wake.set()
 
-    def why(self, request_id: int) -> Future[dict[str, Any]]:
-        """What an active request does, and why it does not run; from any thread."""
-        return self._ask(lambda: describe_wait(self._batcher, request_id))
+    def why(self, *request_ids: int) -> Future[dict[str, Any]]:
+        """What the first of these that is active does, and why not run; from any thread."""
+        return self._ask(lambda: describe_wait(self._batcher, *request_ids))
 
     def recording(self) -> Future[Iterator[str]]:
         """The lines of what was decided lately (see `FlightRecorder`); from any thread."""
@@ -231,14 +231,13 @@ class GptManager:
         """Have the worker thread answer a question between two iterations."""
         future = self._questions.ask(question)
         self._wake.set()
-        if not self._thread.is_alive():
-            self._questions.answer()  # nobody else changes anything now
         return future
 
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
         while not self._is_closing or self._active or self._intake:
+            self.health.turn_begins()
             try:
                 self._iterate()
             except BaseException:  # our bug, or a callback that wants to end the thread
@@ -246,17 +245,20 @@ class GptManager:
                 with self.health.recovering():
                     self._start_afresh()
             self._questions.answer()  # also of a loop that fails again and again
+            self.health.turn_ends(has_work=bool(self._active))
             if self._is_idle and not self._steps.is_running:
                 self._wake.wait(_IDLE_POLL_SECONDS)
                 self._wake.clear()
-        self._batcher.recorder.close()
-        self._guide_service.close()
-        self._questions.answer()
+        try:
+            self._batcher.recorder.close()
+            self._guide_service.close()
+        finally:
+            self._questions.close()
 
     def _iterate(self) -> None:
         if not self._is_closing:
             self.fetch_new_requests()
-        self._intake.take_in()
+        self._intake.admit_ready()
         was_active = bool(self._active)
         self.finish_timed_out_requests()
         self.step()
@@ -269,7 +271,7 @@ class GptManager:
             self._stats = self._measure()
 
     def fetch_new_requests(self) -> None:
-        """Get new requests, for the intake."""
+        """Get new requests and take them in."""
         room = self.max_num_requests - self.get_num_active_requests()
         room = max(room, 0)  # negative would mean unbounded
         for request in self._call_for_list("get_inference_requests", self._get_cb, room):
@@ -277,7 +279,7 @@ class GptManager:
             if is_request and request.request_id == self._terminate_req_id:
                 self._is_closing = True
             else:
-                self._intake.put(request)
+                self._intake.accept(request)
 
     def finish_timed_out_requests(self) -> None:
         """End requests past a deadline; without any token that is an error with the reason."""

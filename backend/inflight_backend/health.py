@@ -1,7 +1,8 @@
 """Whether the batch manager makes progress: written by its loop, read by whoever watches it.
 
-Alive is not enough: a server can answer "ready" while no token moves. So the loop counts what it
-gets done, and failures that follow one another without anything done between them.
+Alive is not enough: a server can answer "ready" while no token moves. So the loop says whether it
+has something to do and counts what it gets done, and failures that follow one another without
+anything done between them. Having nothing to do is as good as having done it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,20 @@ class LoopHealth:
     """Progress and failures of one loop; the loop's thread writes, any thread reads."""
 
     def __init__(self) -> None:
+        self._is_busy = False
         self._num_moves = 0
         self._num_failures_in_a_row = 0
         self._is_recovering = False
 
     @property
+    def is_busy(self) -> bool:
+        """True during a turn of the loop, and between two while a request is active."""
+        return self._is_busy
+
+    @property
     def num_moves(self) -> int:
-        """Steps completed and requests ended so far; while requests wait this must grow."""
+        """Steps completed, requests ended and turns with nobody active so far; while the loop
+        `is_busy` this must grow."""
         return self._num_moves
 
     @property
@@ -42,6 +50,16 @@ class LoopHealth:
     def has_failed_again(self) -> bool:
         """True when nothing was done since the failure before the last."""
         return self._num_failures_in_a_row > 1
+
+    def turn_begins(self) -> None:
+        """The loop looks whether there is something to do, and does it."""
+        self._is_busy = True
+
+    def turn_ends(self, *, has_work: bool) -> None:
+        """``has_work``: somebody is active, whom the next turn has to serve."""
+        if not has_work:
+            self._num_moves += 1
+            self._is_busy = False
 
     def moved(self) -> None:
         """A step was completed."""

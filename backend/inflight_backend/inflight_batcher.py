@@ -335,6 +335,10 @@ class InflightBatcher:
             may_copy_blocks=self._may_copy_blocks,
             scheduler_class=params.scheduler_class,
             is_overlapped=self._is_overlapped,
+            priority_span=params.priority_span,
+            max_drafting_batch=None
+            if self._drafter is None
+            else params.speculative_decoding_config.disable_by_batch_size,
         )
 
     def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
@@ -370,10 +374,6 @@ class InflightBatcher:
 
     def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:
         longest_prompt = self.engine.max_seq_len - 1
-        may_pause = (
-            params.scheduler_class is not None
-            or self.policy == CapacitySchedulerPolicy.MAX_UTILIZATION
-        )
         return RequestLimits(
             vocab_size=self.engine.vocab_size,
             max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
@@ -389,7 +389,7 @@ class InflightBatcher:
                 refusal_reason,
                 block_manager=self.block_manager,
                 max_num_tokens=self.engine.max_num_tokens,
-                may_pause=may_pause,
+                may_pause=self._settings.may_pause,
                 may_chunk=self._chunking is not None,
             ),
         )

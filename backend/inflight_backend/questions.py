@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -11,15 +12,24 @@ _Result = TypeVar("_Result")
 
 
 class Questions:
-    """Waiting questions; asked from any thread, answered on the owner's, in order."""
+    """Waiting questions; asked from any thread, answered on the owner's, in order.
+
+    Once they are closed the owner changes nothing any more, and each is answered where it is asked.
+    """
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_closed = False
+        self._lock = threading.RLock()
 
     def ask(self, question: Callable[[], _Result]) -> Future[_Result]:
         """Its answer, or what it raised, once the owner has come to it."""
         future: Future[_Result] = Future()
-        self._waiting.put(lambda: _answer(future, question))
+        with self._lock:
+            if self._is_closed:
+                _answer(future, question)
+            else:
+                self._waiting.put(lambda: _answer(future, question))
         return future
 
     def answer(self) -> None:
@@ -31,9 +41,15 @@ class Questions:
                 return
             answer()
 
+    def close(self) -> None:
+        """Answer all that wait, for the last time."""
+        with self._lock:  # who has it asks either before the last look or after it
+            self._is_closed = True
+            self.answer()
+
 
 def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
     try:
         future.set_result(question())
-    except Exception as error:  # a question may fail, the loop goes on
+    except BaseException as error:  # a question may fail, the loop goes on
         future.set_exception(error)

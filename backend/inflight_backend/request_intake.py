@@ -1,19 +1,22 @@
 """The way in: from a request that was fetched to an active one, or to the error that ends it.
 
-A request is validated, waits until its grammar is compiled if it has one, and is enrolled. Until
-then it is in one of two lists here, which it leaves one by one: whatever is raised while one of
-them is looked at ends that one, with one final response, and the others are taken as if nothing had
-happened.
+A request is validated, waits here until its grammar is compiled if it has one, and is enrolled.
+Whatever is raised while one of them is looked at ends that one, with one final response, and the
+others are taken as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from inflight_backend.errors import RefusalText, ServingError
-from inflight_backend.guided.preparing import PreparingRequests
+from inflight_backend.errors import (
+    CapacityExceeded,
+    CapacityText,
+    InvalidRequest,
+    RefusalText,
+    ServingError,
+)
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, validate
@@ -29,7 +32,7 @@ NOT_TAKEN = "the request could not be taken"
 
 
 class RequestIntake:
-    """Owner of the requests that are not active yet, in the order in which they came."""
+    """Owner of the requests that wait for their grammar, in the order in which they came."""
 
     def __init__(
         self,
@@ -45,50 +48,54 @@ class RequestIntake:
         self._is_active = is_active
         self._enrol = enrol
         self._refuse = refuse
-        self._fetched: deque[Any] = deque()
-        self._preparing = PreparingRequests()
+        self._preparing: dict[int, InferenceRequest] = {}
 
     def __len__(self) -> int:
-        return len(self._fetched) + len(self._preparing)
+        return len(self._preparing)
 
-    def put(self, fetched: object) -> None:
-        """Keep what the get callback returned, a request or not, until the next `take_in`."""
-        self._fetched.append(fetched)
-
-    def take_in(self) -> None:
-        """Make everybody active who is ready; a bad request is answered with an error of its own.
+    def accept(self, fetched: object) -> None:
+        """Take what the get callback returned; a bad request is answered with an error of its own.
 
         One whose id is in flight is not accepted: an error response would end the other one.
         """
-        while self._fetched:
-            request = self._fetched.popleft()
-            if not isinstance(request, InferenceRequest):
-                _logger.error("the get callback returned a %s", type(request).__name__)
-            elif self._is_active(request.request_id) or request.request_id in self._preparing:
-                _logger.error("request id %d is in flight; not accepted again", request.request_id)
-            else:
-                self._guard(self._accept, request)
-        for request in self._preparing.take_ready():
-            self._guard(self._admit, request)
+        if not isinstance(fetched, InferenceRequest):
+            _logger.error("the get callback returned a %s", type(fetched).__name__)
+        elif self._is_active(fetched.request_id) or fetched.request_id in self._preparing:
+            _logger.error("request id %d is in flight; not accepted again", fetched.request_id)
+        else:
+            self._guard(self._accept, fetched)
+
+    def admit_ready(self) -> None:
+        """Make those active whose grammar is compiled; who will have none ends with an error."""
+        for request_id, request in list(self._preparing.items()):
+            if request.is_ready:
+                del self._preparing[request_id]
+                self._guard(self._admit, request)
 
     def stop_waiting(self, request_id: int) -> None:
         """Make a request active without its grammar, if it waits for that: it is to be ended."""
-        request = self._preparing.take(request_id)
+        request = self._preparing.pop(request_id, None)
         if request is not None:
             request.guide = None
             self._guard(self._admit, request)
 
     def end_waiting(self, error: str) -> None:
         """End those who wait for their grammar with an error."""
-        for request in self._preparing.take_each():
-            self._refuse(request.request_id, error)
+        for request_id, request in list(self._preparing.items()):
+            del self._preparing[request_id]
+            request.llm_request = request.guide = None
+            self._refuse(request_id, error)
 
     def _guard(self, step: Callable[[InferenceRequest], None], request: InferenceRequest) -> None:
         """Take a step with one request; if it fails, that is the request's end and no more."""
         try:
             step(request)
-        except ServingError as error:  # also too many grammars at once
+        except InvalidRequest as error:
             self._refuse(request.request_id, RefusalText(error))
+        except CapacityExceeded as error:  # too many grammars at once
+            self._refuse(request.request_id, CapacityText(error))
+        except ServingError as error:
+            self._refuse(request.request_id, str(error))
         except BaseException:  # our bug, or a panic of a library
             _logger.exception("request %d could not be taken", request.request_id)
             self._refuse(request.request_id, NOT_TAKEN)
@@ -98,7 +105,7 @@ class RequestIntake:
         if request.is_ready:
             self._admit(request)
         else:
-            self._preparing.add(request)
+            self._preparing[request.request_id] = request
 
     def _admit(self, request: InferenceRequest) -> None:
         """Make a request active, guided if it asked for that."""

@@ -2,7 +2,7 @@
 
 A word counts where all its tokens are generated ones (a word begun by the prompt does not). The
 tokens of the word belong to the answer, as in TensorRT-LLM; text leaves the word out (see
-`triton.text_stop`).
+`triton.stop_text`).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ _STDERR = 2
 _DRAIN_CHECK_SECONDS = 0.1
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
 _PARENT_CHECK_SECONDS = 0.5
+_LEAVING_CHECK_SECONDS = 0.05
 _STOP_ALL_WORD = "stop"
 _STALLED = "the server makes no progress; send the request elsewhere"
 _FAILING = "one step after the other fails"
@@ -98,17 +100,23 @@ class TritonPythonModel:
         return "" if self._manager.health.is_healthy else _FAILING
 
     def finalize(self) -> None:
-        """Stop what still runs, and every thread, in the order in which they feed one another."""
+        """Stop what still runs, and every thread but one that is stuck."""
         faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
-        self._watchdog.close()
-        self._housekeeper.close(is_stuck=self._watchdog.is_stalled)
         self._arrivals.drain()
         try:
             self._frontend.end_all(_LEAVING)
         finally:
-            if not self._watchdog.is_stalled:  # waiting for a thread that is stuck never ends
-                self._manager.shutdown()
-                self._dispatcher.close()
+            threads = threading.Thread(target=self._end_threads, name="Leaving", daemon=True)
+            threads.start()
+            while threads.is_alive() and not self._watchdog.is_stalled:
+                threads.join(_LEAVING_CHECK_SECONDS)
+            self._watchdog.close()
+
+    def _end_threads(self) -> None:
+        """In the order in which they feed one another."""
+        self._housekeeper.close()
+        self._manager.shutdown()
+        self._dispatcher.close()
 
     def _start(
         self,
@@ -194,7 +202,7 @@ class TritonPythonModel:
         return Watchdog(
             Watched(
                 (
-                    Mover(lambda: self._frontend.num_live > 0, lambda: health.num_moves),
+                    Mover(lambda: health.is_busy, lambda: health.num_moves),
                     self._dispatcher.mover,
                     Mover.of(self._frontend.progress),
                     Mover.of(self._housekeeper.progress),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight_scheduler import LlmRequest, WaitReason
 
@@ -18,15 +18,27 @@ NOT_IN_FLIGHT: dict[str, Any] = {
 }
 
 
-def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
+class Places(Protocol):
+    """What has places for active requests; `GptManager` is one."""
+
+    max_num_requests: int
+
+    def get_num_active_requests(self) -> int:
+        """Places that are taken; from any thread."""
+
+
+def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]:
     """The answer as plain values: always ``state`` and ``reason``, else what is known.
 
+    Of several requests it is about the first that is active, which ``request`` names.
     ``place`` counts those who do not run, in their order, from 1. Call it on the thread of the
     batcher, between two iterations: the reason is the one of the coming iteration.
     """
-    request = batcher.active.get(request_id)
+    active = (batcher.active.get(request_id) for request_id in request_ids)
+    request = next(filter(None, active), None)
     if request is None:
         return NOT_IN_FLIGHT
+    request_id = request.request_id
     reasons = batcher.explain()
     reason = reasons.get(request_id)
     answer: dict[str, Any] = {
@@ -48,8 +60,12 @@ def describe_wait(batcher: InflightBatcher, request_id: int) -> dict[str, Any]:
     return answer
 
 
-def why_queued(num_places: int) -> str:
+def why_queued(places: Places) -> str:
     """Why a request is still in the queue before the batch manager."""
+    num_taken, num_places = places.get_num_active_requests(), places.max_num_requests
+    if num_taken < num_places:
+        taken = f"{num_taken} of {num_places} places of max_batch_size are taken"
+        return f"the iteration that runs has not ended ({taken})"
     return f"all {num_places} places of max_batch_size are taken"
 
 
@@ -57,16 +73,9 @@ PREPARING = "its grammar is being compiled"
 """Why a guided request is still there."""
 
 
-def describe_queued(
-    place: int, num_waiting: int, num_places: int, *, is_preparing: bool = False
-) -> dict[str, Any]:
+def describe_queued(place: int, num_waiting: int, reason: str) -> dict[str, Any]:
     """The answer for a request that the batch manager has not taken yet."""
-    return {
-        "state": "queued",
-        "reason": PREPARING if is_preparing else why_queued(num_places),
-        "place": place,
-        "num_waiting": num_waiting,
-    }
+    return {"state": "queued", "reason": reason, "place": place, "num_waiting": num_waiting}
 
 
 def expiry_error(expired: Expired, reason: WaitReason | None) -> str:

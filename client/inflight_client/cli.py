@@ -158,8 +158,13 @@ def why(
     if json_line:
         _write(json.dumps(answer) + "\n")
         return
-    place = f" (place {answer['place']} of {answer['num_waiting']})" if "place" in answer else ""
-    _write(f"{answer.get('state')}{place}: {answer.get('reason')}\n")
+    where = [
+        f"{what} {answer[what]} of {answer[number]}"
+        for what, number in (("sequence", "num_sequences"), ("place", "num_waiting"))
+        if what in answer and number in answer
+    ]
+    details = f" ({', '.join(where)})" if where else ""
+    _write(f"{answer.get('state')}{details}: {answer.get('reason')}\n")
 
 
 @app.command()

@@ -81,3 +81,23 @@ def search(request: LlmRequest, candidates: Candidates, manager: BlockManager) -
     if has_gone_on and not request.is_finished:
         assert request.beams.step is not None
         manager.follow_beams(request, request.beams.step.parents)
+
+
+def settle_each(
+    owners: Sequence[LlmRequest],
+    tokens: Sequence[int],
+    candidates: Candidates,
+    manager: BlockManager,
+) -> list[LlmRequest]:
+    """`settle_tokens` where some search, or have got no token; nothing of these is kept."""
+    settled: list[LlmRequest] = []
+    for request, token in zip(owners, tokens, strict=True):
+        if request.num_pending_tokens:
+            if request.beams is None:
+                request.settle_token(token)
+            else:
+                search(request, candidates, manager)
+            settled.append(request)
+            if token < 0:
+                manager.forget(request.request_id)
+    return settled

@@ -45,6 +45,7 @@ from inflight_scheduler.beam_planning import (
     open_beams,
     search,
     set_up_rows,
+    settle_each,
 )
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, rows_of, slots_of
@@ -104,7 +105,7 @@ class BatchPlanner:
         """Apply a decision and return what the engine shall run.
 
         Unless the batch is empty, exactly one of `update`, `advance` with `settle`, and `discard`
-        must follow.
+        must follow; `discard` also where one of the others has raised.
         """
         for request in paused_requests:
             self.release(request)
@@ -163,7 +164,7 @@ class BatchPlanner:
         if batch.is_empty:
             return []
         check_num_tokens(batch, tokens)
-        context_requests, generation_requests = self._planned.pop(batch.iteration)
+        context_requests, generation_requests = self._planned[batch.iteration]
         token_iterator = iter(tokens)
         # Before contexts join: the same list means that nobody has left since the plan.
         everybody = None if batch.beam_moves else self._everybody(generation_requests)
@@ -184,14 +185,16 @@ class BatchPlanner:
                 add_verified_tokens(request, run.drafts, drawn, num_added)
                 advanced.append(request)
         if everybody is not None:
-            return [*advanced, *generation_requests]
-        rows = zip(batch.generation_slots, token_iterator, strict=True)
-        first_rows = islice(rows, 0, None, batch.num_beams)
-        plain = islice(generation_requests, len(batch.draft_runs), None)
-        for request, (slot, token) in zip(plain, first_rows, strict=True):
-            if request.seq_slot == slot and not request.is_finished:
-                self._advance(request, token, candidates)
-                advanced.append(request)
+            advanced += generation_requests
+        else:
+            rows = zip(batch.generation_slots, token_iterator, strict=True)
+            first_rows = islice(rows, 0, None, batch.num_beams)
+            plain = islice(generation_requests, len(batch.draft_runs), None)
+            for request, (slot, token) in zip(plain, first_rows, strict=True):
+                if request.seq_slot == slot and not request.is_finished:
+                    self._advance(request, token, candidates)
+                    advanced.append(request)
+        del self._planned[batch.iteration]  # last: what is applied in part can be discarded
         return advanced
 
     def advance(self, batch: ScheduledBatch) -> None:
@@ -231,20 +234,12 @@ class BatchPlanner:
             return []
         check_num_tokens(batch, tokens)
         owners, has_beams = self.token_owners(batch), self.must_settle_first(batch)
-        del self._planned[batch.iteration]
-        self._advanced.remove(batch.iteration)
         if not has_beams and min(tokens, default=0) >= 0:
-            return settle_tokens(owners, tokens)
-        settled: list[LlmRequest] = []
-        for request, token in zip(owners, tokens, strict=True):
-            if request.num_pending_tokens:
-                if request.beams is None:
-                    request.settle_token(token)
-                else:
-                    search(request, candidates, self.block_manager)
-                settled.append(request)
-                if token < 0:
-                    self.block_manager.forget(request.request_id)
+            settled = settle_tokens(owners, tokens)
+        else:
+            settled = settle_each(owners, tokens, candidates, self.block_manager)
+        del self._planned[batch.iteration]  # last, as in `update`
+        self._advanced.remove(batch.iteration)
         return settled
 
     def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:

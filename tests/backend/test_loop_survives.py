@@ -180,6 +180,43 @@ def test_whatever_escapes_ends_all_and_starts_afresh(
         assert_works(recorder, manager)
 
 
+@pytest.mark.parametrize("error", [AssertionError("ours"), MemoryError()])
+@pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
+def test_tokens_that_can_be_applied_in_part_only_end_each_of_their_step_once(
+    overlap: OverlapScheduler, error: BaseException
+) -> None:
+    """Request 1 has its last token already when what its step means for 2 cannot be noted."""
+    recorder, is_overlapped = Recorder(), overlap is OverlapScheduler.ON
+
+    class Engine(CountingEngine):
+        def execute(self, batch: ScheduledBatch) -> list[int]:
+            tokens = super().execute(batch)
+            if is_overlapped and [s.request_id for s in batch.setups] == [2]:
+                once.arm()
+                tokens[0] = -1  # what was computed of request 2 is to be forgotten
+            return tokens
+
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    with running(recorder, Engine(), params=params) as manager:
+        once = replace(
+            manager._batcher.block_manager, "forget" if is_overlapped else "store", error
+        )
+
+        def send_the_second(request_id: int, is_final: bool) -> None:
+            if 2 not in recorder.responses and not sent:
+                sent.append(request(2, [200], 20))
+                recorder.pending += sent
+                if not is_overlapped:
+                    once.arm()  # its context ends in the step of the last token of 1
+
+        sent: list[InferenceRequest] = []
+        recorder.on_response = send_the_second
+        recorder.pending += [request(1, [100], 3 if is_overlapped else 2)]
+        recorder.wait_for_finals(1, 2)
+        assert finals_of(recorder, 1) == finals_of(recorder, 2) == [STEP_FAILED]
+        assert_works(recorder, manager)
+
+
 def replace(owner: Any, name: str, error: BaseException) -> Once:
     """Wrap a method of an object, which may have slots, on its class for this object only."""
     once = Once(getattr(owner, name), error)

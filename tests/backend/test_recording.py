@@ -23,9 +23,13 @@ from inflight_scheduler import (
     RequestScheduler,
     ScheduledBatch,
 )
+from inflight_scheduler.recording.cost_model import fit_cost_model
 from inflight_scheduler.recording.files import RecordingReader, open_recording
+from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.replay import ReplayResult, replay
 from inflight_scheduler.recording.simulation import Lists
+from inflight_scheduler.recording.whatif import Clock, predict
+from inflight_scheduler.recording.workload import read_workload
 
 
 def replay_file(path: Path) -> ReplayResult:
@@ -57,6 +61,34 @@ def test_stops_errors_and_failed_steps_replay_identically(tmp_path: Path) -> Non
     content = path.read_text()
     assert '"error"' in content
     assert '"cancelled"' in content
+
+
+def test_what_if_follows_the_priorities_of_the_server(tmp_path: Path) -> None:
+    """Those that came last, and are urgent, start first: measured and predicted."""
+    path = tmp_path / "recording.jsonl"
+    requests = [request(i, [i] * 8, 20, priority=float(i > 30)) for i in range(1, 41)]
+    params = TrtGptModelOptionalParams(max_batch_size=40, priority_span=50.0, record_file=str(path))
+    recorder = Recorder(requests)
+    with running(recorder, CountingEngine(num_blocks=40), params=params):
+        recorder.wait_for_finals(*range(1, 41))
+    with open_recording(path) as reader:
+        settings, measured = reader.header.settings, _order_of_starts(reader)
+    assert settings.priority_span == 50.0
+    assert set(measured[:10]) == set(range(31, 41))
+    with open_recording(path) as reader:
+        workload = read_workload(reader)
+    clock = Clock()
+    flight = FlightRecorder(settings, clock=clock)
+    cost = fit_cost_model(workload.samples)
+    predict(settings, workload.jobs, cost, book=workload.book, recorder=flight, clock=clock)
+    text = "".join(flight.lines())
+    assert _order_of_starts(RecordingReader(io.BytesIO(text.encode()), "predicted")) == measured
+
+
+def _order_of_starts(reader: RecordingReader) -> list[int]:
+    decisions = [iteration.decision for iteration in reader if iteration.decision is not None]
+    ids = [chunk.request_id for decision in decisions for chunk in decision.context]
+    return list(dict.fromkeys(ids))
 
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))

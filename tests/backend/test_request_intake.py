@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from triton_harness import wait_until
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.gpt_manager import GptManager
+from inflight_backend.guided.compiler import PendingGuide
+from inflight_backend.guided.guide import Guide
+from inflight_backend.guided.service import GuideService
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.logits_processors import ActiveProcessors
 from inflight_backend.optional_params import TrtGptModelOptionalParams
@@ -219,6 +223,37 @@ def test_a_request_that_has_ended_may_be_sent_again() -> None:
         manager.wake()
         recorder.wait_for_finals(1)
         assert recorder.tokens(1) == [2, 3, 4]
+
+
+def test_who_waited_for_a_grammar_in_a_failure_of_the_loop_may_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the grammar compiled anew: the first one's time may be up by then."""
+    started: list[PendingGuide] = []
+
+    def start(service: GuideService, guide: Guide) -> PendingGuide:
+        started.append(PendingGuide(Future()))
+        return started[-1]
+
+    monkeypatch.setattr(GuideService, "start", start)
+
+    def fail() -> None:
+        raise MemoryError
+
+    guide: Any = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
+    again = request(1, [1], 3, end_id=5, **guide)
+    recorder = Recorder([again])
+    with running(recorder) as manager:
+        wait_until(lambda: manager.get_num_active_requests() == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "step", fail)
+            recorder.wait_for_finals(1)
+        assert "batch manager failed" in finals_of(recorder, 1)[0]
+        recorder.responses.clear()
+        recorder.pending.append(again)
+        wait_until(lambda: len(started) == 2)
+        recorder.stops = {1}
+        recorder.wait_for_finals(1)
 
 
 @pytest.mark.parametrize("set_it", [InferenceRequest.set_tensor, InferenceRequest.replace_tensor])

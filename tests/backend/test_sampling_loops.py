@@ -46,6 +46,7 @@ def answers(
     folder: Path,
     policy: CapacitySchedulerPolicy = GUARANTEED,
     num_tokens: int = 1024,
+    reuse: bool = False,
     **params: Any,
 ) -> tuple[list[list[int]], int]:
     """What each kind is answered, and how many were paused at once."""
@@ -59,9 +60,12 @@ def answers(
     )
     recorder = Recorder(make_requests())
     params = {"overlap_scheduler": OverlapScheduler.OFF, **params}
-    options = TrtGptModelOptionalParams(max_batch_size=8, **params)
+    options = TrtGptModelOptionalParams(
+        max_batch_size=8, kv_cache_config=KvCacheConfig(enable_block_reuse=reuse), **params
+    )
     with running(recorder, Engine.load(folder, config), policy, params=options):
         recorder.wait_for_finals(*range(len(KINDS)))
+    assert (recorder.stats[-1].get("Reused KV cache blocks", 0) > 0) == reuse
     num_paused = max(stats["Paused Requests"] for stats in recorder.stats)
     return [recorder.tokens(i) for i in range(len(KINDS))], num_paused
 
@@ -70,10 +74,10 @@ def test_loops_chunks_pauses_and_shared_blocks_change_nothing(folder: Path) -> N
     expected, _ = answers(folder)
     assert len({tuple(answer) for answer in expected}) == len(KINDS)
     assert all(len(answer) == NUM_NEW for answer in expected)
-    reuse = KvCacheConfig(enable_block_reuse=True)
     overlapped: dict[str, Any] = {"overlap_scheduler": OverlapScheduler.ON}
     assert answers(folder, **overlapped) == (expected, 0)
-    chunked: dict[str, Any] = {"enable_chunked_context": True, "kv_cache_config": reuse}
+    assert answers(folder, reuse=True) == (expected, 0)
+    chunked: dict[str, Any] = {"enable_chunked_context": True, "reuse": True}
     assert answers(folder, **chunked, **overlapped) == (expected, 0)
     for more in ({}, overlapped):
         found, num_paused = answers(folder, MAX_UTILIZATION, 72, **chunked, **more)

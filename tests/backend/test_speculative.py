@@ -141,8 +141,9 @@ def run(
 
 @pytest.fixture(scope="module")
 def plain(engine: Any) -> Answers:
-    """Without a draft."""
-    answers = run(engine, make_requests(), SpeculativeDecodingConfig())
+    """Without a draft and without shared blocks."""
+    answers = run(engine, make_requests(), SpeculativeDecodingConfig(), reuse=False)
+    assert answers.total("Reused KV cache blocks") == 0
     assert answers.total("Draft Tokens") == 0
     assert len({tuple(tokens) for tokens in answers.tokens.values()}) > 15
     return answers
@@ -163,6 +164,7 @@ def test_looked_up_drafts_change_no_answer(
     num_active = 3 if policy is GUARANTEED else 8
     answers = run(engine, make_requests(), NGRAM, policy, overlap, max_batch_size=num_active)
     check_same(answers, plain)
+    assert answers.total("Reused KV cache blocks") > 0
     assert 0 < answers.total("Accepted Draft Tokens") < answers.total("Draft Tokens")
     has_paused = answers.total("Paused Requests") > 0
     assert has_paused == (policy is MAX_UTILIZATION)

@@ -101,6 +101,8 @@ class LocalTriton:
         else:
             reason = "waiting for KV blocks: needs 5, free 3"
             numbers = {"place": 2, "num_waiting": 7}
+            if arrival.request_id == "second":
+                numbers |= {"sequence": 2, "num_sequences": 4}
             yield {"why": [json.dumps({"state": "waiting", "reason": reason, **numbers})]}
 
     def _text(self, arrival: Arrival) -> Iterator[Tensors]:

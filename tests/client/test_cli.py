@@ -163,6 +163,8 @@ def test_why(local: Local) -> None:
     assert (done.exit_code, done.stdout) == (0, expected)
     done = run("why", "mine", "--json", *server_options(local))
     assert json.loads(done.stdout)["place"] == 2
+    done = run("why", "second", *server_options(local))
+    assert done.stdout.startswith("waiting (sequence 2 of 4, place 2 of 7): waiting for KV")
 
 
 def test_record(local: Local, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from inflight_scheduler import (
     BlockManager,
     ContextChunk,
     FinishReason,
+    LlmRequest,
     SamplingParams,
     SlotPool,
     SlotSetup,
@@ -168,6 +169,49 @@ def test_a_failed_batch_gives_back_its_requests() -> None:
     assert planner.block_manager.num_used_blocks == 1, "the idle one is undisturbed"
     batch = planner.plan([], [idle])
     assert planner.update(batch, [1]) == [idle]
+
+
+class Unsteady(BlockManager):
+    """Has a bug: once armed, it fails when something computed is to be kept or forgotten."""
+
+    __slots__ = ("is_armed",)
+    is_armed: bool
+
+    def store(self, request: LlmRequest) -> None:
+        self._check()
+        super().store(request)
+
+    def forget(self, request_id: int) -> None:
+        self._check()
+        super().forget(request_id)
+
+    def _check(self) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_tokens_applied_in_part_only_leave_the_batch_to_be_discarded(is_overlapped: bool) -> None:
+    """Whoever has got its token, even its last one, is among those to be ended."""
+    manager = Unsteady(6, tokens_per_block=4, enable_reuse=True)
+    manager.is_armed = False
+    planner = BatchPlanner(manager, num_slots=4)
+    one, two = make_request(1, 2, max_new=2), make_request(2, 2)
+    planner.update(planner.plan([one], []), [1])
+    batch = planner.plan([two], [one])
+    if is_overlapped:
+        planner.advance(batch)
+    manager.is_armed = True
+    apply = planner.settle if is_overlapped else planner.update
+    with pytest.raises(RuntimeError, match="a bug"):
+        apply(batch, [-1, 3])
+    assert planner.discard(batch) == [two, one]
+    for request in (one, two):
+        planner.release(request)
+    assert planner.discard(batch) == []
+    assert (planner.num_free_slots, manager.num_free_blocks) == (4, 6)
+    manager.check_integrity()
 
 
 def test_an_empty_batch_leaves_nothing_behind() -> None:

@@ -30,7 +30,9 @@ _COLUMNS = (
     ("pauses", "num_pauses", "{:,}"),
     ("recomputed", "num_recomputed_tokens", "{:,}"),
     ("refused", "num_refused", "{:,}"),
+    ("unanswered", "num_unanswered", "{:,}"),
 )
+_BATCH_COLUMN = [field for _, field, _ in _COLUMNS].index("max_batch")
 _RANGE_COLUMN = 3  # behind the median whose range it is
 
 
@@ -74,7 +76,7 @@ class Answer:
     def _texts(self, row: Prediction) -> list[str]:
         texts = [shape.format(getattr(row.summary, field)) for _, field, shape in _COLUMNS]
         if self._is_beyond(row):
-            texts[-4] += "*"
+            texts[_BATCH_COLUMN] += "*"
         span = "" if row.ttft_range is None else "{:,.0f} to {:,.0f}".format(*row.ttft_range)
         return [row.name, *texts[: _RANGE_COLUMN - 1], span, *texts[_RANGE_COLUMN - 1 :]]
 
@@ -91,6 +93,11 @@ class Answer:
             notes.append(
                 f"±{100 * TOLERANCE:.0f} %: the median time to the first token if every iteration "
                 f"took {100 * TOLERANCE:.0f} % less, or more."
+            )
+        if any(row.summary.num_unanswered for row in self.predictions):
+            notes.append(
+                "unanswered: ended without a token. Whoever was recorded so (expired, stopped, "
+                "failed) ends so again as long after its arrival, unless it has a token by then."
             )
         if any(self._is_beyond(row) for row in self.predictions):
             notes.append(

@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from inflight_backend.errors import CapacityExceeded, InvalidRequest
+from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError
 from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
@@ -56,9 +56,9 @@ class PendingGuide:
 
     __slots__ = ("_deadline", "_future")
 
-    def __init__(self, future: Future[LLMatcher], seconds: float) -> None:
+    def __init__(self, future: Future[LLMatcher]) -> None:
         self._future = future
-        self._deadline = time.monotonic() + seconds
+        self._deadline = time.monotonic() + COMPILE_SECONDS
 
     @property
     def is_settled(self) -> bool:
@@ -66,10 +66,19 @@ class PendingGuide:
         return self._future.done() or time.monotonic() > self._deadline
 
     def take(self) -> LLMatcher:
-        """A matcher of its own for one answer; `InvalidRequest` says why there is none."""
-        if not self._future.done():
+        """A matcher of its own for one answer.
+
+        Else `InvalidRequest` if the grammar is at fault, `CapacityExceeded` if its turn did not
+        come, and another `ServingError` if the server is.
+        """
+        if self._future.running():
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' was not compiled within {COMPILE_SECONDS:g} s; simplify it"
+            )
+        if not self._future.done():
+            raise CapacityExceeded(
+                f"'{GUIDE_FIELD}' could not be begun within {COMPILE_SECONDS:g} s: other grammars "
+                "were compiled; try again later"
             )
         try:
             return self._future.result().deep_copy()
@@ -77,7 +86,7 @@ class PendingGuide:
             raise
         except BaseException:  # our bug, or a panic of the library
             _logger.exception("a grammar could not be compiled")
-            raise InvalidRequest(
+            raise ServingError(
                 f"'{GUIDE_FIELD}' could not be compiled: the server failed"
             ) from None
 
@@ -107,7 +116,7 @@ class GuideCompiler:
         `CapacityExceeded` if too many wait. Who drops the answer does not wait any longer.
         """
         with self._lock:
-            return PendingGuide(self._find(guide) or self._enqueue(guide), COMPILE_SECONDS)
+            return PendingGuide(self._find(guide) or self._enqueue(guide))
 
     def load_tokenizer(self) -> LLTokenizer:
         """The tokenizer, made once. ValueError if llguidance cannot use it."""
@@ -167,6 +176,7 @@ class GuideCompiler:
                 guide, waiting = self._waiting.popitem(last=False)
                 future = waiting()
                 if future is not None:
+                    future.set_running_or_notify_cancel()
                     self._compiled[guide] = future
                     if len(self._compiled) > MAX_CACHED:
                         self._compiled.popitem(last=False)

@@ -24,7 +24,7 @@ from enum import Enum
 
 import numpy as np
 
-from inflight_backend.errors import RefusalText
+from inflight_backend.errors import CapacityText, RefusalText
 from inflight_backend.inference_request import NamedTensor
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.beam_stream import BeamStream
@@ -237,9 +237,7 @@ class ResponseDispatcher:
                 if token_stream.send(piece.ids, piece.extras.joined(), is_final=is_final):
                     self._stop_request(request_id)
             if piece.error:
-                is_refusal = isinstance(piece.error, RefusalText)
-                code = "INVALID_ARG" if is_refusal else "INTERNAL"
-                token_stream.stream.send_error(piece.error, code)
+                token_stream.stream.send_error(piece.error, _code_of(piece.error))
         except BaseException:  # one client's stream may break, the others go on
             self._give_up(request_id, token_stream)
             if piece.is_final:
@@ -282,6 +280,13 @@ class ResponseDispatcher:
             _logger.exception("sending statistics failed; this feed ends")
             stream.end_with("the statistics could not be sent")
             self.unsubscribe(stream)
+
+
+def _code_of(error: str) -> str:
+    """Whose fault it is."""
+    if isinstance(error, RefusalText):
+        return "INVALID_ARG"
+    return "UNAVAILABLE" if isinstance(error, CapacityText) else "INTERNAL"
 
 
 def _iteration_of(text: str) -> int:

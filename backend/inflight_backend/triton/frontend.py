@@ -93,7 +93,7 @@ class Frontend:
         self._wake: Callable[[], None] = lambda: None
         self._stats_json: Callable[[], str] = lambda: "{}"
         self._inspector: Inspector | None = None
-        self._why_queued = ""
+        self._why_queued: Callable[[], str] = str
         self._describe_load: Callable[[], str] = str
         self._why_not_ready: Callable[[], str] = str
 
@@ -112,7 +112,7 @@ class Frontend:
         self._max_num_sequences = manager.max_num_requests
         self._stats_json = lambda: manager.stats_json
         self._inspector = Inspector(manager, self._arrivals, self._dispatcher, description)
-        self._why_queued = why_queued(manager.max_num_requests)
+        self._why_queued = lambda: why_queued(manager)
         self._describe_load = manager.describe_load
 
     @property
@@ -188,7 +188,7 @@ class Frontend:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
         for overdue in self._arrivals.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
-            why = self._why_queued if overdue.request.is_ready else PREPARING
+            why = self._why_queued() if overdue.request.is_ready else PREPARING
             reason = f"not started before its deadline: {place}, and {why}"
             self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
 
@@ -294,7 +294,9 @@ class Frontend:
         elif not name:
             raise InvalidRequest("'why' needs the request id of the request it asks about")
         else:
-            self._inspector.answer_why(self._ids.find(name), stream)
+            number = self._ids.find(name)
+            numbers = [] if number is None else self._groups.get(number, [number])
+            self._inspector.answer_why(numbers, stream)
 
     def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""

@@ -37,11 +37,10 @@ class Housekeeper:
         self._thread = threading.Thread(target=self._run, name="Housekeeper", daemon=True)
         self._thread.start()
 
-    def close(self, *, is_stuck: bool = False) -> None:
-        """Stop after the chore that runs now, and wait for that unless it never ends."""
+    def close(self) -> None:
+        """Stop after the chore that runs now, and wait for that."""
         self._is_closing.set()
-        if not is_stuck:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while True:

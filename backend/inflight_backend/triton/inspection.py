@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.stream import ResponseStream
-from inflight_backend.why import NOT_IN_FLIGHT, describe_queued
+from inflight_backend.why import NOT_IN_FLIGHT, PREPARING, Places, describe_queued, why_queued
 
 _logger = get_logger(__name__)
 
@@ -23,13 +23,11 @@ MAX_OPEN = 1024
 """Questions that wait for an answer; that is more than come at once, unless somebody is stuck."""
 
 
-class Inspected(Protocol):
+class Inspected(Places, Protocol):
     """What is asked; `GptManager` is one."""
 
-    max_num_requests: int
-
-    def why(self, request_id: int) -> Future[dict[str, Any]]:
-        """What an active request does."""
+    def why(self, *request_ids: int) -> Future[dict[str, Any]]:
+        """What the first of these that is active does."""
 
     def recording(self) -> Future[Iterator[str]]:
         """What was decided lately, line by line."""
@@ -53,22 +51,19 @@ class Inspector:
         self._waiting: set[ResponseStream] = set()  # for the loop or the dispatcher
         self._waiting_lock = threading.Lock()
 
-    def answer_why(self, number: int | None, stream: ResponseStream) -> None:
-        """Send why the request ``number`` waits; None for one that is not in flight."""
+    def answer_why(self, numbers: Sequence[int], stream: ResponseStream) -> None:
+        """Send why the request with these sequences waits; without any it is not in flight.
+
+        The answer is about the first sequence that has not ended.
+        """
         self._open(stream)
-        if number is None:
-            self._dispatcher.answer(stream, "why", json.dumps(NOT_IN_FLIGHT))
-            return
-        queued = self._arrivals.find_place(number)
-        if queued is not None:
-            answer = describe_queued(
-                *queued,
-                self._manager.max_num_requests,
-                is_preparing=self._arrivals.is_preparing(number),
-            )
+        num_before, answer = self._find_queued(numbers)
+        if num_before == 0:
             self._dispatcher.answer(stream, "why", json.dumps(answer))
             return
-        self._manager.why(number).add_done_callback(lambda done: self._send_why(stream, done))
+        self._manager.why(*numbers[:num_before]).add_done_callback(
+            lambda done: self._send_why(stream, done, numbers, answer)
+        )
 
     def answer_description(self, stream: ResponseStream) -> None:
         """Send what is served."""
@@ -113,13 +108,38 @@ class Inspector:
             if self._recording_for is stream:
                 self._recording_for = None
 
-    def _send_why(self, stream: ResponseStream, done: Future[dict[str, Any]]) -> None:
+    def _find_queued(self, numbers: Sequence[int]) -> tuple[int, dict[str, Any]]:
+        """The index of the first sequence in the queue, and the answer about it.
+
+        With nobody there, how many sequences there are, and the answer that they have ended.
+        """
+        for index, number in enumerate(numbers):
+            place = self._arrivals.find_place(number)
+            if place is not None:
+                is_preparing = self._arrivals.is_preparing(number)
+                reason = PREPARING if is_preparing else why_queued(self._manager)
+                return index, describe_queued(*place, reason) | _which(index, numbers)
+        return len(numbers), NOT_IN_FLIGHT
+
+    def _send_why(
+        self,
+        stream: ResponseStream,
+        done: Future[dict[str, Any]],
+        numbers: Sequence[int],
+        otherwise: dict[str, Any],
+    ) -> None:
+        """Send what the manager says of one of ``numbers``, or ``otherwise`` of another one."""
         error = done.exception()
         if error is not None:
             _logger.error("a request could not be explained", exc_info=error)
             stream.fail("the request could not be explained")
+            return
+        answer = done.result()
+        if answer is NOT_IN_FLIGHT:
+            answer = otherwise
         else:
-            self._dispatcher.answer(stream, "why", json.dumps(done.result()))
+            answer = answer | _which(numbers.index(answer["request"]), numbers)
+        self._dispatcher.answer(stream, "why", json.dumps(answer))
 
     def _start_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
         try:
@@ -136,3 +156,10 @@ class Inspector:
         except Exception:
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
+
+
+def _which(index: int, numbers: Sequence[int]) -> dict[str, int]:
+    """Which of several sequences an answer is about, from 1."""
+    if len(numbers) == 1:
+        return {}
+    return {"sequence": index + 1, "num_sequences": len(numbers)}

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import ServingError
+from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
@@ -43,7 +43,11 @@ _STOP_TIMEOUT_MICROSECONDS = 5_000_000
 
 
 class Relay:
-    """Owner of the requests on their way through one model."""
+    """Owner of the requests on their way through one model.
+
+    Each has a thread, and is known here until its inner request has ended, whatever became of its
+    stream. The housekeeper stops the inner requests of streams that have ended before them.
+    """
 
     def __init__(self, pb_utils: Any, model_name: str, *, is_decoupled: bool) -> None:
         self._pb_utils = pb_utils
@@ -51,7 +55,7 @@ class Relay:
         self._is_decoupled = is_decoupled
         self._live: dict[str, ResponseStream] = {}
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
-        self._housekeeper = Housekeeper([Chore(self._check_cancelled, _CANCEL_CHECK_SECONDS)])
+        self._housekeeper = Housekeeper([Chore(self._stop_needless, _CANCEL_CHECK_SECONDS)])
 
     def start(
         self,
@@ -60,7 +64,15 @@ class Relay:
         stream: ResponseStream,
         convert: Convert = iter,
     ) -> None:
-        """Ask for the outputs ``requested``, under an id of its own; ``stream`` gets the answer."""
+        """Ask for the outputs ``requested``, under an id of its own; ``stream`` gets the answer.
+
+        `CapacityExceeded` if too many requests are on their way.
+        """
+        if len(self._live) >= _MAX_REQUESTS:
+            raise CapacityExceeded(
+                f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
+                "limit; try again later"
+            )
         inner = self._pb_utils.InferenceRequest(
             model_name=self._model_name,
             requested_output_names=list(requested),
@@ -68,6 +80,7 @@ class Relay:
             request_id=f"relay-{uuid.uuid4().hex}",
             parameters={ERROR_CODES_PARAMETER: True},
         )
+        self._live[inner.request_id()] = stream
         self._pool.submit(self._run, inner, stream, convert)
 
     def close(self) -> None:
@@ -77,37 +90,45 @@ class Relay:
 
     def _run(self, inner: Any, stream: ResponseStream, convert: Convert) -> None:
         """Pass the responses on; whatever happens, the stream ends exactly once."""
-        request_id = inner.request_id()
-        self._live[request_id] = stream
-        stream.on_final(lambda: self._forget(request_id))
+        responses: Iterator[Any] = iter(())
         try:
-            responses = inner.exec(decoupled=True) if self._is_decoupled else [inner.exec()]
+            responses = self._ask(inner)
             for tensors in convert(self._read(responses, stream)):
                 stream.send(tensors, is_final=not self._is_decoupled)
             stream.end()
-        except Exception:
+        except BaseException:  # also a panic of a library
             _logger.exception("a request could not be relayed")
             stream.abandon("the request could not be relayed")
+            with suppress(Exception):
+                for _ in responses:  # to their end, which is near: this request is stopped
+                    pass
+        finally:
+            del self._live[inner.request_id()]
 
-    def _forget(self, request_id: str) -> None:
-        self._live.pop(request_id, None)
+    def _ask(self, inner: Any) -> Iterator[Any]:
+        """The responses to a request, which must be read to their end."""
+        return iter(inner.exec(decoupled=True) if self._is_decoupled else [inner.exec()])
 
     def _read(self, responses: Iterable[Any], stream: ResponseStream) -> Iterator[Tensors]:
         """The tensors of every response but an empty end; an error ends the stream."""
         for response in responses:
             if response.has_error():
                 stream.send_error(*_read_error(response.error().message()))
-                continue  # the iteration must be read to its end
+                continue
             tensors = {each.name(): each.as_numpy() for each in response.output_tensors()}
             # A unary call has one response, whatever it holds.
             if tensors or not self._is_decoupled:
                 yield tensors
 
-    def _check_cancelled(self) -> None:
-        """Stop the inner request of every client that has gone; repeated until it has ended."""
+    def _stop_needless(self) -> None:
+        """Stop the inner request of every client that has gone or has its end already; repeated
+        until it has ended, one after the other."""
         for request_id, stream in list(self._live.items()):
-            if stream.is_cancelled():
-                threading.Thread(target=self._stop, args=(request_id,), daemon=True).start()
+            if stream.is_closed or stream.is_cancelled():
+                try:
+                    self._stop(request_id)
+                except Exception:
+                    _logger.exception("a relayed request could not be stopped")
 
     def _stop(self, request_id: str) -> None:
         stop = self._pb_utils.InferenceRequest(
@@ -117,8 +138,7 @@ class Relay:
             request_id=request_id,
             timeout=_STOP_TIMEOUT_MICROSECONDS,
         )
-        responses = stop.exec(decoupled=True) if self._is_decoupled else [stop.exec()]
-        for response in responses:
+        for response in self._ask(stop):
             if response.has_error():
                 _logger.warning("a relayed request could not be stopped")
 
@@ -150,6 +170,8 @@ class RelayModel(ABC):
             try:
                 inputs, outputs, convert = self.translate(request, head)
                 self._relay.start(inputs, outputs, stream, convert)
+            except CapacityExceeded as error:
+                stream.fail(str(error), "UNAVAILABLE")
             except ServingError as error:
                 stream.fail(str(error), "INVALID_ARG")
             except BaseException:  # ours: the requests behind it must not be lost

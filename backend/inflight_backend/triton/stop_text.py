@@ -57,13 +57,18 @@ class StopTokens:
         self._longest = max(map(len, self._words))
         self._held: list[int] = []
 
+    @property
+    def held(self) -> Sequence[int]:
+        """The tokens kept back: a stop word may begin with them; in the end, the stop word."""
+        return self._held
+
     def push(self, ids: Sequence[int], *, is_final: bool) -> list[int]:
         """Add generated tokens; returns those that are surely no part of a stop word."""
         self._held.extend(ids)
         held = self._held
         num_held = self._longest_end(self._words if is_final else self._beginnings)
         certain = held[: len(held) - num_held]
-        self._held = [] if is_final else held[len(held) - num_held :]
+        self._held = held[len(held) - num_held :]
         return certain
 
     def _longest_end(self, words: Iterable[Word]) -> int:

@@ -44,32 +44,50 @@ class TextWriter:
         prefix, self.prefix = self.prefix, ""
         skipped, self.num_prompt_ids = self.num_prompt_ids, 0
         new_ids: Sequence[int] = ids[skipped:]
+        held: Sequence[int] = ()
+        num_held_before = 0
         if self.stop_tokens is not None:
+            num_held_before = len(self.stop_tokens.held)
             new_ids = self.stop_tokens.push(new_ids, is_final=is_final)
+            held = self.stop_tokens.held
         if self.stop_text is None:
             text = self.detokenizer.push(new_ids)
             if is_final:
                 text += self.detokenizer.finish()
             return prefix + text, len(ids)
-        text, num_used = self._write_until_stop(self.stop_text, new_ids, is_final)
+        ahead = held[:-1] if is_final else held  # with its last token, the word of tokens counts
+        text, num_used = self._write_until_stop(self.stop_text, new_ids, ahead, is_final)
+        num_used -= num_held_before  # in which there was no stop word, as the last call has seen
         return prefix + text, skipped + num_used if self.is_stopped else len(ids)
 
     def _write_until_stop(
-        self, stop: StopText, ids: Sequence[int], is_final: bool
+        self, stop: StopText, ids: Sequence[int], ahead: Sequence[int], is_final: bool
     ) -> tuple[str, int]:
-        """The text before a stop word, and how many of ``ids`` it took to complete that."""
-        before = (self.detokenizer.fork(), stop.fork()) if len(ids) > 1 else None
+        """The text before a stop word, and how many of the tokens it took to complete that.
+
+        ``ahead``: tokens that were drawn after ``ids``, and are text only if that stops in them.
+        """
+        tokens = [*ids, *ahead]
+        before = (self.detokenizer.fork(), stop.fork()) if len(tokens) > 1 else None
         text = stop.push(self.detokenizer.push(ids), is_final=False)
-        if stop.is_hit and before is not None:  # once more, token by token: which one was it?
-            num_used = 0
+        if ahead and not stop.is_hit:
+            looking = stop.fork()
+            more = looking.push(self.detokenizer.fork().push(ahead), is_final=False)
+            if looking.is_hit:
+                self.stop_text = stop = looking
+                text += more
+        if not stop.is_hit:
+            if is_final:
+                text += stop.push(self.detokenizer.finish(), is_final=True)
+            return text, len(ids)
+        num_used = len(tokens)
+        if before is not None:  # once more, token by token: which one was it?
             detokenizer, again = before
-            while not again.is_hit and num_used < len(ids):
-                again.push(detokenizer.push(ids[num_used : num_used + 1]), is_final=False)
+            num_used = 0
+            while not again.is_hit and num_used < len(tokens):
+                again.push(detokenizer.push(tokens[num_used : num_used + 1]), is_final=False)
                 num_used += 1
-            return text, num_used
-        if is_final and not stop.is_hit:
-            text += stop.push(self.detokenizer.finish(), is_final=True)
-        return text, len(ids)
+        return text, num_used
 
 
 @dataclass(slots=True)

@@ -84,15 +84,13 @@ class _Watch:
         self._mover = mover
         self._num_moves = -1
         self._since = 0.0
-        self._is_stuck = False
 
     def is_stuck(self, limit: float) -> bool:
         """True from ``limit`` busy seconds without a move until the next one."""
         now, num_moves = time.monotonic(), self._mover.num_moves()
-        if num_moves != self._num_moves or not (self._is_stuck or self._mover.is_busy()):
+        if num_moves != self._num_moves or not self._mover.is_busy():
             self._num_moves, self._since = num_moves, now
-        self._is_stuck = now - self._since > limit
-        return self._is_stuck
+        return now - self._since > limit
 
 
 class Watchdog:

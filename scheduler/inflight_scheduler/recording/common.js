@@ -59,7 +59,7 @@ function tellSpan(say, data, times, ends, row, k) {  // what a span means, line 
 function tellIteration(say, data, times, index) {
   say("b", `iteration ${number(data.iterations[index])}`);
   say("span", `${number(data.context[index])} contexts with ${number(data.tokens[index])} tokens`);
-  say("span", `${number(data.generation[index])} generation steps`);
+  say("span", `${number(data.generation[index])} generation steps with ${number(data.generation_tokens[index])} tokens`);
   say("span", `${number(data.free[index])} of ${number(data.num_blocks)} blocks free`);
   say("span", `step of ${label_ms(data.step_us[index] / 1000, 0.01)}, at ${label_ms(times[index], 0.1)}`);
 }

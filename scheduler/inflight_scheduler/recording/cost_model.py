@@ -5,8 +5,8 @@
     microseconds = base
                  + a * context tokens        (matrix products over the prompt)
                  + b * context requests      (their set-up)
-                 + c * generation rows
-                 + d * cached tokens         (what attention reads for the generation rows)
+                 + c * generation rows       (one for each beam, and for each draft)
+                 + d * cached tokens         (what attention reads for these, once for all drafts)
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.records import (
@@ -31,6 +32,7 @@ from inflight_scheduler.recording.values import (
     read_integer,
     read_list,
     read_member,
+    read_number,
     read_priority,
     read_row,
     read_text,
@@ -122,6 +124,8 @@ def settings_fields(settings: Settings) -> dict[str, Any]:
         "may_copy_blocks": settings.may_copy_blocks,
         "scheduler_class": settings.scheduler_class,
         "is_overlapped": settings.is_overlapped,
+        "priority_span": settings.priority_span,
+        "max_drafting_batch": settings.max_drafting_batch,
     }
 
 
@@ -147,6 +151,12 @@ def _read_settings(content: Any) -> Settings:
         may_copy_blocks=read_flag(content, "may_copy_blocks"),
         scheduler_class=None if scheduler_class is None else read_text(scheduler_class),
         is_overlapped=read_flag(content, "is_overlapped"),
+        priority_span=read_number(
+            content.get("priority_span", DEFAULT_PRIORITY_SPAN), "priority_span"
+        ),
+        max_drafting_batch=None
+        if content.get("max_drafting_batch") is None
+        else read_integer(content["max_drafting_batch"], "max_drafting_batch"),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
@@ -89,6 +90,8 @@ class History:
     num_context: array[int] = field(default_factory=lambda: array("i"))
     num_generation: array[int] = field(default_factory=lambda: array("i"))
     num_context_tokens: array[int] = field(default_factory=lambda: array("q"))
+    num_generation_tokens: array[int] = field(default_factory=lambda: array("q"))
+    """The others that were computed: of each beam one, and all drafts."""
     num_free_blocks: array[int] = field(default_factory=lambda: array("q"))
     is_last_busy: array[int] = field(default_factory=lambda: array("b"))
     """1 for an iteration after which nobody was in flight: time passes before the next one."""
@@ -163,8 +166,11 @@ class _Follower:
             lists = simulation.follow(iteration.decision)
             reasons = self._reasons(lists, iteration)
             plan = simulation.plan(lists, iteration)
-            self._note(index, lists, reasons)
-            self._history.num_context_tokens[index] = plan.batch.num_context_tokens
+            self._note(index, lists, reasons, plan.batch)
+            num_context_tokens = plan.batch.num_context_tokens
+            self._history.num_context_tokens[index] = num_context_tokens
+            num_others = plan.batch.num_tokens - num_context_tokens
+            self._history.num_generation_tokens[index] = num_others
             simulation.run(plan, iteration)
         elif iteration.is_settled:
             simulation.settle(iteration)
@@ -190,19 +196,26 @@ class _Follower:
         history.num_context.append(len(decision.context) if decision else 0)
         history.num_generation.append(len(decision.generation) if decision else 0)
         history.num_context_tokens.append(0)  # until it is planned
+        history.num_generation_tokens.append(0)
         history.num_free_blocks.append(min(iteration.num_free_blocks, 2**62))
 
-    def _note(self, index: int, lists: Lists, reasons: dict[int, WaitReason]) -> None:
+    def _note(
+        self, index: int, lists: Lists, reasons: dict[int, WaitReason], batch: ScheduledBatch
+    ) -> None:
         """A span, or one iteration more of the last one, for everybody active.
 
-        The decision is planned: sizes of chunks are what is computed.
+        ``batch`` is the decision, planned: sizes of chunks are what is computed.
         """
         context, generation, paused = lists
-        for request in generation:
-            self._extend(request, Activity.GENERATION, index, num_tokens=1)
+        num_drafts: dict[int | None, int]
+        num_drafts = {run.slot: len(run.drafts) for run in batch.runs if run.drafts}
+        for request in generation:  # all have as many beams, or drafts and one
+            num_tokens = batch.num_beams + num_drafts.get(request.seq_slot, 0)
+            self._extend(request, Activity.GENERATION, index, num_tokens=num_tokens)
         for request in context:
             activity = Activity.RESUMED if request.num_pauses else Activity.CONTEXT
-            self._extend(request, activity, index, _chunk_note(request), request.context_chunk_size)
+            num_tokens = request.context_chunk_size + num_drafts.get(request.seq_slot, 0)
+            self._extend(request, activity, index, _chunk_note(request), num_tokens)
         # Whose last token is being computed waits for nothing.
         idle = [r for r in self._simulation.active if r.state is not _TO_COMPLETE]
         if len(context) + len(generation) == len(idle):

@@ -13,7 +13,8 @@ from inflight_scheduler.request import LlmRequest
 class Summary:
     """Times in milliseconds; 0 where nothing was measured.
 
-    ``max_batch``: requests in the largest iteration.
+    ``max_batch``: requests in the largest iteration. ``num_unanswered`` of ``num_requests`` ended
+    without a token.
     """
 
     num_requests: int
@@ -28,6 +29,7 @@ class Summary:
     num_recomputed_tokens: int
     num_refused: int = 0
     max_batch: int = 0
+    num_unanswered: int = 0
 
 
 @dataclass(slots=True)
@@ -36,11 +38,14 @@ class Latencies:
 
     _arrivals: dict[int, int] = field(default_factory=dict)
     _last_token: dict[int, int] = field(default_factory=dict)
+    _num_tokens_of: dict[int, int] = field(default_factory=dict)
     _first: array[int] = field(default_factory=lambda: array("q"))
     _gaps: array[int] = field(default_factory=lambda: array("q"))
     _first_us: int | None = None
     _last_us: int = 0
+    _num_tokens: int = 0
     _num_ended: int = 0
+    _num_unanswered: int = 0
     _num_pauses: int = 0
     _num_recomputed: int = 0
     _max_batch: int = 0
@@ -51,6 +56,10 @@ class Latencies:
         if self._first_us is None:
             self._first_us = time_us
 
+    def found(self, request_id: int, num_generated: int) -> None:
+        """A request was in flight before, and had so many tokens."""
+        self._num_tokens_of[request_id] = num_generated
+
     def decided(
         self, lists: tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
     ) -> None:
@@ -60,31 +69,48 @@ class Latencies:
         self._num_pauses += len(paused)
         self._num_recomputed += sum(r.context_chunk_size for r in context if r.num_pauses)
 
-    def advanced(self, request_id: int, time_us: int) -> None:
-        """A request got a token."""
+    def advanced(self, request_id: int, time_us: int, num_generated: int) -> None:
+        """A request has got tokens, so that it has ``num_generated``.
+
+        Those that come at once share the time since the last one. What beams generate again after
+        a pause is no news.
+        """
+        num_new = num_generated - self._num_tokens_of.get(request_id, 0)
+        if num_new <= 0:
+            return
         self._last_us = time_us
+        self._num_tokens += num_new
+        self._num_tokens_of[request_id] = num_generated
         last = self._last_token.get(request_id)
         if last is not None:
-            self._gaps.append(time_us - last)
+            gap, rest = divmod(time_us - last, num_new)
+            self._gaps.extend([gap + (place < rest) for place in range(num_new)])
         elif request_id in self._arrivals:
             self._first.append(time_us - self._arrivals[request_id])
+            self._gaps.extend([0] * (num_new - 1))
         self._last_token[request_id] = time_us
 
-    def ended(self, request_id: int) -> None:
-        """A request ended."""
+    def has_token(self, request_id: int) -> bool:
+        """Whether a request that has not ended got one."""
+        return request_id in self._last_token
+
+    def ended(self, request_id: int) -> int:
+        """A request ended; how many tokens it had."""
+        num_tokens = self._num_tokens_of.pop(request_id, 0)
         self._num_ended += 1
+        self._num_unanswered += num_tokens == 0
         self._arrivals.pop(request_id, None)
         self._last_token.pop(request_id, None)
+        return num_tokens
 
     def summary(self, num_refused: int = 0) -> Summary:
         """The numbers of the whole run."""
-        num_tokens = len(self._first) + len(self._gaps)
         seconds = (self._last_us - (self._first_us or 0)) / 1e6
         return Summary(
             num_requests=self._num_ended,
-            num_tokens=num_tokens,
+            num_tokens=self._num_tokens,
             seconds=seconds,
-            tokens_per_second=num_tokens / seconds if seconds > 0 else 0.0,
+            tokens_per_second=self._num_tokens / seconds if seconds > 0 else 0.0,
             ttft_p50=_percentile(self._first, 50),
             ttft_p99=_percentile(self._first, 99),
             itl_p50=_percentile(self._gaps, 50),
@@ -93,6 +119,7 @@ class Latencies:
             num_recomputed_tokens=self._num_recomputed,
             num_refused=num_refused,
             max_batch=self._max_batch,
+            num_unanswered=self._num_unanswered,
         )
 
 

@@ -82,6 +82,7 @@ def history_data(history: History) -> dict[str, Any]:
         "context": history.num_context.tolist(),
         "generation": history.num_generation.tolist(),
         "tokens": history.num_context_tokens.tolist(),
+        "generation_tokens": history.num_generation_tokens.tolist(),
         "free": history.num_free_blocks.tolist(),
         "pauses_after": [
             [index, history.end_us(index)]

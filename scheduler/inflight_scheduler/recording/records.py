@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
@@ -46,7 +47,8 @@ class Settings:
 
     ``is_overlapped``: a step was decided while the one before it ran, so what its tokens ended was
     known one decision later. ``scheduler_class`` names a scheduler of the user. It is told, never
-    imported from here.
+    imported from here. ``priority_span``: see `ActiveRequests`. ``max_drafting_batch``: drafts are
+    guessed while at most so many are active; None if they never are.
     """
 
     policy: CapacitySchedulerPolicy
@@ -59,6 +61,14 @@ class Settings:
     may_copy_blocks: bool = False
     scheduler_class: str | None = None
     is_overlapped: bool = False
+    priority_span: float = DEFAULT_PRIORITY_SPAN
+    max_drafting_batch: int | None = None
+
+    @property
+    def may_pause(self) -> bool:
+        """True where a request may have to compute its text again."""
+        is_ours = self.scheduler_class is None
+        return not is_ours or self.policy is CapacitySchedulerPolicy.MAX_UTILIZATION
 
 
 class Arrival(NamedTuple):

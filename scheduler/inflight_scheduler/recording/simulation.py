@@ -35,7 +35,7 @@ from inflight_scheduler.recording.records import (
     RequestState,
     Settings,
 )
-from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step
+from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step, drawn_tokens
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
@@ -131,6 +131,12 @@ class Simulation:
         """True while a step runs whose tokens are to come (overlapped)."""
         return self._running is not None
 
+    @property
+    def must_settle(self) -> bool:
+        """True while such a step runs of which the next decision needs the tokens (beams)."""
+        running = self._running
+        return running is not None and self.planner.must_settle_first(running.batch)
+
     def find(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
         return self._by_id.get(request_id)
@@ -149,7 +155,7 @@ class Simulation:
     def begin(self, iteration: Iteration | None = None) -> None:
         """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
         running = self._running
-        if running is not None and self.planner.must_settle_first(running.batch):
+        if running is not None and self.must_settle:
             self._running = None
             ends = {} if iteration is None else dict(iteration.ends)
             if iteration is not None and iteration.has_lost:
@@ -190,6 +196,10 @@ class Simulation:
         self._drafting = set(drafts)
 
     def _set_drafts(self, request: LlmRequest, num_drafts: int) -> None:
+        if request.beams is not None:  # its rows would not all grow by as many blocks
+            raise RecordingError(
+                f"request {request.request_id} has drafts, but it searches with beams"
+            )
         has_context_room = request.is_context_init_state and request.seq_slot is not None
         if has_context_room and num_drafts > request.num_draft_tokens:
             # Its first chunk, before the recording began, has taken room for them.
@@ -271,9 +281,12 @@ class Simulation:
     def settle(self, iteration: Iteration) -> Step:
         """An iteration without a decision, in which the tokens of the step that ran have come."""
         self._grow(iteration)
+        load = None
+        if self._running is not None and not self.must_settle and not iteration.has_lost:
+            load = self._running.load
         ends = dict(iteration.ends)
         advanced = self._run_overlapped(NO_PLAN, iteration, ends)
-        return Step(*self._end_by_tokens(advanced, ends))
+        return Step(*self._end_by_tokens(advanced, ends), load)
 
     def _end_by_tokens(
         self, advanced: list[LlmRequest], ends: dict[int, str]
@@ -295,22 +308,8 @@ class Simulation:
         if iteration is not None and iteration.has_failed:
             self._discard(batch, ends)
             return []
-        return self.planner.update(batch, self._tokens(batch, iteration))
-
-    def _tokens(self, batch: ScheduledBatch, iteration: Iteration | None) -> list[int]:
-        """What the engine may have drawn: drafts are 0, and so are the draws that confirm them."""
-        if batch.num_drafts == 0:
-            return [0] * batch.num_drawn
-        assert iteration is not None, "there are drafts in recordings only"
-        gained = {drafts.request_id: drafts.num_gained for drafts in iteration.drafts}
-        owners = self.planner.token_owners(batch)
-        tokens: list[int] = []
-        for run in batch.runs:
-            if run.num_drawn > 0:
-                num_right = max(gained.get(owners[len(tokens)].request_id, 0) - 1, 0)
-                drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
-                tokens += drawn[: run.num_drawn]
-        return tokens + [0] * len(batch.generation_slots)
+        drafts = () if iteration is None else iteration.drafts
+        return self.planner.update(batch, drawn_tokens(batch, drafts, self.planner))
 
     def _run_overlapped(
         self, plan: Plan, iteration: Iteration | None, ends: dict[int, str]

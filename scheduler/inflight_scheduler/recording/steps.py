@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inflight_scheduler.batch import ScheduledBatch
+from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.cost_model import Load
+from inflight_scheduler.recording.records import Drafts
 from inflight_scheduler.request import LlmRequest
 
 
@@ -19,10 +21,27 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, batch: ScheduledBatch, generation: Sequence[LlmRequest]) -> Plan:
         """With the work of ``batch``, which is planned and does not run yet."""
-        num_cached = sum(request.num_cached_tokens for request in generation)
-        num_contexts = len(batch.context_chunks)
-        load = Load(batch.num_context_tokens, num_contexts, len(generation), num_cached)
-        return cls(batch, load)
+        num_tokens = sum(chunk.num_tokens for chunk in batch.context_chunks)
+        num_cached = sum(request.num_cached_tokens * request.num_rows for request in generation)
+        num_rows = batch.num_tokens - num_tokens
+        return cls(batch, Load(num_tokens, len(batch.context_chunks), num_rows, num_cached))
+
+
+def drawn_tokens(
+    batch: ScheduledBatch, drafts: Sequence[Drafts], planner: BatchPlanner
+) -> list[int]:
+    """What the engine may have drawn: drafts are 0, and so are the draws that confirm them."""
+    if batch.num_drafts == 0:
+        return [0] * batch.num_drawn
+    owners = planner.token_owners(batch)
+    gained = {each.request_id: each.num_gained for each in drafts}
+    tokens: list[int] = []
+    for run in batch.runs:
+        if run.num_drawn > 0:
+            num_right = max(gained.get(owners[len(tokens)].request_id, 0) - 1, 0)
+            drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
+            tokens += drawn[: run.num_drawn]
+    return tokens + [0] * len(batch.generation_slots)
 
 
 NO_PLAN = Plan(ScheduledBatch(iteration=0), None)

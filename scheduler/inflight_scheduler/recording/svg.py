@@ -223,7 +223,7 @@ def _charts(history: History, top: float) -> Iterator[str]:
     batch = [c + g for c, g in zip(context, history.num_generation, strict=True)]
     yield from _chart(history, top, "requests in the batch", [(batch, green), (context, blue)])
     tokens = list(history.num_context_tokens)
-    total = [t + g for t, g in zip(tokens, history.num_generation, strict=True)]
+    total = [t + g for t, g in zip(tokens, history.num_generation_tokens, strict=True)]
     yield from _chart(
         history, top + step, "tokens computed per iteration", [(total, green), (tokens, blue)]
     )

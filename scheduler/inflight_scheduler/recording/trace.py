@@ -77,18 +77,19 @@ def _args(history: History, row: Row, span: Span) -> dict[str, Any]:
 def _counters(history: History) -> Iterator[dict[str, Any]]:
     for index in range(history.num_iterations):
         context, generation = history.num_context[index], history.num_generation[index]
-        tokens, free = history.num_context_tokens[index], history.num_free_blocks[index]
+        tokens = history.num_context_tokens[index], history.num_generation_tokens[index]
+        free = history.num_free_blocks[index]
         yield from _count(history.start_us[index], context, generation, tokens, free)
         if history.is_last_busy[index]:  # else the last values would stand while nothing happens
-            yield from _count(history.end_us(index), 0, 0, 0, history.settings.num_blocks)
+            yield from _count(history.end_us(index), 0, 0, (0, 0), history.settings.num_blocks)
 
 
 def _count(
-    time_us: int, context: int, generation: int, num_tokens: int, num_free: int
+    time_us: int, context: int, generation: int, num_tokens: tuple[int, int], num_free: int
 ) -> Iterator[dict[str, Any]]:
     values = {
         "batch": {"context": context, "generation": generation},
-        "tokens": {"context": num_tokens, "generation": generation},
+        "tokens": {"context": num_tokens[0], "generation": num_tokens[1]},
         "free blocks": {"free": num_free},
     }
     for name, args in values.items():

@@ -5,6 +5,7 @@ All raise `RecordingError`, which names the field and the bound.
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -73,6 +74,14 @@ def read_priority(value: Any) -> float:
     """A number from 0 to 1 (so no NaN either)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise RecordingError(f"a priority is {shorten(value)}: it must be between 0 and 1")
+    return float(value)
+
+
+def read_number(value: Any, name: str) -> float:
+    """A finite number that is not negative."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
+        raise RecordingError(f"{name} is {shorten(value)}: it must be a number, 0 or more")
     return float(value)
 
 

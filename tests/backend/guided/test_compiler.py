@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError
 from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.ebnf import to_lark
@@ -174,11 +175,31 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept(monkeypatch: pytest.M
     assert compiled == ["a", "b", "c", "b"]
 
 
-def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_too_long_is_told_whether_it_was_their_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is being compiled may be too much; one that waits behind others may be good."""
     monkeypatch.setattr(module, "COMPILE_SECONDS", 0.0)
-    own = GuideCompiler(lambda: time.sleep(0.3) or TOKENIZER.read_text(), VOCAB_SIZE, 0)  # type: ignore[func-returns-value]
-    with pytest.raises(InvalidRequest, match="not compiled within 0 s"):
-        own.start(Guide(GuideType.JSON)).take()
+    num_begun, may_compile = threading.Semaphore(0), threading.Event()
+    to_grammar = module.to_grammar
+
+    def wait(guide: Guide) -> str:
+        num_begun.release()
+        assert may_compile.wait(WAIT)
+        return to_grammar(guide)
+
+    monkeypatch.setattr(module, "to_grammar", wait)
+    own = GuideCompiler(TOKENIZER.read_text, VOCAB_SIZE, 0)
+    begun = [own.start(Guide(GuideType.REGEX, text)) for text in "ab"]
+    for _ in begun:
+        assert num_begun.acquire(timeout=WAIT)
+    waiting = own.start(Guide(GuideType.REGEX, "c"))
+    for pending in begun:
+        with pytest.raises(InvalidRequest, match="not compiled within 0 s; simplify it"):
+            pending.take()
+    with pytest.raises(CapacityExceeded, match="could not be begun within 0 s: other grammars"):
+        waiting.take()
+    may_compile.set()
     own.close()
 
 
@@ -196,8 +217,9 @@ def test_a_failure_of_ours_is_told_and_not_kept(
     with monkeypatch.context() as patch:
         patch.setattr(module, "to_grammar", fail)
         for _ in range(2):
-            with pytest.raises(InvalidRequest, match="could not be compiled") as refusal:
+            with pytest.raises(ServingError, match="could not be compiled") as refusal:
                 compile_guide(own, guide)
+            assert type(refusal.value) is ServingError, "neither the request's fault nor the load's"
             assert "secret" not in str(refusal.value)
     assert type(error).__name__ in caplog.text
     assert "in fail" in caplog.text, "where it was raised"

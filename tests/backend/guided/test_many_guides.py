@@ -14,7 +14,7 @@ from backend.guided.test_compiler import TOKENIZER, VOCAB_SIZE, compile_guide
 from manager_harness import WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend.errors import CapacityExceeded, InvalidRequest
+from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
@@ -103,7 +103,7 @@ def test_a_library_that_breaks_is_an_error_and_may_work_next_time(
     monkeypatch.setattr(module, "to_grammar", fail_twice)
     own = GuideCompiler(TOKENIZER.read_text, VOCAB_SIZE, 0)
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match="'guided_decoding_guide' could not be"):
+        with pytest.raises(ServingError, match="'guided_decoding_guide' could not be"):
             compile_guide(own, regex(1))
     assert compile_guide(own, regex(1)).consume_token(own.load_tokenizer().tokenize_str("a")[0])
     own.close()

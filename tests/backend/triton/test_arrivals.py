@@ -16,7 +16,6 @@ from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.triton.arrivals import ArrivalQueue
-from inflight_backend.why import describe_queued
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 
 LIMITS = RequestLimits(
@@ -194,13 +193,12 @@ def test_who_waits_for_a_grammar_keeps_its_place_and_holds_up_nobody() -> None:
     for request_id in range(4):
         made = request(request_id)
         if request_id in (0, 2):
-            made.guide = PendingGuide(ready, 60.0)
+            made.guide = PendingGuide(ready)
         arrivals.put(made)
     assert taken(arrivals, 1) == [1]
     assert taken(arrivals) == [3]
     assert arrivals.find_place(2) == (2, 2)
     assert arrivals.is_preparing(2)
-    assert describe_queued(2, 2, 8, is_preparing=True)["reason"] == "its grammar is being compiled"
     assert taken(arrivals) == []
     arrivals.put(request(4))
     ready.set_result(None)

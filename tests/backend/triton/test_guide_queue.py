@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +52,39 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCompiler]:
 
 
 @pytest.fixture
-def guiding(
+def make_guiding(
     make_server: MakeServer, tmp_path: Path, gate: threading.Event, held: HeldCompiler
-) -> Iterator[Server]:
-    """A server that guides, with one place and a queue of four."""
+) -> Iterator[Callable[..., Server]]:
+    """A factory of servers that guide, with one place and a queue of four."""
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
 
     def wait_at_gate(batch: ScheduledBatch) -> None:
         assert gate.wait(WAIT)
 
-    engine = MaskingEngine(vocab_size=300, before_step=wait_at_gate)
-    yield make_server(engine, max_batch_size="1", max_queue_size="4")
+    def make(**parameters: str) -> Server:
+        engine = MaskingEngine(vocab_size=300, before_step=wait_at_gate)
+        return make_server(engine, max_batch_size="1", max_queue_size="4", **parameters)
+
+    yield make
     gate.set()
     held.go_on.set()
+
+
+@pytest.fixture
+def guiding(make_guiding: Callable[..., Server]) -> Server:
+    """A server of that kind."""
+    return make_guiding()
 
 
 def send(server: Server, text: str, **values: Any) -> FakeSender:
     """A request with the regex ``text``, which is also its id."""
     values = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": text, **values}
     return server.send(text, input_ids=[1], end_id=0, request_output_len=5, **values)
+
+
+def wait_for(sender: FakeSender) -> FakeSender:
+    assert sender.is_final.wait(WAIT)
+    return sender
 
 
 def test_what_a_full_queue_refuses_is_not_compiled(
@@ -100,6 +115,9 @@ def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     guiding.send("c", stop=True)
     assert stopped.is_final.wait(WAIT)
     assert overdue.is_final.wait(WAIT)
+    assert error_of(overdue)[0].endswith("in the queue, and its grammar is being compiled")
+    [answer] = guiding.ask("a", why=True).responses
+    assert b'"its grammar is being compiled"' in answer.output_tensors[0].as_numpy()[0, 0]
     cancelled = send(guiding, "e")
     cancelled.cancelled = True
     assert cancelled.is_final.wait(WAIT)
@@ -107,6 +125,53 @@ def test_what_was_stopped_cancelled_or_overdue_is_not_compiled(
     held.go_on.set()
     assert all(sender.is_final.wait(WAIT) for sender in (*first, last))
     assert sorted(held.texts) == ["a", "b", "f"]
+
+
+def test_a_grammar_that_takes_its_time_is_no_stall(
+    make_guiding: Callable[..., Server], held: HeldCompiler
+) -> None:
+    server = make_guiding(stall_seconds="0.2")
+    held.go_on.clear()
+    sender = send(server, "a")
+    wait_until(lambda: held.texts == ["a"])
+    deadline = time.monotonic() + 0.8
+    while time.monotonic() < deadline:
+        assert server.model.is_ready()
+        time.sleep(0.01)
+    held.go_on.set()
+    assert sender.is_final.wait(WAIT)
+    assert sender.responses[-1].error is None
+
+
+def test_a_grammar_that_fails_for_us_is_not_the_clients_fault(
+    guiding: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(guide: Guide) -> str:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "to_grammar", fail)
+        text, code = error_of(wait_for(send(guiding, "a")))
+    assert text == "'guided_decoding_guide' could not be compiled: the server failed"
+    assert code == FakePbUtils.TritonError.INTERNAL
+    assert error_of(wait_for(send(guiding, "(")))[1] == FakePbUtils.TritonError.INVALID_ARG
+    assert wait_for(send(guiding, "a")).responses[-1].error is None
+
+
+def test_a_grammar_whose_turn_does_not_come_may_be_sent_again(
+    guiding: Server, held: HeldCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.go_on.clear()
+    first = [send(guiding, text) for text in "ab"]
+    wait_until(lambda: sorted(held.texts) == ["a", "b"])
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "COMPILE_SECONDS", 0.0)
+        text, code = error_of(wait_for(send(guiding, "c")))
+    assert "other grammars were compiled; try again later" in text
+    assert code == FakePbUtils.TritonError.UNAVAILABLE
+    again = send(guiding, "c")
+    held.go_on.set()
+    assert all(wait_for(sender).responses[-1].error is None for sender in (*first, again))
 
 
 def test_too_many_grammars_are_a_named_refusal(

@@ -120,6 +120,19 @@ def test_a_send_that_never_returns_is_a_stall_whatever_else_comes(make_server: M
 
 
 @pytest.mark.case(92)
+def test_a_send_that_returns_long_after_its_request_has_ended(make_server: MakeServer) -> None:
+    """The loop had nothing to do meanwhile, and was not stuck: nothing has to move in it."""
+    server = make_server(CountingEngine(), stall_seconds=STALL)
+    stuck = StuckSender()
+    server.send(sender=stuck, input_ids=[1], request_output_len=5, streaming=True)
+    wait_until(lambda: not server.model.is_ready())
+    time.sleep(3 * float(STALL))
+    stuck.release.set()
+    wait_until(server.model.is_ready)
+    assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+
+
+@pytest.mark.case(92)
 def test_triton_s_own_thread_stuck_in_a_refusal_is_a_stall(make_server: MakeServer) -> None:
     server = make_server(CountingEngine(), stall_seconds=STALL)
     stuck = StuckSender()
@@ -148,6 +161,42 @@ def test_a_question_to_the_server_that_never_returns_is_a_stall(make_server: Mak
     gate.event.set()
     server.model.finalize()
     release.set()
+
+
+@pytest.mark.case(92, 123)
+@pytest.mark.parametrize("what", ["step", "send", "question to the server"])
+def test_a_model_with_a_thread_that_is_stuck_can_be_unloaded_at_once(
+    make_server: MakeServer, what: str
+) -> None:
+    """Nobody has called it a stall yet."""
+    gate, release, has_asked = Gate(), threading.Event(), threading.Event()
+    engine = CountingEngine(before_step=gate) if what == "step" else endless_engine()
+    server = make_server(engine, stall_seconds=STALL)
+
+    def is_cancelled() -> bool:
+        has_asked.set()
+        return release.wait(3 * WAIT) and False
+
+    sender = FakeSender() if what != "send" else StuckSender()
+    if what == "step":
+        gate.event.clear()
+    elif what != "send":
+        sender.is_cancelled = is_cancelled  # type: ignore[method-assign]
+    length = 5 if what == "step" else 8000
+    server.send(sender=sender, input_ids=[1], request_output_len=length, streaming=True)
+    if isinstance(sender, StuckSender):
+        assert sender.is_stuck.wait(WAIT)
+    elif what != "step":
+        assert has_asked.wait(WAIT)
+    unload = threading.Thread(target=server.model.finalize)
+    unload.start()
+    unload.join(WAIT)
+    assert not unload.is_alive()
+    gate.event.set()
+    release.set()
+    if isinstance(sender, StuckSender):
+        sender.release.set()
+    assert sender.is_final.wait(WAIT)
 
 
 @pytest.mark.case(92)

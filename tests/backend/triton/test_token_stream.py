@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
 from inflight_backend.triton.decoding import choose_outputs
-from inflight_backend.triton.stop_text import StopText
+from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.token_stream import TextWriter, TokenStream
 from inflight_client import protocol
 
@@ -91,6 +91,49 @@ def test_everything_ends_at_the_stop_word(codec: TextCodec, is_whole: bool) -> N
     assert last["finish_reason"].item() == b"stop_words"
     if not is_whole:
         assert sent.responses[0][0]["finish_reason"].item() == b"not_finished"
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("num_at_once", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("ids", "word", "text", "wanted"),
+    [
+        ([2, 3, 4, 5, 6], (2, 3, 4, 9), " 2", [2, 3]),
+        ([2, 3, 4, 9], (2, 3, 4, 9), " 2", [2, 3]),
+        ([3, 4, 5], (3, 9), "", [3]),
+        ([1, 2, 3, 4, 5], (2, 9), " 1 2", [1, 2, 3]),
+        ([1, 2, 3], (2, 3), " 1", [1, 2, 3]),
+        ([1, 2, 4, 5], (2, 9), " 1 2 4 5", [1, 2, 4, 5]),
+    ],
+)
+def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
+    codec: TextCodec,
+    ids: list[int],
+    word: tuple[int, ...],
+    text: str,
+    wanted: list[int],
+    num_at_once: int,
+    is_whole: bool,
+) -> None:
+    """The text "3" counts when it is complete, though its tokens may still become ``word``."""
+    sent = Sent()
+    writer = TextWriter(
+        IncrementalDetokenizer(codec, [40]),
+        stop_tokens=StopTokens([word]),
+        stop_text=StopText(["3"]),
+    )
+    stream = TokenStream(sent, OUTPUTS, writer, is_whole=is_whole)
+    for start in range(0, len(ids), num_at_once):
+        some = ids[start : start + num_at_once]
+        extras = extras_of(start + 1, len(some))
+        stream.send(some, extras, is_final=start + len(some) == len(ids))
+    said = b"".join(tensors["text_output"].item() for tensors, _ in sent.responses).decode()
+    assert said.rstrip() == text
+    assert [i for t, _ in sent.responses for i in t["output_ids"].reshape(-1).tolist()] == wanted
+    last = sent.responses[-1][0]
+    assert last["num_output_tokens"].tolist() == [[len(wanted)]]
+    rows = sum(tensors["output_log_probs"].shape[2] for tensors, _ in sent.responses)
+    assert rows == len(wanted)
 
 
 def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec) -> None:

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import strategies as st
-from scheduler.fake_engine import draw
+from scheduler.fake_engine import FakeEngine, draw
 from scheduler.world import make_request
 
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
+    BeamParams,
     BlockManager,
     CapacitySchedulerPolicy,
     ContextChunking,
@@ -71,7 +72,7 @@ class RecordedWorld:
             enable_reuse=settings.enable_reuse,
             may_copy_blocks=settings.may_copy_blocks,
         )
-        self.active = ActiveRequests(self.manager, priority_span=5)
+        self.active = ActiveRequests(self.manager, settings.priority_span)
         self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active)
         self.scheduler = scheduler or scheduler_of(settings.policy, settings, self.planner)
         self.clock = Clock()
@@ -132,9 +133,11 @@ class RecordedWorld:
         """For the step, overlapped for the one before."""
         if self._prices is None:
             return
-        num_cached = sum(request.num_cached_tokens for request in generation)
-        num_tokens = sum(len(chunk.tokens) for chunk in batch.context_chunks)
-        load = Load(num_tokens, len(batch.context_chunks), len(generation), num_cached)
+        num_cached = sum(request.num_cached_tokens * request.num_rows for request in generation)
+        num_tokens = sum(len(chunk.tokens + chunk.drafts) for chunk in batch.context_chunks)
+        num_rows = sum(request.num_rows for request in generation)
+        num_rows += sum(len(run.drafts) for run in batch.draft_runs)
+        load = Load(num_tokens, len(batch.context_chunks), num_rows, num_cached)
         price = 0.0 if batch.is_empty else self._prices.predict(load)
         if self.is_overlapped:
             price, self._price_of_running = self._price_of_running, price
@@ -192,6 +195,27 @@ class RecordedWorld:
     def text(self) -> str:
         """The recording."""
         return "".join(self.recorder.lines())
+
+
+class SearchingWorld(RecordedWorld):
+    """Its requests search; a fake engine tells the candidates."""
+
+    def __init__(self, settings: Settings, prices: CostModel | None = None) -> None:
+        super().__init__(settings, prices=prices)
+        self.planner = BatchPlanner(self.manager, settings.max_batch_size, self.active, 4)
+        self.scheduler = scheduler_of(settings.policy, settings, self.planner)
+        self.engine = FakeEngine(settings.num_blocks, settings.tokens_per_block, None)
+
+    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        tokens = self.engine.execute(batch)
+        return self.planner.update(batch, tokens, self.engine.candidates), []
+
+
+def searching(number: int, width: int = 3) -> LlmRequest:
+    """A request that searches, for 16 tokens or until its end id."""
+    return make_request(
+        number, 3 + number % 7, 16, end_id=1, beam_width=width, search=BeamParams(width, 1)
+    )
 
 
 def read(text: str) -> RecordingReader:

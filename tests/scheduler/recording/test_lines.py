@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read, tiny_ring
+from scheduler.recording.searching import SearchingWorld
+from scheduler.recording.test_recorded_drafts import DraftingWorld
 
 from inflight_scheduler import ContextChunking
 from inflight_scheduler.recording.errors import RecordingError
@@ -18,6 +22,7 @@ from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.records import (
+    END_REASONS,
     Arrival,
     Chunk,
     Decision,
@@ -39,7 +44,21 @@ def middle_of_a_ring() -> str:
         return play(REUSING, num_requests=60, seed=9, max_iterations=50).text
 
 
+def beams_and_drafts() -> Iterator[str]:
+    """Searches and drafts, each in both loops; with and without shared blocks."""
+    for is_overlapped, reuse in itertools.product([False, True], repeat=2):
+        settings = Settings(
+            MAX_UTILIZATION, 40, 4, 6, 40, None, reuse, reuse, is_overlapped=is_overlapped
+        )
+        for world in (SearchingWorld(settings), DraftingWorld(settings, seed=9)):
+            yield play(settings, num_requests=10, seed=9, world=world, fault_rate=0.05).text
+
+
 TEXTS = [TEXT, play(REUSING, num_requests=20, seed=9).text, middle_of_a_ring()]
+TEXTS += beams_and_drafts()
+
+KEYS = "itdacg-+pfexyzlbmns"
+"""Of an iteration: all there are."""
 
 ids = st.lists(st.integers(0, 2**64 - 1), max_size=8, unique=True).map(tuple)
 
@@ -96,10 +115,10 @@ def test_no_text_of_the_user_is_in_a_recording() -> None:
     for line in [line for text in TEXTS for line in text.splitlines()[1:]]:
         content = json.loads(line)
         words |= set(content) | {end[1] for end in content.get("e", [])}
-        values = [x for key in "al" for row in content.get(key, []) for x in row]
+        values = [x for key in "alm" for row in content.get(key, []) for x in row]
         assert all(x is None or type(x) in (int, float) for x in values)
-        assert all(type(x) is int for key in "cp+-g" for x in content.get(key, []))
-    assert words <= set("itdacg-+pfexylb") | {"cancelled", "end_id"}
+        assert all(type(x) is int for key in "cp+-gn" for x in content.get(key, []))
+    assert words <= set(KEYS) | {"cancelled", "end_id", "error"}
 
 
 def changed_header(**changes: object) -> str:
@@ -234,20 +253,66 @@ def test_any_cache_at_the_start_is_one_or_an_error(data: st.DataObject) -> None:
     assert end.startswith(("test.jsonl, line", "identical", "iteration"))
 
 
+def facts_of(ids: Sequence[int]) -> dict[str, st.SearchStrategy[object]]:
+    """What each key but those of time may hold, in the right shape; true or not of ``ids``."""
+    some = st.sampled_from([*ids, 0])
+    few = st.integers(0, 9)
+
+    def lists(*fields: st.SearchStrategy[object]) -> st.SearchStrategy[list[tuple[object, ...]]]:
+        return st.lists(st.tuples(*fields), min_size=1, max_size=3)
+
+    def flat(*fields: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+        return lists(*fields).map(lambda rows: list(itertools.chain(*rows)))
+
+    return {
+        "a": lists(few, few, few, few, st.just(0.5), few),
+        "e": lists(some, st.sampled_from(sorted(END_REASONS))),
+        "f": few,
+        "l": lists(some, few, few),
+        "m": lists(some, few, few) | lists(some, few, few, few),
+        "n": flat(some, st.integers(1, 9), st.integers(0, 1), few),
+        **dict.fromkeys("c+", flat(some, few)),
+        **dict.fromkeys("-gp", flat(some)),
+        **dict.fromkeys("bsxyz", st.just(1)),
+    }
+
+
+@fuzzing
+@given(st.data())
+@pytest.mark.case(111)
+def test_other_facts_are_possible_or_an_error(data: st.DataObject) -> None:
+    """Lines of any kind of recording that tell something else of those who run then."""
+    text = data.draw(st.sampled_from(TEXTS))
+    lines, iterations = text.splitlines(), list(read(text))
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.integers(1, len(iterations)))
+        decision = iterations[place - 1].decision
+        chunks, generation, paused = decision or ((), (), ())
+        facts = facts_of([*(chunk.request_id for chunk in chunks), *generation, *paused])
+        key = data.draw(st.sampled_from("mn") | st.sampled_from(sorted(facts)))
+        content = json.loads(lines[place])
+        content.pop(key, None)
+        if data.draw(st.integers(0, 3)):
+            content[key] = data.draw(facts[key])
+        lines[place] = json.dumps(content)
+    end = outcome("\n".join(lines) + "\n")
+    assert end.startswith(("test.jsonl, line", "identical", "iteration"))
+
+
 @fuzzing
 @given(
     st.dictionaries(
-        st.sampled_from(list("itdacg-+pfexylb")),
+        st.sampled_from(KEYS),
         st.recursive(
             st.none() | st.booleans() | st.integers(-1, 2**65) | st.floats() | st.text(max_size=3),
             lambda inner: st.lists(inner, max_size=4),
             max_leaves=4,
         ),
     ),
-    st.booleans(),
+    st.sampled_from(TEXTS),
 )
 @pytest.mark.case(122)
-def test_any_json_is_an_iteration_or_an_error(content: dict[str, object], is_reusing: bool) -> None:
-    header = TEXTS[is_reusing].partition("\n")[0] + "\n"
+def test_any_json_is_an_iteration_or_an_error(content: dict[str, object], text: str) -> None:
+    header = text.partition("\n")[0] + "\n"
     line = json.dumps({"i": 1, "t": 0, "d": 0, "f": 12, **content}) + "\n"
     assert outcome(header + line).startswith(("test.jsonl, line 2", "identical", "iteration 1"))

@@ -10,7 +10,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
+from scheduler.recording.recorded import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    RecordedWorld,
+    SearchingWorld,
+    play,
+    read,
+    searching,
+)
+from scheduler.recording.test_recorded_drafts import DraftingWorld
 from scheduler.world import make_request
 
 from inflight_scheduler import FinishReason
@@ -175,6 +184,39 @@ def test_a_hostile_name_is_only_text(write) -> None:  # type: ignore[no-untyped-
     picture = "".join(write(build_history(read(text))))
     assert "<script>alert" not in picture
     assert str(2**63) in picture
+
+
+@pytest.mark.parametrize("kind", ["plain", "beams", "drafts"])
+def test_all_tokens_of_an_iteration_are_shown(kind: str) -> None:
+    """Of each beam one, drafts, and the last tokens of prompts that drafts run behind."""
+    settings = Settings(MAX_UTILIZATION, 30, 4, 6, 60)
+    if kind == "beams":
+        world: RecordedWorld = SearchingWorld(settings)
+        for number in range(1, 9):
+            world.arrive(searching(number))
+        while world.active:
+            world.iterate()
+    else:
+        world = RecordedWorld(settings) if kind == "plain" else DraftingWorld(settings, 3)
+        play(settings, num_requests=20, seed=3, world=world)
+    history = build_history(read(world.text))
+    is_decided = [iteration.decision is not None for iteration in read(world.text)]
+    tokens = zip(history.num_context_tokens, history.num_generation_tokens, strict=True)
+    shown = [sum(pair) for pair, is_it in zip(tokens, is_decided, strict=True) if is_it]
+    assert shown == [batch.num_tokens for batch in world.batches]
+    spans = [span for row in history.rows for span in row.spans]
+    assert sum(span.num_tokens for span in spans) == sum(shown)
+    data = page.history_data(history)
+    assert sum(data["tokens"]) + sum(data["generation_tokens"]) == sum(shown)
+    counts = [
+        event["args"]
+        for event in json.loads("".join(write_trace(history)))["traceEvents"]
+        if event["ph"] == "C" and event["name"] == "tokens"
+    ]
+    assert sum(count["context"] + count["generation"] for count in counts) == sum(shown)
+    num_steps = sum(history.num_generation)
+    assert (sum(history.num_generation_tokens) > num_steps) == (kind != "plain")
+    assert max(map(int, re.findall(r">(\d+)</text>", write_svg(history)))) >= max(shown)
 
 
 def check_trace_events(events: list[dict[str, Any]]) -> None:

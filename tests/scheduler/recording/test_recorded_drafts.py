@@ -20,6 +20,7 @@ from scheduler.recording.recorded import (
 )
 
 from inflight_scheduler import ContextChunking, LlmRequest, ScheduledBatch
+from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
@@ -33,8 +34,8 @@ from inflight_scheduler.recording.workload import read_workload
 class DraftingWorld(RecordedWorld):
     """Some get drafts, right ones and wrong ones; then nothing overlaps (see `OverlappedSteps`)."""
 
-    def __init__(self, settings: Settings, seed: int) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, seed: int, prices: CostModel | None = None) -> None:
+        super().__init__(settings, prices=prices)
         self.dice = random.Random(seed)
         self.num_accepted = 0
         self.recorder._num_blocks_of = self.manager.num_blocks_of
@@ -186,10 +187,16 @@ SETTLED_FIRST = (
     '{"i":2,"t":0,"d":0,"c":[2,4],"f":15}',
 )
 
+SEARCH_WITH_DRAFTS = (
+    '{"i":1,"t":0,"d":0,"a":[[1,5,8,0,0.5,3]],"c":[1,5],"f":12}',
+    '{"i":2,"t":0,"d":0,"g":[1],"m":[[1,0,0,0]],"n":[1,3,3,1],"f":9}',
+)
+
 
 @pytest.mark.parametrize(
     ("lines", "is_overlapped", "message"),
     [
+        (SEARCH_WITH_DRAFTS, True, "request 1 has drafts, but it searches with beams"),
         (SETTLED_FIRST, True, "request 1 ended before this decision"),
         (('{"i":1,"t":0,"d":0,"a":[[1,4,4]],"c":[1,4],"n":[1,2,2,1],"f":14}',), True, "runs on"),
         (

@@ -66,6 +66,7 @@ def test_replay_of_our_own_recording_is_identical(
         enable_reuse=reuse[0],
         may_copy_blocks=reuse[1],
         is_overlapped=is_overlapped,
+        priority_span=5,
     )
     priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)
     world = play(settings, num_requests=15, seed=seed, priorities=priorities, fault_rate=fault_rate)
@@ -155,6 +156,7 @@ def test_a_ring_with_reuse_replays_from_its_middle(
         True,
         may_copy,
         is_overlapped=is_overlapped,
+        priority_span=5,
     )
     with tiny_ring():
         world = RecordedWorld(settings)

@@ -84,8 +84,8 @@ def test_percentiles_are_the_nearest_rank() -> None:
     latencies = Latencies()
     for number in range(1, 101):
         latencies.arrived(number, 0)
-        latencies.advanced(number, 1000 * number)
-        latencies.advanced(number, 1000 * number + 7000)
+        latencies.advanced(number, 1000 * number, 1)
+        latencies.advanced(number, 1000 * number + 7000, 2)
         latencies.ended(number)
     summary = latencies.summary()
     assert (summary.ttft_p50, summary.ttft_p99) == (50.0, 99.0)
@@ -175,7 +175,7 @@ def test_time_in_the_queue_before_a_place_counts() -> None:
 
 
 def test_nothing_to_run_is_an_error() -> None:
-    with pytest.raises(RecordingError, match="no request that produced a token"):
+    with pytest.raises(RecordingError, match="holds no request that came"):
         predict(SETTINGS, [], PRICES)
 
 

@@ -1,0 +1,57 @@
+"""Questions to the thread of the loop: each is answered, whatever it raises and however late."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from functools import partial
+
+import pytest
+from manager_harness import WAIT, Recorder, running
+
+from inflight_backend.questions import Questions
+
+
+def test_questions_wait_for_their_owner_and_are_answered_in_order() -> None:
+    questions = Questions()
+    seen: list[int] = []
+    futures = [questions.ask(partial(seen.append, number)) for number in range(3)]
+    assert not any(future.done() for future in futures)
+    questions.answer()
+    assert all(future.done() for future in futures)
+    assert seen == [0, 1, 2]
+
+
+def test_a_question_to_an_owner_that_has_gone_is_answered_where_it_is_asked() -> None:
+    questions = Questions()
+    last = questions.ask(threading.get_ident)
+    questions.close()
+    assert last.result(0) == questions.ask(threading.get_ident).result(0)
+
+
+@pytest.mark.parametrize("error", [ValueError(), SystemExit()])
+def test_a_question_that_raises_ends_nothing_but_itself(error: BaseException) -> None:
+    def fail() -> None:
+        raise error
+
+    with running(Recorder()) as manager:
+        assert manager._ask(fail).exception(WAIT) is error
+        assert manager._ask(lambda: 1).result(WAIT) == 1
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_every_question_asked_while_the_loop_ends_is_answered(attempt: int) -> None:
+    futures: list[Future[int]] = []
+    is_over = threading.Event()
+    with running(Recorder()) as manager:
+
+        def ask() -> None:
+            while not is_over.wait(0.0001):
+                futures.append(manager._ask(lambda: 1))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        manager.shutdown()
+        is_over.set()
+        thread.join()
+    assert all(future.result(WAIT) == 1 for future in futures)
