@@ -302,7 +302,7 @@ def test_a_round_that_fails_and_a_stop_that_fails_too_end_no_thread(
         FakePbUtils.TritonError.INTERNAL,
     )
     assert not failures
-    assert "SystemExit: out" in caplog.text
+    assert "SystemExit" in caplog.text
     assert "MemoryError: in the stop" in caplog.text
     assert "NoneType" not in caplog.text
     assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
