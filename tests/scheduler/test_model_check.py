@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 
 import pytest
 from scheduler.fake_engine import tokens_alone
+from scheduler.overlapped_world import OverlappedWorld
 from scheduler.world import World, make_request
 
 from inflight_scheduler import (
@@ -29,10 +30,15 @@ STEP = "step"
 
 
 class Explorer:
-    """All states that are reachable with ``specs`` as the requests, each arriving once."""
+    """All states that are reachable with ``specs`` as the requests, each arriving once.
 
-    def __init__(self, world: World, specs: list[Spec]) -> None:
+    ``stops_in_steps``: requests stop between the plan of a step and its tokens, too. Where steps
+    overlap, every stop is one while a step runs.
+    """
+
+    def __init__(self, world: World, specs: list[Spec], stops_in_steps: bool = False) -> None:
         self.specs = specs
+        self.stops_in_steps = stops_in_steps
         self.alone = [tokens_alone(self._make(i).tokens, specs[i][1], -1, 0) for i in self._ids()]
         # State -> the state one step later, None where nobody is active.
         self.next_state: dict[Hashable, Hashable | None] = {}
@@ -70,26 +76,36 @@ class Explorer:
                 yield "arrive", index
         for request in world.active:
             yield "stop", request.request_id
+            if self.stops_in_steps:
+                yield "stop in a step", request.request_id
 
     def _do(
         self, world: World, action: str | tuple[str, int], arrived: tuple[int, ...]
     ) -> tuple[int, ...]:
         if action == STEP:
-            assert not world.step().is_empty, "active requests and nothing runs"
+            world.step()
+            assert world.num_running > 0, "active requests and nothing runs"
         elif action[0] == "arrive":
             world.arrive(self._make(int(action[1])))
             arrived = (*arrived, int(action[1]))
         else:
-            request = world.active.get(int(action[1]))
-            assert request is not None
-            world.stop(request)
-            world.check_invariants()
+            self._stop(world, int(action[1]), is_in_step=action[0] == "stop in a step")
         for request in world.finished:
             alone = self.alone[request.request_id]
             is_stopped = request.finish_reason == FinishReason.CANCELLED
             assert request.tokens == (alone[: request.num_tokens] if is_stopped else alone)
         world.finished.clear()
         return arrived
+
+    def _stop(self, world: World, request_id: int, *, is_in_step: bool) -> None:
+        """Between two steps, or between the plan of one and its tokens."""
+        batch = world.plan(world.decide()) if is_in_step else None
+        request = world.active.get(request_id)
+        assert request is not None
+        world.stop(request)
+        if batch is not None:
+            world.complete(batch)
+        world.check_invariants()
 
     def _key(self, world: World, arrived: tuple[int, ...]) -> Hashable:
         manager = world.manager
@@ -100,11 +116,13 @@ class Explorer:
                 request.num_tokens,
                 request.prompt_len,
                 request.context_current_position,
+                request.num_pending_tokens,
                 manager.num_blocks_of(request.request_id),
             )
             for request in world.active
         )
-        return frozenset(arrived), requests, _cache_of(world)
+        is_running = isinstance(world, OverlappedWorld) and world.running is not None
+        return frozenset(arrived), requests, is_running, _cache_of(world)
 
     def _check_every_end(self) -> None:
         """Following steps alone, each state ends: the chains form no circle."""
@@ -150,6 +168,7 @@ def make_world(
     chunking: ContextChunking | None = None,
     enable_reuse: bool = False,
     max_num_tokens: int | None = None,
+    world_class: type[World] = World,
 ) -> World:
     manager = BlockManager(
         num_blocks, 2, enable_reuse=enable_reuse, may_copy_blocks=enable_reuse, hash_key=b"key"
@@ -159,17 +178,18 @@ def make_world(
     scheduler = make_scheduler(
         policy, manager, max_batch_size=3, max_num_tokens=max_num_tokens, chunking=chunking
     )
-    return World(scheduler, manager, num_slots=3)
+    return world_class(scheduler, manager, num_slots=3)
 
 
 SPECS: list[Spec] = [(3, 3), (2, 4), (5, 2), (4, 3)]
+THREE = SPECS[:3]
 POLICIES = pytest.mark.parametrize(
     "policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name
 )
 
 
-def explore(world: World, specs: list[Spec], min_states: int) -> None:
-    num_states = Explorer(world, specs).explore()
+def explore(world: World, specs: list[Spec], min_states: int, stops_in_steps: bool = False) -> None:
+    num_states = Explorer(world, specs, stops_in_steps).explore()
     assert num_states >= min_states, "requests that get nowhere are soon explored"
 
 
@@ -191,3 +211,22 @@ def test_chunked_contexts(policy: CapacitySchedulerPolicy, chunking: ContextChun
 @pytest.mark.parametrize("num_blocks", [4, 6])
 def test_reused_blocks(policy: CapacitySchedulerPolicy, num_blocks: int) -> None:
     explore(make_world(policy, num_blocks, SPECS, enable_reuse=True), SPECS, 1300)
+
+
+@POLICIES
+def test_stops_between_the_plan_and_the_tokens(policy: CapacitySchedulerPolicy) -> None:
+    explore(make_world(policy, 4, THREE), THREE, 98, stops_in_steps=True)
+
+
+@POLICIES
+def test_chunked_contexts_with_reused_blocks(policy: CapacitySchedulerPolicy) -> None:
+    chunking = ContextChunking(ContextChunkingPolicy.FIRST_COME_FIRST_SERVED, 2)
+    world = make_world(policy, 4, THREE, chunking, enable_reuse=True, max_num_tokens=4)
+    explore(world, THREE, 290, stops_in_steps=True)
+
+
+@POLICIES
+@pytest.mark.parametrize("enable_reuse", [False, True])
+def test_overlapped_steps(policy: CapacitySchedulerPolicy, enable_reuse: bool) -> None:
+    world = make_world(policy, 4, THREE, enable_reuse=enable_reuse, world_class=OverlappedWorld)
+    explore(world, THREE, 340 if enable_reuse else 150)
