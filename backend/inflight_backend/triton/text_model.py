@@ -6,7 +6,6 @@ They are for clients that tokenise through the server; `tensorrt_llm` itself tak
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,13 +15,14 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, ServingError
 from inflight_backend.parameters import set_or_empty
+from inflight_backend.private_log import get_logger
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.stream import ResponseFactory
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 
