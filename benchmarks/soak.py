@@ -45,8 +45,8 @@ SETTINGS = {
     "enable_chunked_context": "true",
     "stall_seconds": 30,
 }
-# The recorder keeps 8,192 iterations; when all it holds has been replaced four times, malloc has
-# found the places for that, too (it was flat from some 30,000 on).
+# The recorder keeps 8,192 iterations; when it has filled that four times, malloc has found the
+# places for it, too (memory was flat from some 30,000 on).
 _WARM_ITERATIONS = 4 * 8192
 _MIN_WARM_UP, _MAX_WARM_UP, _LOAD = 0.1, 0.45, 0.8  # shares of the time of a policy
 _SERVE_SECONDS = 75.0  # after a recovery: a server that fails within 60 s has failed in a row

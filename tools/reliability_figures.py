@@ -45,7 +45,7 @@ def _soak(result: dict[str, Any]) -> str:
         f"### {result['minutes']:g} minutes of mixed load\n\n"
         f"{result['workers']} clients on {result['settings']['max_batch_size']} places and a "
         "quarter of the KV cache that those can need. The warm-up lasts until the recorder's ring "
-        "has been replaced once; "
+        "has been filled four times; "
         f"flat means less than {result['max_slope_mb_per_hour']:g} MB/h after it.\n\n"
         + _table(("", *(part["policy"] for part in parts)), rows)
         + f"\nBroken promises: **{failures}**. {_origin(result, 'soak')}\n"
