@@ -284,3 +284,39 @@ def test_a_crowd_in_a_pool_of_a_quarter(policy: CapacitySchedulerPolicy) -> None
     else:
         assert num_pauses > 100, "this crowd must be a crowd"
         assert most_pauses > 1, "somebody is paused again and again"
+
+
+def test_a_crowd_with_long_prompts_that_begin_alike() -> None:
+    """Victims hold what others count on, since whoever is urgent comes in between: what is free
+    once they have gone must never be taken to be more than it is."""
+    num_pauses = num_reused = 0
+    for seed in range(60):
+        dice = random.Random(seed)
+        manager = BlockManager(
+            dice.randint(10, 24), 1, enable_reuse=True, may_copy_blocks=dice.random() < 0.5
+        )
+        num_slots = dice.randint(3, 8)
+        scheduler = make_scheduler(
+            CapacitySchedulerPolicy.MAX_UTILIZATION, manager, max_batch_size=num_slots
+        )
+        world = World(scheduler, manager, num_slots)
+        alone = {}
+        for request_id in range(30):
+            request = make_request(
+                request_id,
+                dice.randint(8, 16),
+                dice.randint(1, 6),
+                family=dice.randint(0, 1),
+                priority=dice.choice([0.0, 0.5, 1.0]),
+            )
+            if manager.can_ever_fit(request):
+                alone[request_id] = tokens_alone(request.tokens, request.max_new_tokens, -1, 0)
+                world.arrive(request)
+            for _ in range(dice.choice([0, 0, 0, dice.randint(1, 8)])):
+                world.step()
+        world.drain()
+        assert {request.request_id: request.tokens for request in world.finished} == alone
+        num_pauses += world.num_pauses
+        num_reused += manager.reuse_stats.num_reused_blocks
+    assert num_pauses > 100
+    assert num_reused > 1000
