@@ -38,7 +38,8 @@ _SCALE_BYTES = 4
 class PlanSettings:
     """What is planned for. ``gpu_memory`` is what is free before the server starts; None: a CPU.
 
-    ``max_tokens`` and ``fraction`` are the parameters max_tokens_in_paged_kv_cache and
+    ``free_bytes`` in its place is what a server has measured with everything loaded: then nothing
+    is assumed. ``max_tokens`` and ``fraction`` are the parameters max_tokens_in_paged_kv_cache and
     kv_cache_free_gpu_mem_fraction, the others those of their names.
     """
 
@@ -54,6 +55,7 @@ class PlanSettings:
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
     reserve: int = DEFAULT_RESERVE
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         settings.tokens_per_block,
         has_adjustments=settings.gpu_memory is not None,
     )
-    free_bytes = None
+    free_bytes = settings.free_bytes
     if settings.gpu_memory is not None:
         taken = weight_bytes + table_bytes + slot_bytes
         free_bytes = settings.gpu_memory - taken - settings.reserve
@@ -172,17 +174,15 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
 
 
 def check_pool(folder: Path, engine: Engine) -> bool:
-    """Compare the pool of a loaded engine with its plan, and log both; False if they differ.
+    """Compare the pool of a loaded engine with its plan, and log both; False if memory is scarce.
 
-    That is only allowed where memory is scarce and the pool is smaller: on a GPU with less room
-    than ``max_tokens_in_paged_kv_cache``, and on a CPU without that setting. Else it is an
-    `AssertionError`: what ``inflight plan`` says would be wrong. Without the setting only the
-    engine knows how much of a GPU is free, so the plan starts from its number.
+    An `AssertionError` if they differ: what ``inflight plan`` says would be wrong. On a GPU the
+    plan starts from the bytes that the engine has measured; how many tokens and blocks that makes
+    is worked out twice. On a CPU without ``max_tokens_in_paged_kv_cache`` the pool may be smaller,
+    since a quarter of the available memory is its bound.
     """
     config = engine.config
     max_tokens = config.max_tokens_in_paged_kv_cache
-    if config.device != "cpu" and max_tokens is None:
-        max_tokens = engine.num_blocks * engine.tokens_per_block
     plan = make_plan(
         folder,
         PlanSettings(
@@ -191,26 +191,31 @@ def check_pool(folder: Path, engine: Engine) -> bool:
             kv_cache_dtype=config.kv_cache_dtype,
             tokens_per_block=config.tokens_per_block,
             max_tokens=max_tokens,
+            fraction=config.kv_cache_free_gpu_mem_fraction,
             max_batch_size=config.max_batch_size,
             max_beam_width=config.max_beam_width,
             max_num_tokens=config.max_num_tokens,
             max_seq_len=config.max_seq_len,
+            free_bytes=engine.free_bytes,
         ),
     )
-    is_as_planned = engine.num_blocks == plan.num_blocks
-    is_asked_for = config.device == "cpu" and max_tokens is not None
-    may_be_less = engine.num_blocks < plan.num_blocks and not is_asked_for
-    assert is_as_planned or may_be_less, (
+    has_bound = max_tokens is not None or engine.free_bytes is not None
+    may_be_less = engine.num_blocks < plan.num_blocks and not has_bound
+    assert engine.num_blocks == plan.num_blocks or may_be_less, (
         f"the KV pool has {engine.num_blocks} blocks and the plan says {plan.num_blocks}"
     )
-    (_logger.info if is_as_planned else _logger.warning)(
-        "KV pool: %d blocks of %d tokens, %.2f GiB; the plan says %d blocks",
+    num_wanted = plan.num_blocks
+    if max_tokens is not None:
+        num_wanted = max_tokens // config.tokens_per_block
+    is_whole = engine.num_blocks == num_wanted
+    (_logger.info if is_whole else _logger.warning)(
+        "KV pool: %d blocks of %d tokens, %.2f GiB; %d blocks were planned for",
         engine.num_blocks,
         engine.tokens_per_block,
         engine.num_blocks * plan.block_bytes / GIB,
-        plan.num_blocks,
+        num_wanted,
     )
-    return is_as_planned
+    return is_whole
 
 
 def concurrency(plan: MemoryPlan, prompt_len: int, max_new_tokens: int) -> Concurrency:

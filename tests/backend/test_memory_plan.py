@@ -6,12 +6,12 @@ import json
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from backend.commands.harness import run
+from backend.engine.test_device_memory import FREE_BYTES, STEP_BYTES, CountedMemory, make_engine
 from checkpoints import VARIANTS, write_checkpoint
 
 from inflight_backend import memory_plan
@@ -33,6 +33,12 @@ from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
+
+
+def measured_engine(**settings: Any) -> Engine:
+    """As on a GPU with little room: what is free is told by `CountedMemory`."""
+    config = EngineConfig(device="cpu", max_batch_size=4, max_num_tokens=50, **settings)
+    return make_engine(DEMO_MODEL, CountedMemory(), config)
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
@@ -149,17 +155,35 @@ def test_the_default_of_a_cpu() -> None:
     assert check_pool(DEMO_MODEL, engine)
 
 
-def test_a_scarce_gpu_may_stay_below_the_plan_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("settings", "num_blocks"),
+    [
+        ({}, 25),
+        ({"dtype": "bfloat16"}, 51),
+        ({"max_tokens_in_paged_kv_cache": 40}, 10),
+    ],
+)
+def test_a_gpu_gets_the_pool_that_is_planned_for_what_is_free(
+    settings: dict[str, Any], num_blocks: int
 ) -> None:
-    engine = Engine.load(DEMO_MODEL, EngineConfig(device="cpu", max_tokens_in_paged_kv_cache=64))
-    engine._pool.num_blocks = 1
-    engine.config = replace(engine.config, device="cuda")
+    """The bytes are measured, the rest is worked out by the plan alone."""
+    engine = measured_engine(tokens_per_block=4, kv_cache_free_gpu_mem_fraction=0.7, **settings)
+    assert engine.free_bytes == FREE_BYTES - STEP_BYTES
+    assert engine.num_blocks == num_blocks
+    assert check_pool(DEMO_MODEL, engine)
+    engine._pool.num_blocks -= 1
+    with pytest.raises(AssertionError, match=f"and the plan says {engine.num_blocks + 1}"):
+        check_pool(DEMO_MODEL, engine)
+
+
+def test_a_scarce_gpu_serves_with_less_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine = measured_engine(max_tokens_in_paged_kv_cache=32_000)
+    assert engine.num_blocks < 1000
     assert not check_pool(DEMO_MODEL, engine)
-    assert "KV pool: 1 blocks of 32 tokens" in caplog.text
-    assert "the plan says 2 blocks" in caplog.text
-    engine._pool.num_blocks = 3
-    with pytest.raises(AssertionError, match="has 3 blocks and the plan says 2"):
+    assert f"KV pool: {engine.num_blocks} blocks of 32 tokens" in caplog.text
+    assert "1000 blocks were planned for" in caplog.text
+    engine._pool.num_blocks += 1
+    with pytest.raises(AssertionError, match="the plan says"):
         check_pool(DEMO_MODEL, engine)
 
 

@@ -108,6 +108,7 @@ class Engine:
         self._runner: GraphRunner | None = None
         if memory is None and config.device == "cuda":
             memory = CudaMemory()
+        self.free_bytes: int | None = None  # measured: what there is for the pool
         self._pool, self._attention = self._make_cache(self._count_blocks(memory))
         self._runner = self._make_runner(capture)
 
@@ -288,14 +289,13 @@ class Engine:
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
         """Blocks of the pool, by the rule of `kv_pool`."""
         config, model = self.config, self.model_config
-        available = None
         if memory is not None:
             step_bytes = self._measure_step(memory)
-            available = memory.free_bytes() - step_bytes
+            self.free_bytes = memory.free_bytes() - step_bytes
         return choose_num_blocks(
             2 * model.num_layers * model.kv_size * config.kv_dtype.itemsize,
             config.tokens_per_block,
-            available,
+            self.free_bytes,
             config.max_tokens_in_paged_kv_cache,
             config.kv_cache_free_gpu_mem_fraction,
         )

@@ -44,9 +44,9 @@ class CountedMemory:
 
 
 @torch.inference_mode()
-def make_engine(folder: Path, memory: CountedMemory) -> Engine:
+def make_engine(folder: Path, memory: CountedMemory, config: EngineConfig = CONFIG) -> Engine:
     model_config = ModelConfig.from_folder(folder)
-    config = resolve(CONFIG, model_config)
+    config = resolve(config, model_config)
     with Checkpoint(folder) as checkpoint:
         parameters = checkpoint.load(
             decoder_parameters(model_config), config.torch_dtype, config.device, None
