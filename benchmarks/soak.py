@@ -49,6 +49,7 @@ SETTINGS = {
 # places for it, too (memory was flat from some 30,000 on).
 _WARM_ITERATIONS = 4 * 8192
 _MIN_WARM_UP, _MAX_WARM_UP, _LOAD = 0.1, 0.45, 0.8  # shares of the time of a policy
+_MIN_KILL_SECONDS = 18.0
 _SERVE_SECONDS = 75.0  # after a recovery: a server that fails within 60 s has failed in a row
 _IDLE_SECONDS = 120.0
 _RECOVERY_SECONDS = 180.0
@@ -101,13 +102,14 @@ class PolicySoak:
             is_warm = asker.num_iterations >= _WARM_ITERATIONS
             before = await self._quiet("after the warm-up")
             num_before = calm.num_requests
-            end = began + _LOAD * self._seconds
+            kill_seconds = max((1 - _LOAD) * self._seconds, _MIN_KILL_SECONDS)
+            end = began + self._seconds - kill_seconds
             await self._load(calm, steady, lambda: time.monotonic() > end)
             after = await self._quiet("after the steady load")
             await asker.stop()
             findings.leaks.update(self._noted(memory.compare(before, after)))
             judged = memory.judge(warm_up, steady, is_warm, calm.num_requests - num_before)
-            await self._kill(disturbed, (1 - _LOAD) * self._seconds)
+            await self._kill(disturbed, kill_seconds)
             await self._quiet("after the kills")
             code, stop_seconds = served.stop()
             left = served.left_behind()

@@ -184,7 +184,10 @@ class OverlappedSteps:
         planner = self._batcher.planner
         try:
             tokens = pending.read()
-            return planner.settle(batch, tokens, candidates_of(read_outputs(pending)))
+            settled = planner.settle(batch, tokens, candidates_of(read_outputs(pending)))
+            if planner.has_forgotten:
+                self._batcher.recorder.forgot()
+            return settled
         except Exception:
             _log_failure(batch)
             self._batcher.recorder.lost()

@@ -41,6 +41,7 @@ from inflight_scheduler.beam_planning import (
     NO_CANDIDATES,
     Candidates,
     append_beam_blocks,
+    has_failed_unseen,
     move_beams,
     open_beams,
     search,
@@ -69,6 +70,7 @@ class BatchPlanner:
         "_planned",
         "active",
         "block_manager",
+        "has_forgotten",
         "slots",
     )
 
@@ -86,6 +88,7 @@ class BatchPlanner:
         # Batches that are planned and not updated yet: their requests, contexts first.
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
         self._advanced: set[int] = set()  # of those, the ones that were advanced
+        self.has_forgotten = False  # whether the last `settle` emptied the cache
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
@@ -233,10 +236,14 @@ class BatchPlanner:
         if batch.is_empty:
             return []
         check_num_tokens(batch, tokens)
+        self.has_forgotten = False
         owners, has_beams = self.token_owners(batch), self.must_settle_first(batch)
         if not has_beams and min(tokens, default=0) >= 0:
             settled = settle_tokens(owners, tokens)
         else:
+            self.has_forgotten = has_failed_unseen(owners, tokens)
+            if self.has_forgotten:
+                self.block_manager.forget_all()
             settled = settle_each(owners, tokens, candidates, self.block_manager)
         del self._planned[batch.iteration]  # last, as in `update`
         self._advanced.remove(batch.iteration)

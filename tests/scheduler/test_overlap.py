@@ -118,6 +118,27 @@ def test_nothing_that_a_lost_step_has_computed_is_reused(is_running_lost: bool) 
 
 
 @pytest.mark.case(66, 87)
+@pytest.mark.parametrize("is_by_token", [False, True])
+def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: bool) -> None:
+    """Unless it left by its own last token: then the step ran in vain, and wrote nothing kept."""
+    world = make_world(enable_reuse=True)
+    request = make_request(0, 8, 4)
+    world.arrive(request)
+    world.step()
+    assert world.running is not None
+    batch, _ = world.running
+    world.running = None
+    request.finish(FinishReason.END_ID if is_by_token else FinishReason.CANCELLED)
+    world.planner.release(request)
+    world.active.remove(request)
+    assert world.manager.num_idle_blocks > 0
+    assert world.planner.settle(batch, [-1]) == []
+    assert world.planner.has_forgotten == (not is_by_token)
+    assert (world.manager.num_idle_blocks > 0) == is_by_token
+    world.manager.check_integrity()
+
+
+@pytest.mark.case(66, 87)
 def test_numbers_that_failed_are_not_reused() -> None:
     world = make_world(enable_reuse=True)
     request = make_request(0, 8, 4)

@@ -124,14 +124,15 @@ class Watchdog:
     def _judge(self, is_stalled: bool) -> None:
         if is_stalled == self._is_stalled:
             return
-        self._is_stalled = is_stalled
         if is_stalled:
+            self._is_stalled = True
             _logger.error("nothing has moved for %g s; this is where all are:", self._stall_seconds)
             self._safely(lambda: faulthandler.dump_traceback(_STDERR))
             self._safely(self._watched.on_stall)
         else:
             _logger.warning("things move again after a stall")
             self._safely(self._watched.on_move)
+            self._is_stalled = False  # last: whoever sees it is served
 
     def _safely(self, action: Callable[[], None]) -> None:
         try:

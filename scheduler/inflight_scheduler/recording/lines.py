@@ -13,8 +13,8 @@ generates is told when it changes: ``g`` the whole list, or ``-`` who left it an
 (place, id, place, id ...). ``x`` 1: no decision. ``y`` 1: the step failed, ``z`` 1: the one before
 it did. ``b`` 1: the user's scheduler was overruled by the default. ``l``: with block reuse, who
 goes on like which text (id, text, tokens). ``n``: drafts (id, how many, kept, tokens gained,
-id ...). ``s`` 1: overlapped, and no step ran on. ``m``: which row each row of a search went on from
-(id, row, row ...). The header is described in `header`.
+id ...). ``s`` 1: overlapped, and no step ran on. ``w`` 1: the cache was emptied. ``m``: which row
+each row of a search went on from (id, row, row ...). The header is described in `header`.
 
 Everything read is checked for type and bounds here; whether it *can have happened* is checked by
 whoever runs it again.
@@ -58,7 +58,7 @@ from inflight_scheduler.recording.values import (
 
 MAX_LINE_BYTES = 16 * 2**20
 
-_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbmns")
+_ITERATION_KEYS = frozenset("itdacg-+pfexyzlbmnsw")
 
 MAX_NUM_ROWS = 1024
 _NUM_NEEDED = 3
@@ -121,6 +121,7 @@ class LineWriter:
             "z": iteration.has_lost,
             "b": iteration.is_by_default,
             "s": iteration.is_settled,
+            "w": iteration.has_forgotten,
         }
         content.update((key, 1) for key, is_set in flags.items() if is_set)
         return _dump(content)
@@ -169,6 +170,7 @@ class LineReader:
             drafts=_drafts(read_list(content, "n", 4 * MAX_NUM_REQUESTS)),
             is_settled="s" in content,
             moves=tuple(_moves(fields) for fields in read_list(content, "m", MAX_NUM_REQUESTS)),
+            has_forgotten="w" in content,
         )
         self._number, self._start_us = number, start_us
         return iteration

@@ -10,6 +10,7 @@ nothing is formatted or written here. The calls of one iteration, in order::
     settled()                                if no step runs on (overlapped loop)
     failed()                                 if the step brought no tokens
     lost()                                   if the step before brought none (overlapped loop)
+    forgot()                                 if what that one wrote emptied the cache
     ended(request, error) ...                requests that ended, for whatever reason
     finish_iteration()                       the record is complete
 
@@ -119,7 +120,7 @@ class FlightRecorder:
         self._generation_ids = _NO_GENERATION
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
-        self._has_failed = self._has_lost = self._is_settled = False
+        self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
         self._drafting: list[tuple[LlmRequest, int, int, int]] = []  # (see `_with_drafts`)
         self._is_by_default = False
         self._move_watch = MoveWatch()
@@ -202,6 +203,10 @@ class FlightRecorder:
         """The step before the one that was decided brought no tokens, and took this one with it."""
         self._has_lost = True
 
+    def forgot(self) -> None:
+        """Numbers of the step before have failed, of one who had left: nothing stays cached."""
+        self._has_forgotten = True
+
     def ended(self, request: LlmRequest, error: str = "") -> None:
         """``request`` is not active any more; the text of an error is not recorded."""
         self._move_watch.forget(request)
@@ -249,7 +254,9 @@ class FlightRecorder:
         self._register_texts()
         if self._texts is not None:
             self._texts.forget(ended_ids)
+        has_forgotten, self._has_forgotten = self._has_forgotten, False  # they ended before that
         self._append(self._decided_ns)
+        self._has_forgotten = has_forgotten
         self._arrivals = [r for r in arrivals if r.request_id not in ended_ids]
 
     def _append(self, decided_ns: int) -> None:
@@ -276,9 +283,10 @@ class FlightRecorder:
             ),
             self._is_settled,
             self._moves,
+            self._has_forgotten,
         )
         self._arrivals, self._ends, self._places, self._drafting = [], [], {}, []
-        self._has_failed = self._has_lost = self._is_settled = False
+        self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
         self._moves = ()
         segment = self._segments[-1]
         segment.iterations.append(iteration)

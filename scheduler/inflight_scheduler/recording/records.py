@@ -219,7 +219,8 @@ class Iteration(NamedTuple):
     before, which took this one with it. ``is_by_default``: the decision of the user's scheduler was
     refused, and the default made this one. ``drafts`` are of all who had some, and ``is_settled``
     (overlapped) says that no step ran on after this iteration. ``moves``: how beams went on before
-    the decision. ``growths`` are known when requests
+    the decision. ``has_forgotten`` (overlapped): somebody had left whose numbers have failed in the
+    step before, so nothing stayed cached. ``growths`` are known when requests
     give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
     recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
@@ -238,3 +239,4 @@ class Iteration(NamedTuple):
     drafts: tuple[Drafts, ...] = ()
     is_settled: bool = False
     moves: tuple[Moves, ...] = ()
+    has_forgotten: bool = False

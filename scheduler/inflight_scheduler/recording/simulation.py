@@ -141,7 +141,7 @@ class Simulation:
             if iteration is not None and iteration.has_lost:
                 self._discard(running.batch, ends)
                 return
-            self._settled = self._settle(running.batch, ends)
+            self._settled = self._settle(running.batch, ends, iteration)
             for request in self._settled:
                 reason = ends.get(request.request_id)
                 has_ended = reason == "end_id" or (reason in TOKEN_ENDS and request.beams)
@@ -301,12 +301,16 @@ class Simulation:
                 self._discard(self._running.batch, ends)
                 self._running = None
         elif before is not None:
-            advanced = self._settle(before.batch, ends)
+            advanced = self._settle(before.batch, ends, iteration)
         if has_failed:
             self._discard(batch, ends)
         return advanced
 
-    def _settle(self, batch: ScheduledBatch, ends: dict[int, str]) -> list[LlmRequest]:
+    def _settle(
+        self, batch: ScheduledBatch, ends: dict[int, str], iteration: Iteration | None
+    ) -> list[LlmRequest]:
+        if iteration is not None and iteration.has_forgotten:
+            self.block_manager.forget_all()
         owners = self.planner.token_owners(batch)
         tokens = [-1 if ends.get(r.request_id) == NOT_FINITE else 0 for r in owners]
         return self.planner.settle(batch, tokens)
@@ -321,6 +325,8 @@ class Simulation:
         """The other ends of ``iteration``; returns the requests."""
         if iteration.decision is None and not iteration.is_settled:
             self._grow(iteration)
+            if iteration.has_forgotten:
+                self.block_manager.forget_all()
         ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
         self.forget(ended)
         return ended

@@ -106,7 +106,8 @@ class RecordedWorld:
     def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
         """One pass of the loop: decide, run, then the stops.
 
-        ``fault``: "failed" for the step that is decided, "lost" for the one before (overlapped).
+        ``fault``: "failed" for the step that is decided, "lost" for the one before (overlapped),
+        "unseen" if only those get no token of that who have left meanwhile.
         """
         decision = self.decide()
         batch = self.planner.plan(*decision)
@@ -147,7 +148,7 @@ class RecordedWorld:
         """Who got a token, and whom a fault has hurt."""
         if batch.is_empty:
             return [], []
-        if fault:
+        if fault and fault != "unseen":
             self.recorder.failed()
             return [], self.planner.discard(batch)
         return self.planner.update(batch, self._draw(batch)), []
@@ -171,7 +172,14 @@ class RecordedWorld:
                 hurt += planner.discard(self.running)
                 self.running = None
         elif before is not None:
-            settled = planner.settle(before, self._draw(before))
+            tokens = self._draw(before)
+            if fault == "unseen":
+                owners = planner.token_owners(before)
+                pairs = zip(owners, tokens, strict=True)
+                tokens = [token if r.num_pending_tokens else -1 for r, token in pairs]
+            settled = planner.settle(before, tokens)
+            if planner.has_forgotten:
+                self.recorder.forgot()
         if has_failed:
             self.recorder.failed()
             hurt += planner.discard(batch)
@@ -264,7 +272,11 @@ def play(
         if not world.active:
             continue
         stops = [request for request in world.active if rng.random() < 0.02]
-        fault = rng.choice(["failed", "lost"]) if fault_rate and rng.random() < fault_rate else ""
+        fault = (
+            rng.choice(["failed", "lost", "unseen"])
+            if fault_rate and rng.random() < fault_rate
+            else ""
+        )
         world.iterate(stops, fault)
         num_left = None if num_left is None else num_left - 1
     assert all(request.finish_reason != FinishReason.NOT_FINISHED for request in world.finished)

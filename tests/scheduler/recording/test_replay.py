@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -293,3 +294,27 @@ def test_what_is_cached_is_remembered_however_many_short_texts_come() -> None:
     assert result.divergence is None, str(result)
     assert world.recorder._texts is not None
     assert len(world.recorder._texts._cached) < 20
+
+
+@pytest.mark.parametrize("num_iterations", [None, 30])
+def test_numbers_that_failed_of_those_who_have_left_empty_the_cache_in_a_replay_too(
+    num_iterations: int | None,
+) -> None:
+    """Of whole recordings, and of rings that end in the middle of things."""
+    num_forgotten = 0
+    for seed in range(20):
+        settings = Settings(MAX_UTILIZATION, 16, 2, 6, 40, None, True, is_overlapped=True)
+        with tiny_ring() if num_iterations else nullcontext():
+            world = RecordedWorld(settings)
+            play(
+                settings,
+                num_requests=80,
+                seed=seed,
+                world=world,
+                fault_rate=0.5,
+                max_iterations=num_iterations,
+            )
+        result = replay(read(world.text))
+        assert result.divergence is None, (seed, str(result))
+        num_forgotten += world.text.count('"w":1')
+    assert num_forgotten > 0
