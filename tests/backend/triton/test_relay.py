@@ -11,31 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeResponse, FakeSender, FakeTensor
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender, FakeTensor
+from relay_harness import Answer
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
 from inflight_backend.triton import relay as module
 from inflight_backend.triton.bls_model import TritonPythonModel
 from inflight_backend.triton.relay import Tensors
-
-
-class Answer:
-    """What ``pb_utils`` gives to one who calls another model."""
-
-    def __init__(self, response: FakeResponse) -> None:
-        self._response = response
-
-    def has_error(self) -> bool:
-        return self._response.error is not None
-
-    def error(self) -> Answer:
-        return self
-
-    def message(self) -> str:
-        return str(self._response.error)
-
-    def output_tensors(self) -> list[FakeTensor]:
-        return self._response.output_tensors
 
 
 class Inner(FakeRequest):
