@@ -45,7 +45,8 @@ def test_why_tells_running_waiting_queued_and_gone(server: Server, gate: threadi
         for k in range(4)
     ]
     gates.release()
-    wait_until_queued(server, 1)  # three of them are active now
+    wait_until_queued(server, 1)  # three of them are taken
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 4)
     waiting_for = {name: server.send(name, why=True) for name in ("large", "next1", "next3", "no")}
     for _ in range(1000):
         gates.release()
