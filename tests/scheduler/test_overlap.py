@@ -17,6 +17,7 @@ from inflight_scheduler import (
     FinishReason,
     LlmRequest,
     LlmRequestState,
+    ScheduledBatch,
     make_scheduler,
 )
 
@@ -117,17 +118,22 @@ def test_nothing_that_a_lost_step_has_computed_is_reused(is_running_lost: bool) 
     assert (world.manager.num_idle_blocks == 0) == is_running_lost
 
 
-@pytest.mark.case(66, 87)
-@pytest.mark.parametrize("is_by_token", [False, True])
-def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: bool) -> None:
-    """Unless it left by its own last token: then the step ran in vain, and wrote nothing kept."""
-    world = make_world(enable_reuse=True)
-    request = make_request(0, 8, 4)
+def one_that_runs() -> tuple[OverlappedWorld, LlmRequest, ScheduledBatch]:
+    """A world with reuse, its only request, and the step of that, whose token is to come."""
+    world, request = make_world(enable_reuse=True), make_request(0, 8, 4)
     world.arrive(request)
     world.step()
     assert world.running is not None
     batch, _ = world.running
     world.running = None
+    return world, request, batch
+
+
+@pytest.mark.case(66, 87)
+@pytest.mark.parametrize("is_by_token", [False, True])
+def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: bool) -> None:
+    """Unless it left by its own last token: then the step ran in vain, and wrote nothing kept."""
+    world, request, batch = one_that_runs()
     request.finish(FinishReason.END_ID if is_by_token else FinishReason.CANCELLED)
     world.planner.release(request)
     world.active.remove(request)
@@ -140,14 +146,8 @@ def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: boo
 
 @pytest.mark.case(66, 87)
 def test_numbers_that_failed_are_not_reused() -> None:
-    world = make_world(enable_reuse=True)
-    request = make_request(0, 8, 4)
-    world.arrive(request)
-    world.step()
-    assert world.running is not None
-    batch, _ = world.running
+    world, request, batch = one_that_runs()
     assert world.planner.settle(batch, [-1]) == [request]
-    world.running = None
     world.stop(request)
     world.check_invariants()
     assert world.manager.num_idle_blocks == 0

@@ -23,13 +23,12 @@ from inflight_client.protocol import LLM_MODEL_NAME
 Array = npt.NDArray[Any]
 
 _EXTRAS = {
-    "finish_reason": None,
-    "cumulative_logprob": "cum_log_probs",
-    "num_input_tokens": "num_input_tokens",
-    "num_output_tokens": "num_output_tokens",
+    "finish_reason": ("finish_reason", "return_finish_reason"),
+    "cumulative_logprob": ("cum_log_probs", "return_log_probs"),
+    "num_input_tokens": ("num_input_tokens", "return_num_input_tokens"),
+    "num_output_tokens": ("num_output_tokens", "return_num_output_tokens"),
 }
-"""Outputs beside the text -> those of ``tensorrt_llm`` that must be asked for."""
-_ASKED_BY = {"cum_log_probs": "return_log_probs"}
+"""Outputs beside the text -> that of ``tensorrt_llm``, and the input that asks for it."""
 _RUNNING = b"None"
 _REASONS = {
     b"not_finished": _RUNNING,
@@ -60,7 +59,7 @@ class Question:
     @property
     def requested(self) -> list[str]:
         """The outputs of ``tensorrt_llm`` that are needed."""
-        extras = [_EXTRAS[name] or name for name in self.extras]
+        extras = [_EXTRAS[name][0] for name in self.extras]
         return ["text_output", *extras, *(["sequence_index"] if self.num_answers > 1 else [])]
 
     def convert(self, responses: Iterator[Tensors]) -> Iterator[Tensors]:
@@ -139,7 +138,6 @@ def read_question(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) ->
             "'exclude_input_in_output' must be true, or left out, in a stream: it has no prompt"
         )
     extras = [name for name in _EXTRAS if read_flag(inputs, f"return_{name}")]
-    asked = [output for name in extras if (output := _EXTRAS[name])]
     own = {name: inputs[name] for name in _NO_SETTINGS if name in inputs}
     tensors = dict(expand(_NO_SETTINGS | with_request_parameters(own, parameters)))
     num_answers = tensors.get("num_return_sequences", np.ones(1)).item()
@@ -148,7 +146,7 @@ def read_question(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) ->
         "text_input": prompt[None],
         "stream": np.array([[is_streaming]]),
         "exclude_input_in_output": np.array([[True]]),
-        **{_ASKED_BY.get(name, f"return_{name}"): np.array([[True]]) for name in asked},
+        **{_EXTRAS[name][1]: np.array([[True]]) for name in extras},
     }
     prefix = b"" if is_streaming or is_excluded else bytes(prompt.item())
     return Question(tensors, prefix, is_streaming, int(num_answers), tuple(extras))
