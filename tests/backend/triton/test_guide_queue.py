@@ -179,8 +179,10 @@ def test_too_many_grammars_are_a_named_refusal(
 ) -> None:
     monkeypatch.setattr(compiler, "MAX_WAITING", 1)
     held.go_on.clear()
-    taken = [send(guiding, text) for text in "ab"]
-    wait_until(lambda: sorted(held.texts) == ["a", "b"])
+    taken = [send(guiding, "a")]
+    wait_until(lambda: held.texts == ["a"])  # else "b" finds it waiting, and is refused
+    taken.append(send(guiding, "b"))
+    wait_until(lambda: held.texts == ["a", "b"])
     taken.append(send(guiding, "c"))
     text, code = error_of(send(guiding, "d"))
     assert "'guided_decoding_guide' cannot be compiled now: 1 grammars wait" in text
