@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "without block reuse": ({"enable_block_reuse": False}, tuple(OTHERS)),
     "with block reuse": ({"enable_block_reuse": True}, ("max_utilization", "twice the blocks")),
 }
-"""Changes of the base, and which others are predicted from it: a round takes under two minutes."""
+"""Changes of the base, and which others are predicted from it: a round takes three minutes."""
 
 METRICS = ("tokens_per_second", "seconds", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
