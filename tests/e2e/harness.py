@@ -105,9 +105,14 @@ class ServeProcess:
         os.kill(self.pid_of(TRITONSERVER), number)
 
     def pid_of(self, program: str) -> int:
-        """The process that runs ``program`` for this run."""
-        lines = self._command_lines()
-        (pid,) = (pid for pid, line in lines.items() if line.split("\0")[0].endswith(program))
+        """The process that runs ``program`` for this run, and not one that only tries whether it
+        starts: that one has no arguments."""
+        found = []
+        for pid, line in self._command_lines().items():
+            name, *arguments = line.rstrip("\0").split("\0")
+            if name.endswith(program) and arguments:
+                found.append(pid)
+        (pid,) = found
         return pid
 
     def shared_memory(self) -> set[str]:
