@@ -17,32 +17,29 @@ _PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
 class Extras:
     """What comes with several responses: rows of tokens go on, of all else the last word counts.
 
-    ``last`` is the latter, by name.
+    ``last`` is the latter, by name; of rows it has what came first.
     """
 
     __slots__ = ("_rows", "last")
 
     def __init__(self) -> None:
         self.last: dict[str, Array] = {}
-        self._rows: dict[str, list[Array]] = {}
+        self._rows: dict[str, list[Array]] | None = None  # of those that came more than once
 
     def add(self, name: str, tensor: Array) -> None:
         """What the next response says in tensor ``name``."""
-        if name not in _PER_TOKEN:
+        if name not in self.last or name not in _PER_TOKEN:
             self.last[name] = tensor
-        elif name not in self._rows:
-            self._rows[name] = [tensor]
-        else:
-            self._rows[name].append(tensor)
+            return
+        if self._rows is None:
+            self._rows = {}
+        self._rows.setdefault(name, [self.last[name]]).append(tensor)
 
     def joined(self) -> dict[str, Array]:
         """All of it, by name; O(tokens)."""
-        if not self._rows:
+        if self._rows is None:
             return self.last
-        joined = dict(self.last)
-        for name, parts in self._rows.items():
-            joined[name] = parts[0] if len(parts) == 1 else _joined(parts)
-        return joined
+        return self.last | {name: _joined(parts) for name, parts in self._rows.items()}
 
 
 def _joined(parts: Sequence[Array]) -> Array:
