@@ -177,7 +177,7 @@ def _process(choice: _Choice, request_id: int, logits: Any, tokens: list[int], s
             )
         else:
             logits.copy_(result)
-    except Exception:
+    except BaseException:  # a panic of a tokenizer's is no Exception
         choice.error = f"logits processor '{choice.name}' failed"
         _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)
     if choice.error:

@@ -24,8 +24,11 @@ def get_logger(name: str) -> logging.Logger:
 def _leave_out_messages(record: logging.LogRecord) -> bool:
     """Put our text of the exception where formatters look for a text that is ready."""
     if record.exc_info and record.exc_info[1] is not None:
-        record.exc_text = _describe(record.exc_info[1])
-        record.exc_info = None
+        error, record.exc_info = record.exc_info[1], None
+        try:
+            record.exc_text = _describe(error)
+        except BaseException:  # logging guards its handlers only, and whoever logs is in trouble
+            record.exc_text = type(error).__name__
     return True
 
 

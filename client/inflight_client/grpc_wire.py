@@ -29,11 +29,15 @@ from inflight_client.tensors import make_inputs
 
 _CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
 _INT32_MAX = 2**31 - 1
+_RECONNECT_MS = 1000
 
 
 def channel_options(address: Address) -> list[tuple[str, int]]:
-    """Messages of any size; no proxy from the environment for this machine."""
+    """Messages of any size; no proxy from the environment for this machine; a connection again soon
+    after a server's restart, for which gRPC itself would wait up to two minutes."""
     options = [
+        ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
+        ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
         ("grpc.max_send_message_length", _INT32_MAX),
         ("grpc.max_receive_message_length", _INT32_MAX),
     ]

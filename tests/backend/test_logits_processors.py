@@ -56,6 +56,10 @@ def raises(*_: Any) -> None:
     raise ValueError("the user's secret")
 
 
+def leaves(*_: Any) -> None:
+    raise SystemExit("the user's secret")
+
+
 def wrong_shape(_: int, logits: torch.Tensor, *__: Any) -> torch.Tensor:
     return logits[..., :-1]
 
@@ -179,6 +183,7 @@ def test_the_processors_of_the_page_work(
     ("processor", "message"),
     [
         (raises, "logits processor 'bad' failed"),
+        (leaves, "logits processor 'bad' failed"),
         (wrong_shape, "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong"),
         (no_tensor, "'bad' returned str where logits of shape [1, 1, 199] belong"),
         (nan, "no token could be drawn behind logits processor 'bad'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight_backend import private_log
 from inflight_backend.private_log import get_logger
 
 SAYING = "SECRET"  # not in the lines that the frames show
@@ -47,3 +48,15 @@ def test_a_chain_that_bites_its_tail_ends(caplog: pytest.LogCaptureFixture) -> N
     error = ValueError(SAYING)
     error.__cause__ = error
     assert "ValueError" in logged(caplog, error)
+
+
+def test_an_exception_that_cannot_be_described_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever logs may have no memory left: that is no reason to fail in turn."""
+
+    def fail_again(error: BaseException) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(private_log, "_describe", fail_again)
+    assert logged(caplog, KeyError(SAYING)).splitlines()[-1] == "RuntimeError"

@@ -60,3 +60,10 @@ def test_no_proxy_for_this_machine(host: str, is_local: bool) -> None:
 
     assert (("grpc.enable_http_proxy", 0) in channel_options(address)) is is_local
     assert client_settings(address)["trust_env"] is not is_local
+
+
+def test_a_server_that_is_back_is_found_soon() -> None:
+    """gRPC's own patience grows to two minutes while a server is away."""
+    options = dict(channel_options(Address("grpc", "box", 9)))
+    assert options["grpc.initial_reconnect_backoff_ms"] <= 1000
+    assert options["grpc.max_reconnect_backoff_ms"] <= 1000

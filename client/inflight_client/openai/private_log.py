@@ -19,7 +19,10 @@ def get_logger(name: str) -> logging.Logger:
 def _leave_out_messages(record: logging.LogRecord) -> bool:
     """Put our text of the exception where formatters look for a text that is ready."""
     if record.exc_info and record.exc_info[1] is not None:
-        error = record.exc_info[1]
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        record.exc_info, record.exc_text = None, frames + type(error).__name__
+        error, record.exc_info = record.exc_info[1], None
+        record.exc_text = type(error).__name__
+        try:
+            record.exc_text = "".join(traceback.format_tb(error.__traceback__)) + record.exc_text
+        except BaseException:  # logging guards its handlers only, and whoever logs is in trouble
+            return True
     return True
