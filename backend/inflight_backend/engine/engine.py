@@ -227,6 +227,7 @@ class Engine:
         """
         self._rules.edits = source
 
+    @torch.inference_mode()  # the reader's pinned buffers were made in it, too
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
         return self._reader.send(self.enqueue(batch), self._observer.take())
