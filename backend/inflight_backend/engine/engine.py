@@ -94,7 +94,7 @@ class Engine:
             self._ops,
         )
         self._observer = Observer(config.num_slots, config.device)
-        self._beams = BeamRows(config.num_slots)
+        self._beams = BeamRows(config.num_slots, config.device)
         self._outputs: StepOutputs | None = None
         self._rules = HostRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
@@ -263,7 +263,8 @@ class Engine:
             hidden = hidden[step.sample_rows]
         else:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        return self._finish(hidden, step.sampling, drawing_slots(batch), rules)
+        sampling = self._slots.begin_draw(batch, words)
+        return self._finish(hidden, sampling, drawing_slots(batch), rules)
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
