@@ -33,7 +33,7 @@ from inflight_backend.engine.drawing import (
     restrict,
     send_masks,
 )
-from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
+from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner, record_steps
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
 from inflight_backend.engine.layers import Parameter
@@ -143,8 +143,15 @@ class Engine:
     def device_name(self) -> str:
         """Where it runs, for people."""
         if self.config.device == "cuda":
-            return torch.cuda.get_device_name()
+            graphs = "" if self.num_recordings else ", without CUDA graphs"
+            return f"{torch.cuda.get_device_name()}{graphs}"
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+    @property
+    def num_recordings(self) -> int:
+        """Sizes of generation steps that are recorded and replayed, as CUDA graphs on a GPU; with 0
+        every step runs eagerly."""
+        return 0 if self._runner is None else self._runner.num_recordings
 
     @property
     def dtype_name(self) -> str:
@@ -438,10 +445,5 @@ class Engine:
             if self.config.device != "cuda":
                 return None
             capture = CudaCapture()
-        try:
-            return GraphRunner(
-                self._record_forward, self._record_draw, self._buffer.padded_slots, capture
-            )
-        except RuntimeError:
-            _logger.warning("generation steps cannot be recorded and run eagerly", exc_info=True)
-            return None
+        slots = self._buffer.padded_slots
+        return record_steps(self._record_forward, self._record_draw, slots, capture)
