@@ -136,11 +136,10 @@ class Simulation:
         """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
         running = self._running
         if running is not None and self.must_settle:
+            if iteration is not None and iteration.has_lost:
+                raise RecordingError("a decision, though the step it needs was lost")
             self._running = None
             ends = {} if iteration is None else dict(iteration.ends)
-            if iteration is not None and iteration.has_lost:
-                self._discard(running.batch, ends)
-                return
             self._settled = self._settle(running.batch, ends, iteration)
             for request in self._settled:
                 reason = ends.get(request.request_id)
