@@ -97,7 +97,15 @@ def whatif(
             rows = _run(variants, jobs, book, cost, make, folder)
             if rate is None:
                 rows.insert(0, Prediction(MEASURED, measured, recording=recording))
-            answer = Answer(rows, cost, len(jobs), len(workload.samples), measured.max_batch)
+            answer = Answer(
+                rows,
+                cost,
+                len(jobs),
+                len(workload.samples),
+                measured.max_batch,
+                num_found=workload.num_found if rate is None else 0,
+                num_unended=workload.num_unended if rate is None else 0,
+            )
             if timelines is not None:
                 write_timelines(timelines, answer)
     typer.echo(answer.to_json() if as_json else format_table(answer.table()))

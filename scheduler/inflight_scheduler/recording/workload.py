@@ -50,12 +50,16 @@ class RecordedWorkload:
     """Jobs in order of arrival, the iterations that measured a full turn, and the latencies.
 
     ``book``: with block reuse, the texts of the jobs, prompts and what was generated.
+    ``num_found`` were in flight when the recording began and are no jobs, and ``num_unended`` jobs
+    had not ended with it.
     """
 
     jobs: list[Job] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     latencies: Latencies = field(default_factory=Latencies)
     book: TextBook | None = None
+    num_found: int = 0
+    num_unended: int = 0
 
 
 def read_workload(reader: RecordingReader) -> RecordedWorkload:
@@ -130,18 +134,19 @@ class _Collector:
         self._simulation = Simulation(
             header.settings, header.active, None, header.cache, is_running=header.is_running
         )
-        self._workload = RecordedWorkload(book=self._simulation.book)
+        self._found = list(self._simulation.active)
+        self._workload = RecordedWorkload(book=self._simulation.book, num_found=len(self._found))
         self._arrived: dict[int, _Coming] = {}
         self._jobs: list[tuple[int, Job]] = []
         self._last: tuple[int, Load] | None = None
-        for request in self._simulation.active:
-            num_generated = request.num_generated_tokens
-            self._workload.latencies.found(request.request_id, num_generated)
 
     def add(self, iteration: Iteration) -> None:
         """One iteration more."""
         simulation, latencies = self._simulation, self._workload.latencies
         start_us = iteration.start_us
+        for request in self._found:  # until the first iteration nobody knows when that was
+            latencies.found(request.request_id, request.num_generated_tokens, start_us)
+        self._found = []
         is_alone = iteration.decision is None and iteration.is_settled
         if self._last is not None and (not is_alone or simulation.must_settle):
             # Somebody was active, so the next turn came at once, after waiting for one step.
@@ -196,6 +201,7 @@ class _Collector:
 
     def finish(self) -> RecordedWorkload:
         """Jobs in the order in which they arrived."""
+        self._workload.num_unended = len(self._arrived)
         for request_id, coming in self._arrived.items():
             self._append(request_id, coming.job(coming.arrival.max_new_tokens))
         self._jobs.sort(key=lambda item: (item[1].arrival_us, item[0]))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from backend.commands.harness import run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from scheduler.recording.test_whatif_ring import ring
 
 from inflight_backend.commands.replay import replay
 from inflight_backend.commands.whatif import MAX_VARIANTS, whatif
@@ -88,6 +89,18 @@ def test_too_many_requests_for_one_page(
     assert done.exit_code == 1
     assert "error: 40 requests in all timelines are more than 39 for one page" in done.stderr
     assert not (tmp_path / "w.html").exists()
+
+
+def test_a_ring_says_whom_it_does_not_know_to_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "ring.jsonl"
+    path.write_text(ring(), encoding="ascii")
+    lines = run(whatif, path).stdout.splitlines()
+    assert any(line.startswith("20 requests more, in flight when the recordi") for line in lines)
+    assert any(line.startswith("3 requests had not ended when the recording did") for line in lines)
+    content = json.loads(run(whatif, path, "--json").stdout)
+    assert (content["num_in_flight_at_start"], content["num_unended"]) == (20, 3)
+    content = json.loads(run(whatif, path, "--rate", 5, "--num-requests", 3, "--json").stdout)
+    assert (content["num_in_flight_at_start"], content["num_unended"]) == (0, 0), "made up"
 
 
 def test_json_and_the_tokens_are_those_recorded(recording: Path) -> None:

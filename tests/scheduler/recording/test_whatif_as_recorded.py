@@ -255,11 +255,11 @@ def test_tokens_that_come_at_once_share_the_time() -> None:
 
 def test_who_was_in_flight_before_counts_from_there() -> None:
     latencies = Latencies()
-    latencies.found(7, 100)
+    latencies.found(7, 100, 500)
     latencies.advanced(7, 1000, 101)
     latencies.advanced(7, 1500, 102)
     assert latencies.summary().num_tokens == 2
-    assert latencies.summary().itl_p99 == 0.5
+    assert (latencies.summary().seconds, latencies.summary().itl_p99) == (0.001, 0.5)
 
 
 class Stubborn(RequestScheduler):
