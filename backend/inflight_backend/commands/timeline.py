@@ -10,9 +10,9 @@ import typer
 
 from inflight_backend.commands.common import (
     RecordingArgument,
+    check_output,
     reported_errors,
 )
-from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from inflight_scheduler.recording.history import History
@@ -31,11 +31,7 @@ def timeline(
 ) -> None:
     """Draw what happened to every request: waiting, context, generation, paused, resumed."""
     with reported_errors():
-        suffix = output.suffix.lower()
-        if suffix not in _SUFFIXES:
-            raise ConfigurationError(
-                f"{output} ends in {suffix or 'nothing'}: choose one of {', '.join(_SUFFIXES)}"
-            )
+        suffix = check_output(output, _SUFFIXES)
         history = _read(recording, is_svg=suffix == ".svg")
         with output.open("w", encoding="utf-8") as file:
             file.writelines(_writer(suffix)(history))

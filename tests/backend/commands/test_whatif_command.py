@@ -89,6 +89,28 @@ def test_too_many_requests_for_one_page(
     assert done.exit_code == 1
     assert "error: 40 requests in all timelines are more than 39 for one page" in done.stderr
     assert not (tmp_path / "w.html").exists()
+    assert "\nas recorded " in done.stdout, "the table is not lost with the page"
+
+
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_computed(
+    recording: Path, tmp_path: Path
+) -> None:
+    done = run(whatif, recording, "--timelines", tmp_path / "w.svg")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith("w.svg ends in .svg: choose one of .html\n")
+    done = run(whatif, recording, "--timelines", tmp_path / "no" / "w.html")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith("w.html cannot be written: there is no such folder\n")
+
+
+def test_a_scheduler_of_the_user_beside_the_recorded_one(recording: Path) -> None:
+    """A row for it, and one under each of the other settings."""
+    own = "user_schedulers:OneAtATime"
+    options = ["--scheduler-class", own, "--policy", "static_batch", "--kv-blocks", 40]
+    rows = json.loads(run(whatif, recording, *options, "--json").stdout)["rows"]
+    names = [row["setting"] for row in rows[1:]]
+    assert names == ["as recorded", "static_batch num_blocks=40", own, f"{own} num_blocks=40"]
+    assert [row["max_batch"] for row in rows[1:]] == [5, 5, 1, 1]
 
 
 def test_a_ring_says_whom_it_does_not_know_to_the_end(tmp_path: Path) -> None:
