@@ -37,11 +37,17 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def check_output(output: Path, suffixes: Sequence[str]) -> str:
+def keep_recording(recording: Path, output: Path) -> None:
+    """`ConfigurationError` where ``output`` is the recording, however it is named."""
+    if output.exists() and recording.exists() and output.samefile(recording):
+        raise ConfigurationError(f"{output} is the recording: choose another name")
+
+
+def check_output(recording: Path, output: Path, suffixes: Sequence[str]) -> str:
     """The suffix of a file that is to be written, in small letters.
 
     Asked before anything is computed for it. `ConfigurationError` for another suffix than these,
-    or without a folder.
+    without a folder, or for the recording itself.
     """
     suffix = output.suffix.lower()
     if suffix not in suffixes:
@@ -50,6 +56,7 @@ def check_output(output: Path, suffixes: Sequence[str]) -> str:
         )
     if not output.parent.is_dir():
         raise ConfigurationError(f"{output} cannot be written: there is no such folder")
+    keep_recording(recording, output)
     return suffix
 
 

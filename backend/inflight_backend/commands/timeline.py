@@ -31,7 +31,7 @@ def timeline(
 ) -> None:
     """Draw what happened to every request: waiting, context, generation, paused, resumed."""
     with reported_errors():
-        suffix = check_output(output, _SUFFIXES)
+        suffix = check_output(recording, output, _SUFFIXES)
         history = _read(recording, is_svg=suffix == ".svg")
         with output.open("w", encoding="utf-8") as file:
             file.writelines(_writer(suffix)(history))

@@ -14,6 +14,7 @@ import typer
 from inflight_backend.commands.common import (
     RecordingArgument,
     check_output,
+    keep_recording,
     reported_errors,
     scheduler_maker,
 )
@@ -88,7 +89,7 @@ def whatif(
 
     with reported_errors():
         if timelines is not None:
-            check_output(timelines, (".html",))
+            check_output(recording, timelines, (".html",))
         with open_recording(recording) as reader:
             settings = reader.header.settings
             workload = read_workload(reader)
@@ -105,6 +106,9 @@ def whatif(
             "max_batch_size": max_batch_size,
         }
         variants = list(_variants(settings, policy, sizes, own))
+        if save is not None:
+            for variant in variants:
+                keep_recording(recording, save / _file_name(variant))
         make = scheduler_maker(scheduler_class)
         measured = workload.latencies.summary()
         with recordings_folder(save, is_needed=timelines is not None) as folder:

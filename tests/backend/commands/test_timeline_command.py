@@ -47,6 +47,19 @@ def test_errors_are_one_line(recording: Path, tmp_path: Path) -> None:
     assert done.stderr.endswith("t.svg cannot be written: there is no such folder\n")
 
 
+def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> None:
+    """Also under another name, or by a link."""
+    content = recording.read_bytes()
+    path, link = tmp_path / "r.json", tmp_path / "link.json"
+    path.write_bytes(content)
+    link.symlink_to(path)
+    for output in (path, link, tmp_path / ".." / tmp_path.name / "r.json"):
+        done = run(timeline, path, "-o", output)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.endswith(f"{output} is the recording: choose another name\n")
+        assert path.read_bytes() == content
+
+
 def test_a_picture_needs_no_scheduler_of_the_user(recording: Path, tmp_path: Path) -> None:
     """Only the reasons are missing."""
     text = recording.read_text().replace(

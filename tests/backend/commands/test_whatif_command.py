@@ -148,6 +148,23 @@ def test_a_made_up_workload_and_saved_predictions(recording: Path, tmp_path: Pat
     assert "(50 requests, " in again.stdout
 
 
+def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> None:
+    """By a prediction of the same name, or by the page."""
+    for name, options in (
+        ("as-recorded.jsonl", ["--save", tmp_path]),
+        ("num_blocks=40.jsonl", ["--save", tmp_path, "--kv-blocks", 40]),
+        ("r.html", ["--timelines", tmp_path / "r.html"]),
+    ):
+        path = tmp_path / name
+        path.write_bytes(recording.read_bytes())
+        done = run(whatif, path, *options)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.endswith(f"{path} is the recording: choose another name\n")
+        assert path.read_bytes() == recording.read_bytes()
+        path.unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
