@@ -90,6 +90,10 @@ def whatif(
     with reported_errors():
         if timelines is not None:
             check_output(recording, timelines, (".html",))
+            if recording.is_fifo():
+                raise ConfigurationError(
+                    "--timelines reads the recording twice: write it to a file first"
+                )
         with open_recording(recording) as reader:
             settings = reader.header.settings
             workload = read_workload(reader)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
+from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.commands.timeline import timeline
@@ -36,6 +36,16 @@ def test_the_name_says_the_form(recording: Path, tmp_path: Path, name: str, star
     assert content.startswith(start)
     if start == "{":
         json.loads(content)
+
+
+@pytest.mark.parametrize("name", ["t.svg", "t.html", "t.json"])
+def test_a_pipe_is_drawn_as_a_file_is(recording: Path, tmp_path: Path, name: str) -> None:
+    assert run(timeline, recording, "-o", tmp_path / name).exit_code == 0
+    drawn = (tmp_path / name).read_bytes()
+    with piped(recording) as path:
+        done = run(timeline, path, "-o", tmp_path / name)
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / name).read_bytes() == drawn
 
 
 def test_errors_are_one_line(recording: Path, tmp_path: Path) -> None:

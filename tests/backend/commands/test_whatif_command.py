@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
+from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 from scheduler.recording.test_whatif_ring import ring
 
@@ -163,6 +163,16 @@ def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> No
         assert path.read_bytes() == recording.read_bytes()
         path.unlink()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_read_once(recording: Path, tmp_path: Path) -> None:
+    with piped(recording) as path:
+        done = run(whatif, path)
+    assert done.exit_code == 0, done.stderr
+    with piped(recording) as path:
+        done = run(whatif, path, "--timelines", tmp_path / "w.html")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: --timelines reads the recording twice: write it to a file first\n"
 
 
 @pytest.mark.parametrize(
