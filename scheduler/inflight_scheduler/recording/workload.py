@@ -138,7 +138,7 @@ class _Collector:
         self._workload = RecordedWorkload(book=self._simulation.book, num_found=len(self._found))
         self._arrived: dict[int, _Coming] = {}
         self._jobs: list[tuple[int, Job]] = []
-        self._last: tuple[int, Load] | None = None
+        self._last: tuple[int, Load | None] | None = None
 
     def add(self, iteration: Iteration) -> None:
         """One iteration more."""
@@ -149,9 +149,11 @@ class _Collector:
         self._found = []
         is_alone = iteration.decision is None and iteration.is_settled
         if self._last is not None and (not is_alone or simulation.must_settle):
-            # Somebody was active, so the next turn came at once, after waiting for one step.
+            # Somebody was active, so the next turn came at once, after waiting for these steps.
             before_us, load = self._last
-            self._workload.samples.append(Sample(load, start_us - before_us))
+            loads = [each for each in (load, simulation.load_before) if each is not None]
+            if len(loads) == 1:
+                self._workload.samples.append(Sample(loads[0], start_us - before_us))
         self._last = None
         for arrival in iteration.arrivals:
             came_us = max(start_us - arrival.waited_us, 0)
@@ -167,7 +169,7 @@ class _Collector:
             latencies.decided(lists)
             step = simulation.run(plan, iteration)
             self._apply(step, start_us + iteration.step_us)
-            if step.load is not None and simulation.active:
+            if simulation.active:
                 self._last = (start_us, step.load)
         elif iteration.is_settled:
             self._apply(simulation.settle(iteration), start_us + iteration.step_us)
