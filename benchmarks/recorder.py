@@ -4,7 +4,8 @@ For each number of requests at once and each length of their prompts: the time a
 the time the recorder's calls take in it (measured around each call, timers included), with the ring
 alone and with a file. The prompts are the same, so all but the first are found in the cache: the
 iterations are short, and the recorder has every token to compare. With block reuse also: what the
-text of a request costs, and, once in 512 iterations, to remember what a full pool has cached.
+text of a request costs, and, once in 512 iterations, to remember what a full pool has cached. And
+with thousands of requests, which no CPU serves in time: the scheduler alone, without a model.
 
     python benchmarks/recorder.py --requests 1 8 64 256 --prompts 8 1000 4000 --tokens 150
 """
@@ -25,9 +26,11 @@ from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
 
 from inflight_backend import CapacitySchedulerPolicy, inflight_batcher
-from inflight_scheduler import BlockManager, LlmRequest
+from inflight_scheduler import ActiveRequests, BatchPlanner, BlockManager, LlmRequest
 from inflight_scheduler.recording.files import RecordingFile, open_recording
+from inflight_scheduler.recording.in_force import scheduler_of
 from inflight_scheduler.recording.recorder import SEGMENT_ITERATIONS, FlightRecorder
+from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.texts import RecordedTexts
 from inflight_scheduler.recording.workload import read_workload
 
@@ -166,12 +169,65 @@ def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str
     }
 
 
+def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) -> dict[str, Any]:
+    """The loop of the server without its model: all generate, and in each iteration some end and
+    as many come, so that an answer has 256 tokens."""
+    settings = Settings(
+        CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+        16 * num_requests,
+        32,
+        num_requests,
+        enable_reuse=reuse,
+        may_copy_blocks=reuse,
+    )
+    manager = BlockManager(16 * num_requests, 32, enable_reuse=reuse, may_copy_blocks=reuse)
+    active = ActiveRequests(manager)
+    planner = BatchPlanner(manager, num_requests, active)
+    scheduler = scheduler_of(settings.policy, settings, planner)
+    costs: list[int] = []
+    recorder = timed_recorder(costs)(settings, cache_state=manager.cache_state)
+    turns = []
+    num_arrived = 0
+    for _ in range(num_iterations):
+        while len(active) < num_requests:
+            num_new = 256 if num_arrived >= num_requests else 1 + num_arrived % 256
+            prompt = [num_arrived % 100, num_arrived // 100, 3, 4]
+            request = LlmRequest(num_arrived, prompt, num_new)
+            active.add(request)
+            recorder.arrived(request)
+            num_arrived += 1
+        start = time.perf_counter_ns()
+        lists = scheduler.schedule_request(active, ())
+        recorder.decided(active, *lists)
+        batch = planner.plan(*lists)
+        recorder.carried_out(manager.num_free_blocks)
+        for request in planner.update(batch, [7] * batch.num_drawn):
+            if request.is_finished:
+                planner.release(request)
+                active.remove(request)
+                recorder.ended(request)
+        recorder.finish_iteration()
+        turns.append(time.perf_counter_ns() - start)
+    return {
+        "requests": num_requests,
+        "reuse": reuse,
+        "iterations": num_iterations,
+        "turn_us_median": round(statistics.median(turns) / 1000, 1),
+        "recorder_us_median": round(statistics.median(costs) / 1000, 1),
+        "recorder_us_mean": round(statistics.fmean(costs) / 1000, 1),
+        "recorder_us_max": round(max(costs) / 1000, 1),
+        "iterations_in_ring": sum(not line.startswith('{"inf') for line in recorder.lines()),
+    }
+
+
 def main() -> None:
     """Measure and write benchmarks/results/recorder.json."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--prompts", type=int, nargs="+", default=[8, 1000, 4000])
     parser.add_argument("--tokens", type=int, default=150)
+    parser.add_argument("--thousands", type=int, default=4096)
+    parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     rows = []
@@ -182,9 +238,13 @@ def main() -> None:
             print(rows[-1], flush=True)
     texts = [measure_texts(prompt_len) for prompt_len in (128, 1000, 4000, 16_000, 64_000)]
     states = [measure_cache_state(num_blocks) for num_blocks in (2048, 16_384, 65_536)]
-    print(*texts, *states, sep="\n")
+    thousands = [
+        measure_thousands(args.thousands, args.iterations, reuse=reuse) for reuse in (False, True)
+    ]
+    print(*texts, *states, *thousands, sep="\n")
     result = {**describe_run("torch", "inflight"), "rows": rows, "texts": texts}
     result["cache_states"] = states
+    result["thousands"] = thousands
     print(write_result("recorder", result, args.output))
 
 

@@ -32,6 +32,9 @@ _CPU_DEFAULT_TOKENS = 65_536
 _DEFAULT_NUM_TOKENS = 8192
 _ROPE_BYTES = 4
 _SCALE_BYTES = 4
+# What FP8 needs on a GPU; `engine.config.resolve` has the same rules, and a test compares them.
+_LINEAR_STEP = 16
+_HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,8 @@ class Concurrency:
 def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     """Plan the memory of a checkpoint.
 
-    `CheckpointError` if it cannot be read or a tensor is missing, `ConfigurationError` if the
-    weights or not even one block fit.
+    `CheckpointError` if it cannot be read or a tensor is missing, `ConfigurationError` if requests
+    may be longer than the checkpoint allows, or the weights or not even one block fit.
     """
     settings = settings or PlanSettings()
     model = ModelConfig.from_folder(folder)
@@ -135,7 +138,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
                 f"config.json asks for {list(shape)}"
             )
     dtype = _resolve_dtype(settings, model)
-    max_seq_len = settings.max_seq_len or model.max_position_embeddings
+    max_seq_len = _max_seq_len(settings, model)
     num_parameters = sum(map(prod, shapes.values()))
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
@@ -171,6 +174,39 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         kv_bytes_per_token=per_token,
         num_blocks=_count_blocks(settings, free_bytes, per_token),
     )
+
+
+def check_fp8(model: ModelConfig, settings: PlanSettings) -> None:
+    """`ConfigurationError` where a server with these settings refuses FP8, if it chooses its
+    attention backend itself."""
+    fits = model.head_dim % _HEAD_DIM_STEP == 0 and model.head_dim <= _MAX_HEAD_DIM
+    if _is_fp8("kv_cache_dtype", settings):
+        if settings.gpu_memory is None:
+            raise ConfigurationError(
+                "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or use auto"
+            )
+        if not fits:
+            raise ConfigurationError(
+                f"kv_cache_dtype fp8 needs a head_dim that is a multiple of {_HEAD_DIM_STEP} up to "
+                f"{_MAX_HEAD_DIM}; the checkpoint's is {model.head_dim}; use auto"
+            )
+    if not _is_fp8("quantization", settings) or settings.gpu_memory is None:
+        return
+    dtype = _resolve_dtype(settings, model)
+    if dtype != "bfloat16":
+        raise ConfigurationError(f"quantization fp8 needs dtype bfloat16, not {dtype}")
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads * head_dim": model.query_size,
+        "num_key_value_heads * head_dim": model.kv_size,
+    }
+    for name, size in sizes.items():
+        if size % _LINEAR_STEP:
+            raise ConfigurationError(
+                f"quantization fp8 needs a {name} that is a multiple of {_LINEAR_STEP}; the "
+                f"checkpoint's is {size}; use none"
+            )
 
 
 def check_pool(folder: Path, engine: Engine) -> bool:
@@ -222,9 +258,9 @@ def concurrency(plan: MemoryPlan, prompt_len: int, max_new_tokens: int) -> Concu
     """How many requests of this shape run at once, up to the batch size."""
     size = plan.tokens_per_block
     total = -(-(prompt_len + max_new_tokens) // size)
-    # Blocks after each step, summed: those of the prompt and of k generated tokens.
-    held = sum(-(-(prompt_len + k) // size) for k in range(max_new_tokens))
-    mean = held / max_new_tokens
+    # Blocks after each step, summed: those of the prompt and of 0 to max_new_tokens - 1 more.
+    held = _sum_of_blocks(prompt_len + max_new_tokens - 1, size)
+    mean = (held - _sum_of_blocks(prompt_len - 1, size)) / max_new_tokens
     return Concurrency(
         prompt_len,
         max_new_tokens,
@@ -234,6 +270,12 @@ def concurrency(plan: MemoryPlan, prompt_len: int, max_new_tokens: int) -> Concu
     )
 
 
+def _sum_of_blocks(num_tokens: int, size: int) -> int:
+    """Blocks of 1 token, of 2 and so on up to ``num_tokens``, summed."""
+    num_full, rest = divmod(num_tokens, size)
+    return size * num_full * (num_full + 1) // 2 + rest * (num_full + 1)
+
+
 def usual_shapes(max_seq_len: int) -> list[tuple[int, int]]:
     """(prompt, new tokens) in four to one, from 256 tokens to the longest request."""
     lengths = [256]
@@ -241,6 +283,18 @@ def usual_shapes(max_seq_len: int) -> list[tuple[int, int]]:
         lengths.append(lengths[-1] * 4)
     lengths = [length for length in lengths if length < max_seq_len] + [max_seq_len]
     return [(length - max(length // 5, 1), max(length // 5, 1)) for length in lengths]
+
+
+def _max_seq_len(settings: PlanSettings, model: ModelConfig) -> int:
+    """As `engine.config.resolve` says."""
+    max_positions = model.max_position_embeddings
+    max_seq_len = settings.max_seq_len or max_positions
+    if max_seq_len > max_positions:
+        raise ConfigurationError(
+            f"max_seq_len ({max_seq_len}) is above the checkpoint's "
+            f"max_position_embeddings ({max_positions})"
+        )
+    return max_seq_len
 
 
 def _resolve_dtype(settings: PlanSettings, model: ModelConfig) -> str:

@@ -6,6 +6,9 @@ import json
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from checkpoints import VARIANTS, write_checkpoint
 from inflight_backend import memory_plan
 from inflight_backend.commands.plan import format_size, parse_size, plan
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.config import resolve
+from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.slot_memory import adjustment_shapes, num_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.inflight_batcher import load_engine
@@ -24,6 +29,7 @@ from inflight_backend.memory_plan import (
     GIB,
     MemoryPlan,
     PlanSettings,
+    check_fp8,
     check_pool,
     concurrency,
     make_plan,
@@ -280,6 +286,80 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ")
     assert "no config.json" in done.stderr
     assert "is no size" in run(plan, DEMO_MODEL, "--gpu-memory", "much").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-seq-len", 100_000], "max_seq_len (100000) is above the checkpoint's max_positi"),
+        (["--max-seq-len", 10**11], "max_seq_len (100000000000) is above the checkpoint's"),
+        (["--gpu-memory", "9" * 400], "is above 1 EiB"),
+        (["--reserve", "9" * 400], "is above 1 EiB"),
+        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or"),
+        (["--gpu-memory", "8g", "--quantization", "fp8"], "fp8 needs dtype bfloat16, not float32"),
+    ],
+)
+def test_what_no_server_takes_is_refused(options: list[object], message: str) -> None:
+    done = run(plan, DEMO_MODEL, *options)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert len(done.stderr) < 200
+
+
+@pytest.mark.parametrize("option", ["--max-tokens", "--max-num-tokens", "--max-seq-len"])
+def test_numbers_have_the_bounds_of_the_server(option: str) -> None:
+    assert run(plan, DEMO_MODEL, option, 2**40 + 1).exit_code == 2
+    with pytest.raises(ConfigurationError, match=f"between 1 and {2**40}"):
+        EngineConfig(max_num_tokens=2**40 + 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("head_dim", [8, 16, 48, 272])
+@pytest.mark.parametrize("intermediate_size", [64, 72])
+def test_fp8_is_refused_where_the_server_refuses_it(
+    device: str, head_dim: int, intermediate_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server needs torch to say so, and a GPU, which is claimed here."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    model = ModelConfig.from_folder(DEMO_MODEL)
+    model = replace(
+        model, head_dim=head_dim, intermediate_size=intermediate_size, num_heads=4, num_kv_heads=1
+    )
+    refused = []
+    for dtype, *fp8 in product(["bfloat16", "float16"], ["none", "fp8"], ["auto", "fp8"]):
+        settings = {"dtype": dtype, "quantization": fp8[0], "kv_cache_dtype": fp8[1]}
+        gpu_memory = GIB if device == "cuda" else None
+        ours, theirs = (
+            refusal(check_fp8, model, PlanSettings(gpu_memory=gpu_memory, **settings)),  # type: ignore[arg-type]
+            refusal(resolve, EngineConfig(device=device, **settings), model),  # type: ignore[arg-type]
+        )
+        assert bool(ours) == bool(theirs), (settings, ours, theirs)
+        refused.append(bool(ours))
+    assert any(refused)
+    assert not all(refused)
+
+
+def refusal(check: Callable[..., object], *arguments: object) -> str:
+    """What a `ConfigurationError` says; empty without one."""
+    try:
+        check(*arguments)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (40, 30), (31, 33), (64, 64), (63, 2), (7, 200)])
+def test_the_mean_is_that_of_all_steps(shape: tuple[int, int]) -> None:
+    prompt_len, max_new = shape
+    held = [-(-(prompt_len + k) // 32) for k in range(max_new)]
+    made = replace(small_plan(), num_blocks=1000, max_batch_size=10**6)
+    assert concurrency(made, *shape).staggered == int(1000 / (sum(held) / max_new))
+
+
+def test_a_model_of_very_many_positions_is_planned_at_once() -> None:
+    row = concurrency(small_plan(), 4 * 10**11, 10**11)
+    assert (row.guaranteed, row.staggered) == (0, 0)
 
 
 def test_sizes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from inflight_backend.errors import ServingError
+from inflight_backend.errors import ConfigurationError, ServingError
 from inflight_backend.user_scheduler import find_scheduler_class, make_guarded
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.simulation import MakeScheduler, default_scheduler
@@ -35,6 +35,29 @@ def reported_errors() -> Iterator[None]:
     except (ServingError, RecordingError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def keep_recording(recording: Path, output: Path) -> None:
+    """`ConfigurationError` where ``output`` is the recording, however it is named."""
+    if output.exists() and recording.exists() and output.samefile(recording):
+        raise ConfigurationError(f"{output} is the recording: choose another name")
+
+
+def check_output(recording: Path, output: Path, suffixes: Sequence[str]) -> str:
+    """The suffix of a file that is to be written, in small letters.
+
+    Asked before anything is computed for it. `ConfigurationError` for another suffix than these,
+    without a folder, or for the recording itself.
+    """
+    suffix = output.suffix.lower()
+    if suffix not in suffixes:
+        raise ConfigurationError(
+            f"{output} ends in {suffix or 'nothing'}: choose one of {', '.join(suffixes)}"
+        )
+    if not output.parent.is_dir():
+        raise ConfigurationError(f"{output} cannot be written: there is no such folder")
+    keep_recording(recording, output)
+    return suffix
 
 
 def scheduler_maker(class_name: str | None) -> MakeScheduler:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from inflight_backend.memory_plan import Concurrency, MemoryPlan
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MAX_BYTES = 2**60
+_MAX_TOKENS = 2**40  # the bound of the server's parameters
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
 
 
@@ -31,7 +33,8 @@ def plan(
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
     tokens_per_block: Annotated[int, typer.Option(min=1, max=1024)] = 32,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The parameter max_tokens_in_paged_kv_cache.")
+        int | None,
+        typer.Option(min=1, max=_MAX_TOKENS, help="The parameter max_tokens_in_paged_kv_cache."),
     ] = None,
     fraction: Annotated[
         float,
@@ -39,34 +42,40 @@ def plan(
     ] = 0.9,
     max_batch_size: Annotated[int, typer.Option(min=1, max=65536)] = 256,
     max_beam_width: Annotated[int, typer.Option(min=1, max=64)] = 1,
-    max_num_tokens: Annotated[int | None, typer.Option(min=1)] = None,
-    max_seq_len: Annotated[int | None, typer.Option(min=2)] = None,
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, max=_MAX_TOKENS)] = None,
+    max_seq_len: Annotated[int | None, typer.Option(min=2, max=_MAX_TOKENS)] = None,
     reserve: Annotated[
         str, typer.Option(help="Assumed for the CUDA context, workspaces and the largest step.")
     ] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a checkpoint needs and how many requests fit, without loading it."""
-    from inflight_backend.memory_plan import PlanSettings, concurrency, make_plan, usual_shapes
+    from inflight_backend.engine.model_config import ModelConfig
+    from inflight_backend.memory_plan import (
+        PlanSettings,
+        check_fp8,
+        concurrency,
+        make_plan,
+        usual_shapes,
+    )
 
     with reported_errors():
-        made = make_plan(
-            folder,
-            PlanSettings(
-                gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
-                dtype=dtype,
-                quantization=quantization,
-                kv_cache_dtype=kv_cache_dtype,
-                tokens_per_block=tokens_per_block,
-                max_tokens=max_tokens,
-                fraction=fraction,
-                max_batch_size=max_batch_size,
-                max_beam_width=max_beam_width,
-                max_num_tokens=max_num_tokens,
-                max_seq_len=max_seq_len,
-                reserve=parse_size(reserve),
-            ),
+        settings = PlanSettings(
+            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            tokens_per_block=tokens_per_block,
+            max_tokens=max_tokens,
+            fraction=fraction,
+            max_batch_size=max_batch_size,
+            max_beam_width=max_beam_width,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            reserve=parse_size(reserve),
         )
+        check_fp8(ModelConfig.from_folder(folder), settings)
+        made = make_plan(folder, settings)
     rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
     if as_json:
         content = {**asdict(made), "block_bytes": made.block_bytes, "pool_bytes": made.pool_bytes}
@@ -76,11 +85,14 @@ def plan(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``80GiB``, ``16g``, ``512 MB``; `ConfigurationError` for anything else."""
+    """Bytes of ``80GiB``, ``16g``, ``512 MB``, up to 1 EiB; `ConfigurationError` for others."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ConfigurationError(f"{text!r} is no size: write 80GiB, 16GB or 512MiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+        raise ConfigurationError(f"{text[:40]!r} is no size: write 80GiB, 16GB or 512MiB")
+    num_bytes = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    if num_bytes > _MAX_BYTES:  # also infinitely many
+        raise ConfigurationError(f"the size {text[:40]!r} is above 1 EiB")
+    return int(num_bytes)
 
 
 def format_size(num_bytes: int) -> str:

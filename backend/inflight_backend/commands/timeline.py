@@ -10,9 +10,9 @@ import typer
 
 from inflight_backend.commands.common import (
     RecordingArgument,
+    check_output,
     reported_errors,
 )
-from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from inflight_scheduler.recording.history import History
@@ -31,11 +31,7 @@ def timeline(
 ) -> None:
     """Draw what happened to every request: waiting, context, generation, paused, resumed."""
     with reported_errors():
-        suffix = output.suffix.lower()
-        if suffix not in _SUFFIXES:
-            raise ConfigurationError(
-                f"{output} ends in {suffix or 'nothing'}: choose one of {', '.join(_SUFFIXES)}"
-            )
+        suffix = check_output(recording, output, _SUFFIXES)
         history = _read(recording, is_svg=suffix == ".svg")
         with output.open("w", encoding="utf-8") as file:
             file.writelines(_writer(suffix)(history))
@@ -47,13 +43,18 @@ def _read(recording: Path, *, is_svg: bool) -> History:
     from inflight_scheduler.recording.history import build_history
     from inflight_scheduler.recording.svg import MAX_ROWS
 
+    # Reasons cost as much as all the rest, and a picture without rows shows none. To
+    # know whether it has rows the recording is read twice, which a pipe does not allow.
+    is_large = is_svg and recording.is_file() and _num_requests(recording) > MAX_ROWS
     with open_recording(recording) as reader:
-        num_requests = len(reader.header.active)
-        # Reasons cost as much as all the rest, and a picture without rows shows none.
-        for iteration in reader if is_svg else ():
-            num_requests += len(iteration.arrivals)
+        return build_history(reader, with_reasons=not is_large)
+
+
+def _num_requests(recording: Path) -> int:
+    from inflight_scheduler.recording.files import open_recording
+
     with open_recording(recording) as reader:
-        return build_history(reader, with_reasons=not is_svg or num_requests <= MAX_ROWS)
+        return len(reader.header.active) + sum(len(iteration.arrivals) for iteration in reader)
 
 
 def _writer(suffix: str) -> Callable[[History], Iterable[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,8 @@ import typer
 
 from inflight_backend.commands.common import (
     RecordingArgument,
-    SchedulerClassOption,
+    check_output,
+    keep_recording,
     reported_errors,
     scheduler_maker,
 )
@@ -73,7 +74,13 @@ def whatif(
         typer.Option(help="A page (out.html) with the timelines of all settings on one time axis."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    scheduler_class: SchedulerClassOption = None,
+    scheduler_class: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:CLASS",
+            help="The scheduler of your own that the recording was made with; else one to compare.",
+        ),
+    ] = None,
 ) -> None:
     """Predict throughput and latency of the recorded requests under other settings."""
     from inflight_scheduler.recording.cost_model import fit_cost_model
@@ -81,6 +88,12 @@ def whatif(
     from inflight_scheduler.recording.workload import make_workload, read_workload
 
     with reported_errors():
+        if timelines is not None:
+            check_output(recording, timelines, (".html",))
+            if recording.is_fifo():
+                raise ConfigurationError(
+                    "--timelines reads the recording twice: write it to a file first"
+                )
         with open_recording(recording) as reader:
             settings = reader.header.settings
             workload = read_workload(reader)
@@ -90,27 +103,46 @@ def whatif(
         if rate is not None:
             lengths = _parse_range("--prompt", prompt), _parse_range("--output", output)
             jobs, book = make_workload(rate, *lengths, num_requests, seed), None
-        variants = list(_variants(settings, policy, kv_blocks, max_num_tokens, max_batch_size))
+        own = scheduler_class if settings.scheduler_class is None else None
+        sizes = {
+            "num_blocks": kv_blocks,
+            "max_num_tokens": max_num_tokens,
+            "max_batch_size": max_batch_size,
+        }
+        variants = list(_variants(settings, policy, sizes, own))
+        if save is not None:
+            for variant in variants:
+                keep_recording(recording, save / _file_name(variant))
         make = scheduler_maker(scheduler_class)
         measured = workload.latencies.summary()
         with recordings_folder(save, is_needed=timelines is not None) as folder:
             rows = _run(variants, jobs, book, cost, make, folder)
             if rate is None:
                 rows.insert(0, Prediction(MEASURED, measured, recording=recording))
-            answer = Answer(rows, cost, len(jobs), len(workload.samples), measured.max_batch)
+            answer = Answer(
+                rows,
+                cost,
+                len(jobs),
+                len(workload.samples),
+                measured.max_batch,
+                num_found=workload.num_found if rate is None else 0,
+                num_unended=workload.num_unended if rate is None else 0,
+            )
+            typer.echo(answer.to_json() if as_json else format_table(answer.table()))
             if timelines is not None:
                 write_timelines(timelines, answer)
-    typer.echo(answer.to_json() if as_json else format_table(answer.table()))
 
 
 def _variants(
     settings: Settings,
     policies: Sequence[str] | None,
-    kv_blocks: Sequence[int] | None,
-    max_num_tokens: Sequence[int] | None,
-    max_batch_sizes: Sequence[int] | None,
+    sizes: Mapping[str, Sequence[int] | None],
+    own: str | None,
 ) -> Iterator[Variant]:
-    """The recorded settings, then every combination of the others."""
+    """The recorded settings, then every combination of the others.
+
+    ``own``: a scheduler of the user to be compared, alone and under all ``sizes``.
+    """
     from inflight_scheduler import CapacitySchedulerPolicy
     from inflight_scheduler.recording.header import check_settings
     from inflight_scheduler.recording.whatif import Variant
@@ -120,32 +152,35 @@ def _variants(
     for name in policies or ():
         if name not in names:
             raise ConfigurationError(f"--policy {name}: choose one of {', '.join(names)}")
-    choices: list[tuple[str, list[Any]]] = [
-        ("policy", [names[name] for name in policies or ()]),
-        ("num_blocks", list(kv_blocks or ())),
-        ("max_num_tokens", list(max_num_tokens or ())),
-        ("max_batch_size", list(max_batch_sizes or ())),
-    ]
-    given = [(field, values) for field, values in choices if values]
-    combinations = list(itertools.product(*(values for _, values in given))) if given else []
+    combinations = _combinations({"policy": [names[name] for name in policies or ()], **sizes})
+    if own is not None:
+        own_ones = [{}, *_combinations(sizes)]
+        combinations += [{"scheduler_class": own, **changes} for changes in own_ones]
     if len(combinations) > MAX_VARIANTS:
         raise ConfigurationError(
             f"{len(combinations)} combinations are more than {MAX_VARIANTS}: give fewer values"
         )
-    for values in combinations:
-        changes = dict(zip((field for field, _ in given), values, strict=True))
+    for changes in combinations:
+        name = _name(changes)
         if "policy" in changes:
             changes["scheduler_class"] = None
-        yield Variant(_name(changes), check_settings(replace(settings, **changes)))
+        yield Variant(name, check_settings(replace(settings, **changes)))
 
 
-def _name(changes: dict[str, Any]) -> str:
+def _combinations(choices: Mapping[str, Sequence[Any] | None]) -> list[dict[str, Any]]:
+    """A value for each field that has some; none where no field has."""
+    given = {field: values for field, values in choices.items() if values}
+    products = itertools.product(*given.values()) if given else ()
+    return [dict(zip(given, values, strict=True)) for values in products]
+
+
+def _name(changes: Mapping[str, Any]) -> str:
     words = []
     for field, value in changes.items():
         if field == "policy":
             words.append(value.name.lower())
-        elif field != "scheduler_class":
-            words.append(f"{field}={value}")
+        else:
+            words.append(value if field == "scheduler_class" else f"{field}={value}")
     return " ".join(words)
 
 

@@ -48,13 +48,19 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Everything that was found out. ``recorded_batch`` is the largest one of the recording."""
+    """Everything that was found out. ``recorded_batch`` is the largest one of the recording.
+
+    Of the recorded requests ``num_found`` are in no prediction, and the end of ``num_unended`` is
+    not known.
+    """
 
     predictions: Sequence[Prediction]
     cost: CostModel
     num_jobs: int
     num_samples: int
     recorded_batch: int
+    num_found: int
+    num_unended: int
 
     def to_json(self) -> str:
         """For programs; times in milliseconds."""
@@ -62,7 +68,12 @@ class Answer:
             {"setting": row.name, **asdict(row.summary), "ttft_p50_range": row.ttft_range}
             for row in self.predictions
         ]
-        content = {"cost_model": asdict(self.cost), "recorded_batch": self.recorded_batch}
+        content = {
+            "cost_model": asdict(self.cost),
+            "recorded_batch": self.recorded_batch,
+            "num_in_flight_at_start": self.num_found,
+            "num_unended": self.num_unended,
+        }
         return json.dumps({**content, "rows": rows}, indent=1)
 
     def table(self) -> Table:
@@ -84,11 +95,23 @@ class Answer:
         return row.summary.max_batch > self.recorded_batch
 
     def _notes(self) -> list[str]:
+        from inflight_scheduler.recording.palette import count
+
         notes = [
             f"{self.num_jobs:,} requests; an iteration is predicted within "
             f"{100 * self.cost.relative_error:.0f} % on average, learnt from "
             f"{self.num_samples:,} of the recording.",
         ]
+        if self.num_found:
+            notes.append(
+                f"{count(self.num_found, 'request')} more, in flight when the recording began: "
+                "measured from there, and not predicted."
+            )
+        if self.num_unended:
+            notes.append(
+                f"{count(self.num_unended, 'request')} had not ended when the recording did: "
+                "predicted to use all their tokens."
+            )
         if any(row.ttft_range is not None for row in self.predictions):
             notes.append(
                 f"±{100 * TOLERANCE:.0f} %: the median time to the first token if every iteration "

@@ -56,9 +56,11 @@ class Latencies:
         if self._first_us is None:
             self._first_us = time_us
 
-    def found(self, request_id: int, num_generated: int) -> None:
-        """A request was in flight before, and had so many tokens."""
+    def found(self, request_id: int, num_generated: int, time_us: int) -> None:
+        """A request was in flight before, and had so many tokens when the run began."""
         self._num_tokens_of[request_id] = num_generated
+        if self._first_us is None:
+            self._first_us = time_us
 
     def decided(
         self, lists: tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
@@ -105,7 +107,7 @@ class Latencies:
 
     def summary(self, num_refused: int = 0) -> Summary:
         """The numbers of the whole run."""
-        seconds = (self._last_us - (self._first_us or 0)) / 1e6
+        seconds = max(self._last_us - (self._first_us or 0), 0) / 1e6
         return Summary(
             num_requests=self._num_ended,
             num_tokens=self._num_tokens,

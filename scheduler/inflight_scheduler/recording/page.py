@@ -12,12 +12,12 @@ from typing import Any
 
 from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History, assign_lanes
 from inflight_scheduler.recording.palette import COLOURS, ERROR_COLOUR, shown_activities, title
+from inflight_scheduler.recording.records import BAD_ENDS
 
 MAX_ROWS = 1000
 """Above that, requests that follow one another share a line."""
 
 _MAX_EXACT = 2**53  # what a number holds exactly in a browser
-_BAD_ENDS = ("cancelled", "error", "timed_out")
 
 
 def write_page(history: History) -> Iterator[str]:
@@ -74,7 +74,7 @@ def history_data(history: History) -> dict[str, Any]:
         "shown": [int(activity) for activity in shown_activities(history)],
         "rows": rows,
         "lanes": _lanes(history),
-        "bad": [texts.index(reason) for reason in _BAD_ENDS],
+        "bad": [texts.index(reason) for reason in sorted(BAD_ENDS)],
         "reasons": texts.texts,
         "iterations": history.numbers.tolist(),
         "start_us": history.start_us.tolist(),

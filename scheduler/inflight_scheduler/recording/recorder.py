@@ -51,7 +51,8 @@ from inflight_scheduler.request import FinishReason, LlmRequest
 
 SEGMENT_ITERATIONS = 512
 SEGMENT_NUMBERS = 32_768
-"""A segment ends at either: so many iterations, or so many ids in their lists."""
+"""A segment ends at either: so many iterations, or so many ids in their lists, or more of these
+where noting who is active when it begins takes more."""
 
 NUM_SEGMENTS = 16
 
@@ -76,8 +77,13 @@ class _Segment:
     active: tuple[RequestState, ...]
     is_running: bool
     cache: CacheMark | None
+    max_numbers: int
     iterations: list[Iteration] = field(default_factory=list)
     num_numbers: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.iterations) >= SEGMENT_ITERATIONS or self.num_numbers >= self.max_numbers
 
 
 class FlightRecorder:
@@ -160,7 +166,7 @@ class FlightRecorder:
         if self._ends:
             self._note_early_ends()
         self._moves = self._move_watch.take()
-        if self._needs_segment():
+        if not self._segments or self._segments[-1].is_full:
             self._open_segment(active_requests)
         if self._arrivals:
             self._places = _places(active_requests, self._arrivals)
@@ -175,6 +181,8 @@ class FlightRecorder:
             list(self._generation) != list(generation_requests)
         ):
             self._generation_ids = tuple([request.request_id for request in generation_requests])
+            # Mostly shared by many iterations, and a list of references to numbers that are there.
+            self._segments[-1].num_numbers += len(self._generation_ids) // 8
         self._generation = generation_requests
         if not isinstance(active_requests, ActiveRequests) or active_requests.num_with_drafts:
             self._drafting = _with_drafts(active_requests)
@@ -323,14 +331,6 @@ class FlightRecorder:
         for iteration in iterations:
             yield writer.iteration(iteration)
 
-    def _needs_segment(self) -> bool:
-        if not self._segments:
-            return True
-        segment = self._segments[-1]
-        return (
-            len(segment.iterations) >= SEGMENT_ITERATIONS or segment.num_numbers >= SEGMENT_NUMBERS
-        )
-
     def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
         new_ids = {request.request_id for request in self._arrivals}
         requests = [r for r in active_requests if r.request_id not in new_ids]
@@ -350,7 +350,8 @@ class FlightRecorder:
             ]
         )
         is_running = self._running is not None and self._running.num_requests > 0
-        self._segments.append(_Segment(states, is_running, mark, num_numbers=9 * len(states)))
+        max_numbers = max(SEGMENT_NUMBERS, 9 * len(states))
+        self._segments.append(_Segment(states, is_running, mark, max_numbers))
 
 
 def _with_drafts(requests: Sequence[LlmRequest]) -> list[tuple[LlmRequest, int, int, int]]:
@@ -390,7 +391,7 @@ def _places(
 
 
 def _num_numbers(iteration: Iteration) -> int:
-    """Ids held by the record; who generates counts fully, although it is mostly shared."""
+    """Ids held by the record, but for who generates, which many share."""
     number = 8 + 6 * len(iteration.arrivals) + 2 * len(iteration.ends)
     number += 4 * len(iteration.drafts)
     if iteration.decision is not None:

@@ -37,8 +37,10 @@ NOT_FINITE = "not_finite"
 TOKEN_ENDS = frozenset({NOT_FINITE, "end_id", "stop_words"})
 """Ends that a token brings, in the order of the tokens; the others come after all tokens."""
 
+BAD_ENDS = frozenset({NOT_FINITE, ERROR, "timed_out", "cancelled"})
+"""Ends without the whole answer."""
 
-END_REASONS = TOKEN_ENDS | {ERROR, "timed_out", "cancelled"}
+END_REASONS = TOKEN_ENDS | BAD_ENDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.beams import BeamEntries, Moves, is_possible
+from inflight_scheduler.recording.cost_model import Load
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.in_force import Lists, check_possible, scheduler_of
 from inflight_scheduler.recording.likeness import TextBook
@@ -117,6 +118,11 @@ class Simulation:
         running = self._running
         return running is not None and self.planner.must_settle_first(running.batch)
 
+    @property
+    def load_before(self) -> Load | None:
+        """The work of that step, which is waited for between the arrivals and `begin`."""
+        return self._running.load if self._running is not None and self.must_settle else None
+
     def find(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
         return self._by_id.get(request_id)
@@ -136,11 +142,10 @@ class Simulation:
         """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
         running = self._running
         if running is not None and self.must_settle:
+            if iteration is not None and iteration.has_lost:
+                raise RecordingError("a decision, though the step it needs was lost")
             self._running = None
             ends = {} if iteration is None else dict(iteration.ends)
-            if iteration is not None and iteration.has_lost:
-                self._discard(running.batch, ends)
-                return
             self._settled = self._settle(running.batch, ends, iteration)
             for request in self._settled:
                 reason = ends.get(request.request_id)
@@ -237,19 +242,13 @@ class Simulation:
         if is_overlapped and batch.num_drafts > 0:
             raise RecordingError("drafts run in a step that runs on after this iteration")
         is_hurt = iteration is not None and (iteration.has_failed or iteration.has_lost)
-        awaited = NO_PLAN if is_hurt else self._awaited(plan, is_overlapped)
+        is_before = is_overlapped or batch.is_empty
+        awaited = (self._running or NO_PLAN) if is_before else plan
+        load = None if is_hurt else awaited.load
         run = self._run_overlapped if is_overlapped else self._run
         advanced = self._settled + run(plan, iteration, ends)
         self._settled = []
-        return Step(*self._end_by_tokens(advanced, ends), awaited.load)
-
-    def _awaited(self, plan: Plan, is_overlapped: bool) -> Plan:
-        """What is waited for before the next decision, when ``plan`` runs."""
-        if plan.batch.is_empty:
-            return self._running or NO_PLAN
-        if is_overlapped and not self.planner.must_settle_first(plan.batch):
-            return self._running or NO_PLAN
-        return plan
+        return Step(*self._end_by_tokens(advanced, ends), load)
 
     def settle(self, iteration: Iteration) -> Step:
         """An iteration without a decision, in which the tokens of the step that ran have come."""

@@ -50,7 +50,8 @@ NO_PLAN = Plan(ScheduledBatch(iteration=0), None)
 class Step(NamedTuple):
     """What running a plan did: who got a token, who ended, and the work that was waited for.
 
-    Overlapped, all of it is of the step before. ``load`` None: there was none, or it was lost.
+    Overlapped, all of it is of the step before. ``load`` None: there was none, or it was lost, or
+    it was waited for before the decision (`Simulation.load_before`).
     """
 
     advanced: list[LlmRequest]

@@ -19,6 +19,7 @@ from inflight_scheduler.recording.palette import (
     shown_activities,
     title,
 )
+from inflight_scheduler.recording.records import BAD_ENDS
 
 MAX_ROWS = 240
 MAX_COLUMNS = 600
@@ -80,7 +81,7 @@ def _legend(history: History) -> Iterator[str]:
         yield _rect(x, 45, 12, 12, COLOURS[activity], ' rx="2"/>')
         yield f'<text class="label" x="{x + 18:.0f}" y="55">{name}</text>'
         x += 18 + 6.7 * len(name) + 22
-    if any(row.end_reason in ("cancelled", "error", "timed_out") for row in history.rows):
+    if any(row.end_reason in BAD_ENDS for row in history.rows):
         yield _cross(x + 5, 51, 4)
         yield f'<text class="label" x="{x + 16:.0f}" y="55">stopped, failed or expired</text>'
 
@@ -132,7 +133,7 @@ def _rows(history: History, row_height: float) -> Iterator[str]:
             width = max(_x(history, span.end) - x, 0.6)
             yield _rect(x, y + gap / 2, width, row_height - gap, COLOURS[span.activity], ">")
             yield f"<title>{escape(describe(history, row, span))}</title></rect>"
-        if row.end is not None and row.end_reason in ("cancelled", "error", "timed_out"):
+        if row.end is not None and row.end_reason in BAD_ENDS:
             x = _x(history, row.end) + min(6.0, row_height * 0.45)
             yield _cross(x, y + row_height / 2, max(min(row_height * 0.25, 3.6), 1.4))
 

@@ -24,7 +24,7 @@ from inflight_scheduler.active import rank_at_arrival
 from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.recording.as_recorded import AsRecorded, num_expected_tokens
 from inflight_scheduler.recording.beams import Moves
-from inflight_scheduler.recording.cost_model import CostModel
+from inflight_scheduler.recording.cost_model import CostModel, Load
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.latency import Latencies, Summary
 from inflight_scheduler.recording.likeness import TextBook
@@ -170,6 +170,7 @@ class _Run:
     def _step(self) -> None:
         """One turn of the server's loop."""
         simulation, recorder = self._simulation, self._recorder
+        self._wait(simulation.load_before)
         is_alone = self._settings.is_overlapped and self._recorded.wants_drafts
         if simulation.is_running and (is_alone or self._has_search_ended):
             self._settle()
@@ -210,14 +211,18 @@ class _Run:
 
     def _apply(self, step: Step) -> None:
         """What a step has brought, after the time that it took."""
-        if step.load is not None:
-            self._clock.time_us += self._cost.predict(step.load)
+        self._wait(step.load)
         now = int(self._clock.time_us)
         for request in step.advanced:
             num_generated = request.num_generated_tokens
             self._latencies.advanced(request.request_id, now, num_generated)
             if num_generated >= self._jobs[request.request_id].num_new_tokens:
                 self._end(request, FinishReason.END_ID)
+
+    def _wait(self, load: Load | None) -> None:
+        """For a step, if there is one."""
+        if load is not None:
+            self._clock.time_us += self._cost.predict(load)
 
     def _end(self, request: LlmRequest, reason: FinishReason) -> None:
         """End ``request``, for ``reason`` if it has none."""

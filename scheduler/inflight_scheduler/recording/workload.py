@@ -50,12 +50,16 @@ class RecordedWorkload:
     """Jobs in order of arrival, the iterations that measured a full turn, and the latencies.
 
     ``book``: with block reuse, the texts of the jobs, prompts and what was generated.
+    ``num_found`` were in flight when the recording began and are no jobs, and ``num_unended`` jobs
+    had not ended with it.
     """
 
     jobs: list[Job] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     latencies: Latencies = field(default_factory=Latencies)
     book: TextBook | None = None
+    num_found: int = 0
+    num_unended: int = 0
 
 
 def read_workload(reader: RecordingReader) -> RecordedWorkload:
@@ -130,23 +134,26 @@ class _Collector:
         self._simulation = Simulation(
             header.settings, header.active, None, header.cache, is_running=header.is_running
         )
-        self._workload = RecordedWorkload(book=self._simulation.book)
+        self._found = list(self._simulation.active)
+        self._workload = RecordedWorkload(book=self._simulation.book, num_found=len(self._found))
         self._arrived: dict[int, _Coming] = {}
         self._jobs: list[tuple[int, Job]] = []
-        self._last: tuple[int, Load] | None = None
-        for request in self._simulation.active:
-            num_generated = request.num_generated_tokens
-            self._workload.latencies.found(request.request_id, num_generated)
+        self._last: tuple[int, Load | None] | None = None
 
     def add(self, iteration: Iteration) -> None:
         """One iteration more."""
         simulation, latencies = self._simulation, self._workload.latencies
         start_us = iteration.start_us
+        for request in self._found:  # until the first iteration nobody knows when that was
+            latencies.found(request.request_id, request.num_generated_tokens, start_us)
+        self._found = []
         is_alone = iteration.decision is None and iteration.is_settled
         if self._last is not None and (not is_alone or simulation.must_settle):
-            # Somebody was active, so the next turn came at once, after waiting for one step.
+            # Somebody was active, so the next turn came at once, after waiting for these steps.
             before_us, load = self._last
-            self._workload.samples.append(Sample(load, start_us - before_us))
+            loads = [each for each in (load, simulation.load_before) if each is not None]
+            if len(loads) == 1:
+                self._workload.samples.append(Sample(loads[0], start_us - before_us))
         self._last = None
         for arrival in iteration.arrivals:
             came_us = max(start_us - arrival.waited_us, 0)
@@ -162,7 +169,7 @@ class _Collector:
             latencies.decided(lists)
             step = simulation.run(plan, iteration)
             self._apply(step, start_us + iteration.step_us)
-            if step.load is not None and simulation.active:
+            if simulation.active:
                 self._last = (start_us, step.load)
         elif iteration.is_settled:
             self._apply(simulation.settle(iteration), start_us + iteration.step_us)
@@ -196,6 +203,7 @@ class _Collector:
 
     def finish(self) -> RecordedWorkload:
         """Jobs in the order in which they arrived."""
+        self._workload.num_unended = len(self._arrived)
         for request_id, coming in self._arrived.items():
             self._append(request_id, coming.job(coming.arrival.max_new_tokens))
         self._jobs.sort(key=lambda item: (item[1].arrival_us, item[0]))

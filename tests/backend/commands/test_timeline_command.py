@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
+from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.commands.timeline import timeline
@@ -38,13 +38,36 @@ def test_the_name_says_the_form(recording: Path, tmp_path: Path, name: str, star
         json.loads(content)
 
 
+@pytest.mark.parametrize("name", ["t.svg", "t.html", "t.json"])
+def test_a_pipe_is_drawn_as_a_file_is(recording: Path, tmp_path: Path, name: str) -> None:
+    assert run(timeline, recording, "-o", tmp_path / name).exit_code == 0
+    drawn = (tmp_path / name).read_bytes()
+    with piped(recording) as path:
+        done = run(timeline, path, "-o", tmp_path / name)
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / name).read_bytes() == drawn
+
+
 def test_errors_are_one_line(recording: Path, tmp_path: Path) -> None:
     done = run(timeline, recording, "-o", tmp_path / "t.png")
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.endswith("ends in .png: choose one of .svg, .html, .json\n")
     done = run(timeline, recording, "-o", tmp_path / "no" / "t.svg")
     assert done.exit_code == 1
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith("t.svg cannot be written: there is no such folder\n")
+
+
+def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> None:
+    """Also under another name, or by a link."""
+    content = recording.read_bytes()
+    path, link = tmp_path / "r.json", tmp_path / "link.json"
+    path.write_bytes(content)
+    link.symlink_to(path)
+    for output in (path, link, tmp_path / ".." / tmp_path.name / "r.json"):
+        done = run(timeline, path, "-o", output)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.endswith(f"{output} is the recording: choose another name\n")
+        assert path.read_bytes() == content
 
 
 def test_a_picture_needs_no_scheduler_of_the_user(recording: Path, tmp_path: Path) -> None:

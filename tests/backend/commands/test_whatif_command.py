@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
+from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from scheduler.recording.test_whatif_ring import ring
 
 from inflight_backend.commands.replay import replay
 from inflight_backend.commands.whatif import MAX_VARIANTS, whatif
@@ -88,6 +89,40 @@ def test_too_many_requests_for_one_page(
     assert done.exit_code == 1
     assert "error: 40 requests in all timelines are more than 39 for one page" in done.stderr
     assert not (tmp_path / "w.html").exists()
+    assert "\nas recorded " in done.stdout, "the table is not lost with the page"
+
+
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_computed(
+    recording: Path, tmp_path: Path
+) -> None:
+    done = run(whatif, recording, "--timelines", tmp_path / "w.svg")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith("w.svg ends in .svg: choose one of .html\n")
+    done = run(whatif, recording, "--timelines", tmp_path / "no" / "w.html")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.endswith("w.html cannot be written: there is no such folder\n")
+
+
+def test_a_scheduler_of_the_user_beside_the_recorded_one(recording: Path) -> None:
+    """A row for it, and one under each of the other settings."""
+    own = "user_schedulers:OneAtATime"
+    options = ["--scheduler-class", own, "--policy", "static_batch", "--kv-blocks", 40]
+    rows = json.loads(run(whatif, recording, *options, "--json").stdout)["rows"]
+    names = [row["setting"] for row in rows[1:]]
+    assert names == ["as recorded", "static_batch num_blocks=40", own, f"{own} num_blocks=40"]
+    assert [row["max_batch"] for row in rows[1:]] == [5, 5, 1, 1]
+
+
+def test_a_ring_says_whom_it_does_not_know_to_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "ring.jsonl"
+    path.write_text(ring(), encoding="ascii")
+    lines = run(whatif, path).stdout.splitlines()
+    assert any(line.startswith("20 requests more, in flight when the recordi") for line in lines)
+    assert any(line.startswith("3 requests had not ended when the recording did") for line in lines)
+    content = json.loads(run(whatif, path, "--json").stdout)
+    assert (content["num_in_flight_at_start"], content["num_unended"]) == (20, 3)
+    content = json.loads(run(whatif, path, "--rate", 5, "--num-requests", 3, "--json").stdout)
+    assert (content["num_in_flight_at_start"], content["num_unended"]) == (0, 0), "made up"
 
 
 def test_json_and_the_tokens_are_those_recorded(recording: Path) -> None:
@@ -111,6 +146,33 @@ def test_a_made_up_workload_and_saved_predictions(recording: Path, tmp_path: Pat
     again = run(replay, tmp_path / "new" / "as-recorded.jsonl")
     assert again.stdout.startswith("identical, ")
     assert "(50 requests, " in again.stdout
+
+
+def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> None:
+    """By a prediction of the same name, or by the page."""
+    for name, options in (
+        ("as-recorded.jsonl", ["--save", tmp_path]),
+        ("num_blocks=40.jsonl", ["--save", tmp_path, "--kv-blocks", 40]),
+        ("r.html", ["--timelines", tmp_path / "r.html"]),
+    ):
+        path = tmp_path / name
+        path.write_bytes(recording.read_bytes())
+        done = run(whatif, path, *options)
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert done.stderr.endswith(f"{path} is the recording: choose another name\n")
+        assert path.read_bytes() == recording.read_bytes()
+        path.unlink()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_read_once(recording: Path, tmp_path: Path) -> None:
+    with piped(recording) as path:
+        done = run(whatif, path)
+    assert done.exit_code == 0, done.stderr
+    with piped(recording) as path:
+        done = run(whatif, path, "--timelines", tmp_path / "w.html")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: --timelines reads the recording twice: write it to a file first\n"
 
 
 @pytest.mark.parametrize(

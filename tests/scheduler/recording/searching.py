@@ -10,6 +10,7 @@ from scheduler.world import make_request
 
 from inflight_scheduler import BatchPlanner, BeamParams, LlmRequest, ScheduledBatch
 from inflight_scheduler.beam_search import Candidate
+from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.in_force import Lists, scheduler_of
 from inflight_scheduler.recording.records import Settings
 
@@ -23,8 +24,8 @@ class SearchingWorld(RecordedWorld):
     of its own if it ends somebody.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, prices: CostModel | None = None) -> None:
+        super().__init__(settings, prices=prices)
         self.planner = BatchPlanner(
             self.manager, settings.max_batch_size, self.active, max_beam_width=MAX_BEAMS
         )
@@ -56,6 +57,8 @@ class SearchingWorld(RecordedWorld):
 
     def _settle_first(self, before: ScheduledBatch, *, has_lost: bool) -> bool:
         """Whether this has ended somebody; then it was an iteration."""
+        self.clock.time_us += self._price_of_running
+        self._price_of_running = 0.0
         if has_lost:
             self.recorder.lost()
             ended = [(request, "failed") for request in self.planner.discard(before)]

@@ -6,6 +6,8 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from fuzz.fuzzing import fuzzing
@@ -17,6 +19,7 @@ from scheduler.recording.searching import SearchingWorld
 from scheduler.recording.test_recorded_drafts import DraftingWorld
 
 from inflight_scheduler import ContextChunking
+from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
@@ -32,6 +35,7 @@ from inflight_scheduler.recording.records import (
 )
 from inflight_scheduler.recording.replay import replay
 from inflight_scheduler.recording.svg import write_svg
+from inflight_scheduler.recording.whatif import predict
 from inflight_scheduler.recording.workload import read_workload
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
@@ -57,7 +61,9 @@ def beams_and_drafts() -> Iterator[str]:
 TEXTS = [TEXT, play(REUSING, num_requests=20, seed=9).text, middle_of_a_ring()]
 TEXTS += beams_and_drafts()
 
-KEYS = "itdacg-+pfexyzlbmns"
+PRICES = CostModel(900.0, 120.0, 40.0, 25.0, 1.0)
+
+KEYS = "itdacg-+pfexyzlbmnsw"
 """Of an iteration: all there are."""
 
 ids = st.lists(st.integers(0, 2**64 - 1), max_size=8, unique=True).map(tuple)
@@ -178,12 +184,25 @@ def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> No
     assert "\n" not in str(caught.value)
 
 
+def predict_other(text: str) -> None:
+    """What-if, under the recorded settings or others."""
+    settings, workload = read(text).header.settings, read_workload(read(text))
+    fewer = max(1, settings.num_blocks * 2 // 3)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"is_overlapped": not settings.is_overlapped},
+        {"policy": GUARANTEED, "num_blocks": fewer, "max_batch_size": 3},
+    ]
+    other = replace(settings, **changes[len(text) % 3])
+    predict(other, workload.jobs, PRICES, book=workload.book)
+
+
 def outcome(text: str) -> str:
     """What a user reads about this recording, whichever way it is read."""
     with suppress(RecordingError):
         write_svg(build_history(read(text)))
     with suppress(RecordingError):
-        read_workload(read(text))
+        predict_other(text)
     try:
         return str(replay(read(text)))
     except RecordingError as error:
@@ -195,6 +214,19 @@ def test_a_step_that_failed_ends_its_requests() -> None:
     text = TEXT.replace(line, line[:-1] + ',"y":1}')
     with pytest.raises(RecordingError, match="survives a failed step"):
         replay(read(text))
+
+
+@pytest.mark.case(111)
+def test_nothing_is_decided_where_the_step_of_a_search_was_lost() -> None:
+    """It has to be known before the decision, and takes its requests with it."""
+    header = LineWriter().header(Header(Settings(MAX_UTILIZATION, 40, 4, 6, is_overlapped=True)))
+    text = header + (
+        '{"i":1,"t":0,"d":1,"a":[[1,4,9,0,0.5,3]],"c":[1,4],"f":39}\n'
+        '{"i":2,"t":1,"d":1,"g":[1],"f":36,"m":[[1,0,0,0]]}\n'
+        '{"i":3,"t":2,"d":1,"f":36,"e":[[1,"cancelled"]],"z":1}\n'
+    )
+    end = outcome(text)
+    assert end == "test.jsonl, line 4: a decision, though the step it needs was lost"
 
 
 @fuzzing
@@ -273,7 +305,7 @@ def facts_of(ids: Sequence[int]) -> dict[str, st.SearchStrategy[object]]:
         "n": flat(some, st.integers(1, 9), st.integers(0, 1), few),
         **dict.fromkeys("c+", flat(some, few)),
         **dict.fromkeys("-gp", flat(some)),
-        **dict.fromkeys("bsxyz", st.just(1)),
+        **dict.fromkeys("bswxyz", st.just(1)),
     }
 
 
@@ -288,12 +320,15 @@ def test_other_facts_are_possible_or_an_error(data: st.DataObject) -> None:
         place = data.draw(st.integers(1, len(iterations)))
         decision = iterations[place - 1].decision
         chunks, generation, paused = decision or ((), (), ())
-        facts = facts_of([*(chunk.request_id for chunk in chunks), *generation, *paused])
-        key = data.draw(st.sampled_from("mn") | st.sampled_from(sorted(facts)))
+        ids = [*(chunk.request_id for chunk in chunks), *generation, *paused]
+        facts = facts_of(ids)
+        key = data.draw(st.sampled_from("mnyz") | st.sampled_from(sorted(facts)))
         content = json.loads(lines[place])
         content.pop(key, None)
         if data.draw(st.integers(0, 3)):
             content[key] = data.draw(facts[key])
+            if key in "yz":  # alone it is never true
+                content["e"] = data.draw(st.just([(i, "error") for i in ids]) | facts["e"])
         lines[place] = json.dumps(content)
     end = outcome("\n".join(lines) + "\n")
     assert end.startswith(("test.jsonl, line", "identical", "iteration"))

@@ -27,6 +27,7 @@ from inflight_scheduler.recording import page, svg
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
 from inflight_scheduler.recording.page import write_page
+from inflight_scheduler.recording.palette import ERROR_COLOUR
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.svg import write_svg
@@ -170,6 +171,30 @@ def test_the_page_holds_the_history_and_loads_nothing(history: History) -> None:
     spans = data["rows"][5][7]
     assert len(spans) == 6 * len(history.rows[5].spans)
     assert any("waiting for KV blocks" in text for text in data["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_bad"),
+    [
+        ("end_id", False),
+        ("stop_words", False),
+        ("cancelled", True),
+        ("timed_out", True),
+        ("error", True),
+        ("not_finite", True),
+    ],
+)
+def test_who_did_not_end_well_is_crossed_out(reason: str, is_bad: bool) -> None:
+    world = RecordedWorld(SETTINGS)
+    request = make_request(1, 3, 9)
+    world.arrive(request)
+    world.iterate()
+    world.iterate([request])
+    history = build_history(read(world.text.replace('"cancelled"', f'"{reason}"')))
+    assert history.rows[0].end_reason == reason
+    assert (ERROR_COLOUR in write_svg(history)) == is_bad
+    data = page.history_data(history)
+    assert (data["rows"][0][6] in data["bad"]) == is_bad
 
 
 @pytest.mark.parametrize("write", [write_page, lambda history: [write_svg(history)]])

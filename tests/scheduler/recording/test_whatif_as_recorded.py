@@ -18,6 +18,7 @@ from scheduler.recording.recorded import (
     read,
     searching,
 )
+from scheduler.recording.searching import SearchingWorld as OverlappedSearchingWorld
 from scheduler.recording.test_recorded_drafts import DraftingWorld
 from scheduler.world import make_request
 
@@ -27,6 +28,7 @@ from inflight_scheduler import (
     RequestScheduler,
     rank_at_arrival,
 )
+from inflight_scheduler.recording import beams
 from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header, header_fields, read_header
@@ -168,6 +170,30 @@ def test_beams_are_as_they_were(policy: object) -> None:
     assert {job.beam_width for job in jobs} == {3}
 
 
+@pytest.mark.parametrize("has_others", [False, True])
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+def test_overlapped_beams_are_as_they_were(policy: object, has_others: bool) -> None:
+    """A step with beams is waited for before the next decision; others run beside that."""
+    settings = replace(SEARCHING, policy=policy, num_blocks=18, is_overlapped=True)  # type: ignore[arg-type]
+    requests = [
+        make_request(i, 5, 15) if has_others and i % 3 == 0 else searching(i) for i in range(1, 25)
+    ]
+    world = serve(OverlappedSearchingWorld(settings, PRICES), requests)
+    measured = check_as_recorded(world)
+    assert (world.num_pauses > 0) == (policy is MAX_UTILIZATION)
+    assert measured.num_requests == 24
+
+
+def test_searches_that_are_over_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 24 have more entries than there may be at once, the 8 that run have not."""
+    world = serve(SearchingWorld(SEARCHING, PRICES), map(searching, range(1, 25)))
+    monkeypatch.setattr(beams, "MAX_BEAM_ENTRIES", 8 * 3 * -(-(9 + 16) // 4))
+    check_as_recorded(world)
+    monkeypatch.setattr(beams, "MAX_BEAM_ENTRIES", 40)
+    with pytest.raises(RecordingError, match="have more than 40 blocks"):
+        replay(read(world.text))
+
+
 def test_beams_under_other_settings() -> None:
     """Overlapped, with fewer blocks, in an iteration too small for them."""
     mixed = [searching(i) if i % 3 else make_request(i, 5, 9) for i in range(1, 25)]
@@ -206,6 +232,32 @@ def test_drafts_are_as_they_were(reuse: tuple[bool, bool]) -> None:
     assert measured.num_tokens == sum(request.max_new_tokens for request in requests)
 
 
+def test_drafts_of_a_client_are_not_sent_again_after_a_pause() -> None:
+    settings = replace(DRAFTING, policy=MAX_UTILIZATION, num_blocks=12, max_drafting_batch=0)
+    world = GuessingWorld(settings, 3, PRICES)
+    requests = [make_request(i, 5 + i % 9, 12 + i % 20) for i in range(1, 31)]
+    for request in requests:
+        request.set_draft_tokens([0, 5])
+    serve(world, requests)
+    check_as_recorded(world)
+    assert world.num_pauses > 10
+    drafts = [each for iteration in read(world.text) for each in iteration.drafts]
+    assert any(each.num_gained > 1 for each in drafts)
+
+
+def test_nobody_is_paused_for_drafts() -> None:
+    """Two requests fill the pool and end before they need more; eight drafts would."""
+    settings = Settings(MAX_UTILIZATION, 4, 4, 2, max_drafting_batch=2)
+    jobs = [Job(0, 4, 12, 4, drafts={1: (8, 2)}), Job(0, 4, 4, 4)]
+    for num_blocks, num_drafts in ((4, 0), (6, 8)):
+        recorder = FlightRecorder(settings, clock=(clock := Clock()))
+        now = replace(settings, num_blocks=num_blocks)
+        summary = predict(now, jobs, PRICES, recorder=recorder, clock=clock)
+        assert (summary.num_pauses, summary.num_tokens) == (0, 8)
+        iterations = read("".join(recorder.lines()))
+        assert sum(each.num_drafts for i in iterations for each in i.drafts) == num_drafts
+
+
 def test_drafts_under_other_settings() -> None:
     world = GuessingWorld(DRAFTING, 3, PRICES)
     serve(world, [make_request(i, 5 + i % 9, 12 + i % 20) for i in range(1, 31)])
@@ -240,6 +292,21 @@ def test_who_expired_expires_again_and_runs_where_there_is_room(is_overlapped: b
     assert narrow.num_unanswered >= measured.num_unanswered, "in the queue, too"
 
 
+def test_patience_is_the_time_from_arrival_to_end() -> None:
+    world = RecordedWorld(replace(ORDERED, num_blocks=6), prices=PRICES)
+    world.arrive(make_request(1, 8, 16), 0)
+    world.iterate()
+    late, came_us = make_request(2, 8, 16), int(world.clock.time_us) - 70
+    world.arrive(late, came_us * 1000)
+    for _ in range(4):
+        world.iterate()
+    ended_us = int(world.clock.time_us)
+    world.end(late, "late")
+    world.iterate()
+    jobs = read_workload(read(world.text)).jobs
+    assert [job.patience_us for job in jobs] == [None, ended_us - came_us]
+
+
 def test_tokens_that_come_at_once_share_the_time() -> None:
     latencies = Latencies()
     latencies.arrived(1, 0)
@@ -255,11 +322,11 @@ def test_tokens_that_come_at_once_share_the_time() -> None:
 
 def test_who_was_in_flight_before_counts_from_there() -> None:
     latencies = Latencies()
-    latencies.found(7, 100)
+    latencies.found(7, 100, 500)
     latencies.advanced(7, 1000, 101)
     latencies.advanced(7, 1500, 102)
     assert latencies.summary().num_tokens == 2
-    assert latencies.summary().itl_p99 == 0.5
+    assert (latencies.summary().seconds, latencies.summary().itl_p99) == (0.001, 0.5)
 
 
 class Stubborn(RequestScheduler):
