@@ -77,7 +77,7 @@ class Front:
         self._is_draining = True
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while requests are taken: the server's model is ready and we do not stop."""
+        """200 while requests are taken: the server's model says so and we do not stop."""
         try:
             is_ready = not self._is_draining and await self._upstream.is_ready()
         except InflightError:

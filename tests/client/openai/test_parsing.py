@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client.openai.front import DESCRIPTION
 
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_client.openai.errors import TENSOR_TO_FIELD, ApiError, from_upstream
@@ -16,18 +17,6 @@ from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_comp
 from inflight_client.openai.prompts import PromptReader, make_prompt_reader
 from inflight_client.openai.upstream import make_calls
 from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
-
-ROOT = Path(__file__).parents[3]
-DEMO = ROOT / "backend/inflight_backend/demo_model"
-NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-DESCRIPTION = {
-    "model": "demo",
-    "max_input_len": 99,
-    "max_seq_len": 100,
-    "vocab_size": 258,
-    "end_id": 1,
-    "files": {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES},
-}
 
 
 @pytest.fixture(scope="module")
