@@ -385,6 +385,8 @@ def _clean_float(name: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise InvalidArgument(f"{name} = {value!r}: give a number.") from None
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise InvalidArgument(f"{name} = {number}: give a finite number.")
     return number

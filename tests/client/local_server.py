@@ -60,6 +60,7 @@ class LocalTriton:
 
     arrivals: list[Arrival] = field(default_factory=list)
     stops: set[str] = field(default_factory=set)
+    is_strange: bool = False  # the second token of one of several answers is that of another
     refusal: str = ""  # to the question whether it is ready; "silent": no answer
 
     @staticmethod
@@ -107,7 +108,8 @@ class LocalTriton:
                 if values.get("return_finish_reason"):
                     tensors["finish_reason"] = ["length"]
                 if num_answers > 1:
-                    tensors["sequence_index"] = [index]
+                    is_strange = self.is_strange and part != ids[:1]
+                    tensors["sequence_index"] = [num_answers if is_strange else index]
                 yield tensors
 
     def _stats(self, is_feed: bool) -> Iterator[Tensors]:
@@ -185,7 +187,8 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
             context.add_callback(arrival.is_left.set)
             try:
                 for tensors in self._triton.answer(arrival):
-                    yield _response(tensors, is_final=False)
+                    asked = {n: tensor for n, tensor in tensors.items() if n in outputs}
+                    yield _response(asked, is_final=False)
             except ModelError as error:
                 yield service_pb2.ModelStreamInferResponse(error_message=str(error))
             except Broken:
