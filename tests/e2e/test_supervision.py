@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from e2e.harness import HOST, MODEL, ServeProcess, assert_counts, stream_text
+from e2e.harness import HOST, MODEL, ServeProcess, assert_counts, start_serve, stream_text
 
 from inflight_client import InflightClient
 from inflight_client.openai.upstream import Upstream
@@ -162,6 +162,23 @@ def wait_for_another_model(running: ServeProcess, first: int) -> int:
                 return pid
         time.sleep(0.001)
     raise AssertionError(running.stderr)
+
+
+@pytest.mark.case(124)
+def test_nothing_outlives_a_launcher_that_was_killed(
+    serve: ServeFactory, pool: ThreadPoolExecutor
+) -> None:
+    """And the next run removes its files and its shared memory, as the fixture sees."""
+    running = serve()
+    streams = OpenStreams(running, pool)
+    killed = time.monotonic()
+    running.process.kill()
+    running.wait_until_gone(NOTICE_SECONDS)
+    streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)
+    assert running.shared_memory()
+    following = start_serve(running.scratch)
+    following.wait_until_printed("starting tritonserver")
+    assert following.stop() == 0
 
 
 @contextmanager
