@@ -12,6 +12,7 @@ from inflight_client.aio_transport import (
     AsyncHttpTransport,
     AsyncResponses,
     AsyncTransport,
+    takes_requests,
 )
 from inflight_client.client import HEALTH_TIMEOUT
 from inflight_client.encoding import (
@@ -147,7 +148,7 @@ class AsyncInflightClient:
 
     async def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
         """See `InflightClient.health`."""
-        return await self._transport.is_ready(self._model, timeout)
+        return await takes_requests(self._transport, self._model, timeout)
 
     async def close(self) -> None:
         """Give the connection back."""

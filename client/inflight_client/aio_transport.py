@@ -20,7 +20,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight_client import grpc_wire, http_wire
 from inflight_client.address import Address
-from inflight_client.encoding import InferCall, Response, stop_call
+from inflight_client.encoding import (
+    InferCall,
+    Response,
+    is_unknown_question,
+    ready_call,
+    stop_call,
+)
 from inflight_client.errors import InflightError, ServerError
 from inflight_client.sse import SseParser
 from inflight_client.transport import STOP_TIMEOUT
@@ -42,11 +48,22 @@ class AsyncTransport(Protocol):
     def infer(self, call: InferCall, timeout: float | None) -> AsyncResponses:
         """The responses to ``call``; ``timeout`` in seconds for all of them together."""
 
-    async def is_ready(self, model: str, timeout: float) -> bool:
-        """Whether ``model`` is loaded; `ServerUnreachable` when nobody answers."""
+    async def is_loaded(self, model: str, timeout: float) -> bool:
+        """What Triton says of ``model``; `ServerUnreachable` when nobody answers."""
 
     async def close(self) -> None:
         """Give the connection back; calls still running are cancelled."""
+
+
+async def takes_requests(transport: AsyncTransport, model: str, timeout: float) -> bool:
+    """See `inflight_client.transport.takes_requests`."""
+    try:
+        async with aclosing(transport.infer(ready_call(model), timeout).receive()) as responses:
+            async for _ in responses:
+                pass
+    except ServerError as error:
+        return is_unknown_question(error) and await transport.is_loaded(model, timeout)
+    return True
 
 
 class AsyncGrpcTransport:
@@ -63,7 +80,7 @@ class AsyncGrpcTransport:
         """See `AsyncTransport`."""
         return _GrpcResponses(self._stub, call, self._address, timeout)
 
-    async def is_ready(self, model: str, timeout: float) -> bool:
+    async def is_loaded(self, model: str, timeout: float) -> bool:
         """See `AsyncTransport`."""
         request = service_pb2.ModelReadyRequest(name=model)
         try:
@@ -151,7 +168,7 @@ class AsyncHttpTransport:
         """See `AsyncTransport`. The server is given up after ``timeout`` seconds of silence."""
         return _HttpResponses(self._client, call, self._address, timeout)
 
-    async def is_ready(self, model: str, timeout: float) -> bool:
+    async def is_loaded(self, model: str, timeout: float) -> bool:
         """See `AsyncTransport`."""
         try:
             path = http_wire.model_path(model, "ready")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 PLUGIN_GROUP = "inflight.commands"
 
+_NOT_READY = "not ready: the model is loading, shutting down, stuck or not there\n"
+
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C."""
 
@@ -192,7 +194,7 @@ def health(url: UrlOption = None, http: HttpOption = False) -> None:
     """Tell whether the model takes requests: exit code 0 if it does, else 1."""
     with _reported_errors(), _connect(url, http) as client:
         is_ready = client.health()
-        _write("ready\n" if is_ready else "not ready: the model is loading or not there\n")
+        _write("ready\n" if is_ready else _NOT_READY)
         if not is_ready:
             raise typer.Exit(1)
 

@@ -26,7 +26,13 @@ from inflight_client.encoding import (
 )
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
-from inflight_client.transport import GrpcTransport, HttpTransport, Responses, Transport
+from inflight_client.transport import (
+    GrpcTransport,
+    HttpTransport,
+    Responses,
+    Transport,
+    takes_requests,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -153,8 +159,9 @@ class InflightClient:
         return "".join(text for piece in pieces for text in piece)
 
     def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
-        """Whether the model is loaded and takes requests; `ServerUnreachable` if nobody answers."""
-        return self._transport.is_ready(self._model, timeout)
+        """Whether the model will serve a request sent now; `ServerUnreachable` if nobody answers,
+        `RequestTimeout` if the model does not, as one that hangs."""
+        return takes_requests(self._transport, self._model, timeout)
 
     def close(self) -> None:
         """Give the connection back."""

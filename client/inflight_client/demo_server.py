@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from inflight_client.client import InflightClient
-from inflight_client.errors import InflightError, ServerUnreachable
+from inflight_client.errors import InflightError, RequestTimeout, ServerUnreachable
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 120.0
@@ -98,7 +98,7 @@ class DemoServer:
 def _is_ready(client: InflightClient) -> bool:
     try:
         return client.health()
-    except ServerUnreachable:
+    except (ServerUnreachable, RequestTimeout):
         return False
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
@@ -38,6 +39,11 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "timed_out": "timed_out",
     "cancelled": "cancelled",
 }
+
+# Triton's words for an input that a model does not have, or has not got.
+_UNKNOWN_QUESTION = re.compile(
+    r"unexpected inference input|missing required input|but got \d+ inputs"
+)
 
 _QUESTIONS = frozenset({"stop", "stats", "describe", "ready", "why", "recording"})
 
@@ -197,6 +203,16 @@ def recording_call(model: str) -> InferCall:
 def describe_call(model: str) -> InferCall:
     """The question what is served."""
     return InferCall({"describe": True}, ("description",), "", model)
+
+
+def ready_call(model: str) -> InferCall:
+    """The question whether requests sent now will be served: an error if not."""
+    return InferCall({"ready": True}, (), "", model)
+
+
+def is_unknown_question(error: ServerError) -> bool:
+    """Whether a question was refused by a model that is not ours and does not know it."""
+    return error.status is None and _UNKNOWN_QUESTION.search(str(error)) is not None
 
 
 def checked_request_id(request_id: str) -> str:
@@ -369,6 +385,8 @@ def _clean_float(name: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise InvalidArgument(f"{name} = {value!r}: give a number.") from None
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number):
         raise InvalidArgument(f"{name} = {number}: give a finite number.")
     return number

@@ -20,7 +20,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight_client import grpc_wire, http_wire
 from inflight_client.address import Address
-from inflight_client.encoding import InferCall, Response, stop_call
+from inflight_client.encoding import (
+    InferCall,
+    Response,
+    is_unknown_question,
+    ready_call,
+    stop_call,
+)
 from inflight_client.errors import InflightError, ServerError
 from inflight_client.sse import SseParser
 
@@ -44,11 +50,27 @@ class Transport(Protocol):
     def infer(self, call: InferCall, timeout: float | None) -> Responses:
         """The responses to ``call``; ``timeout`` in seconds for all of them together."""
 
-    def is_ready(self, model: str, timeout: float) -> bool:
-        """Whether ``model`` is loaded; `ServerUnreachable` when nobody answers."""
+    def is_loaded(self, model: str, timeout: float) -> bool:
+        """What Triton says of ``model``; `ServerUnreachable` when nobody answers."""
 
     def close(self) -> None:
         """Give the connection back; calls still running are cancelled."""
+
+
+def takes_requests(transport: Transport, model: str, timeout: float) -> bool:
+    """Whether ``model`` says that it will serve a request sent now, within ``timeout`` seconds.
+
+    Triton's own word counts only for a model that does not know the question: Triton 24.10 says
+    that a model is ready while it refuses every request. Raises what `Responses.receive` raises
+    when nobody answers.
+    """
+    try:
+        with closing(transport.infer(ready_call(model), timeout).receive()) as responses:
+            for _ in responses:
+                pass
+    except ServerError as error:
+        return is_unknown_question(error) and transport.is_loaded(model, timeout)
+    return True
 
 
 class GrpcTransport:
@@ -65,7 +87,7 @@ class GrpcTransport:
         """See `Transport`."""
         return _GrpcResponses(self._stub, call, self._address, timeout)
 
-    def is_ready(self, model: str, timeout: float) -> bool:
+    def is_loaded(self, model: str, timeout: float) -> bool:
         """See `Transport`."""
         request = service_pb2.ModelReadyRequest(name=model)
         try:
@@ -149,7 +171,7 @@ class HttpTransport:
         """See `Transport`. The server is given up after at most ``timeout`` seconds of silence."""
         return _HttpResponses(self._client, call, self._address, timeout)
 
-    def is_ready(self, model: str, timeout: float) -> bool:
+    def is_loaded(self, model: str, timeout: float) -> bool:
         """See `Transport`."""
         try:
             path = http_wire.model_path(model, "ready")

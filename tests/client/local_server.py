@@ -23,6 +23,13 @@ from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 from inflight_client.protocol import DTYPE_TO_NUMPY
 
 GAP_SECONDS = 0.01
+MODEL = "tensorrt_llm"
+FOREIGN_MODELS = {
+    "foreign": "unexpected inference input 'ready' for model 'foreign'",
+    "strict": "[request id: <id_unknown>] expected number of inputs between 2 and 45 but got 0 "
+    "inputs for model 'strict'. Got input(s) [], but missing required input(s) ['text_input'].",
+}
+"""Models that do not know the question whether they are ready -> Triton's words about it."""
 Tensors = dict[str, Any]
 
 
@@ -41,6 +48,7 @@ class Arrival:
     request_id: str
     values: Tensors
     outputs: list[str]
+    model: str
     is_left: threading.Event = field(default_factory=threading.Event)
     is_completed: threading.Event = field(default_factory=threading.Event)
     num_sent: int = 0  # responses of a stream
@@ -52,15 +60,27 @@ class LocalTriton:
 
     arrivals: list[Arrival] = field(default_factory=list)
     stops: set[str] = field(default_factory=set)
+    is_strange: bool = False  # the second token of one of several answers is that of another
+    refusal: str = ""  # to the question whether it is ready; "silent": no answer
 
-    def arrive(self, request_id: str, values: Tensors, outputs: list[str]) -> Arrival:
-        arrival = Arrival(request_id, values, outputs)
+    @staticmethod
+    def is_loaded(model: str) -> bool:
+        """What Triton itself says of a model."""
+        return model == MODEL or model in FOREIGN_MODELS
+
+    def arrive(
+        self, request_id: str, values: Tensors, outputs: list[str], model: str = MODEL
+    ) -> Arrival:
+        arrival = Arrival(request_id, values, outputs, model)
         self.arrivals.append(arrival)
         return arrival
 
     def answer(self, arrival: Arrival) -> Iterator[Tensors]:
         """The responses to a request; the prompt says how many, and what goes wrong when."""
         values = arrival.values
+        if arrival.model != MODEL:
+            unknown = f"Request for unknown model: '{arrival.model}' is not found"
+            raise ModelError(FOREIGN_MODELS.get(arrival.model, unknown))
         if values.get("stop"):
             self.stops.add(arrival.request_id)
             yield {}
@@ -68,29 +88,42 @@ class LocalTriton:
             yield from self._stats(bool(values["stream"]))
         elif values.get("why"):
             yield from self._why(arrival)
+        elif values.get("ready"):
+            yield from self._ready(arrival)
         elif values.get("recording"):
             yield {"recording": ['{"inflight_recording": 1}\n']}
         elif "input_ids" in values:
-            last, count = values["input_ids"][-1], values["request_output_len"]
-            num_answers = values.get("num_return_sequences", 1)
-            ids = list(range(last + 1, last + 1 + count))
-            for part in [[number] for number in ids] if values["streaming"] else [ids]:
-                for index in reversed(range(num_answers)):  # each ten times the one before
-                    own = [number * 10**index for number in part]
-                    tensors: Tensors = {"output_ids": own, "sequence_length": [len(own)]}
-                    if values.get("return_finish_reason"):
-                        tensors["finish_reason"] = ["length"]
-                    if num_answers > 1:
-                        tensors["sequence_index"] = [index]
-                    yield tensors
+            yield from self._tokens(values)
         else:
             yield from self._text(arrival)
+
+    def _tokens(self, values: Tensors) -> Iterator[Tensors]:
+        last, count = values["input_ids"][-1], values["request_output_len"]
+        num_answers = values.get("num_return_sequences", 1)
+        ids = list(range(last + 1, last + 1 + count))
+        for part in [[number] for number in ids] if values["streaming"] else [ids]:
+            for index in reversed(range(num_answers)):  # each ten times the one before
+                own = [number * 10**index for number in part]
+                tensors: Tensors = {"output_ids": own, "sequence_length": [len(own)]}
+                if values.get("return_finish_reason"):
+                    tensors["finish_reason"] = ["length"]
+                if num_answers > 1:
+                    is_strange = self.is_strange and part != ids[:1]
+                    tensors["sequence_index"] = [num_answers if is_strange else index]
+                yield tensors
 
     def _stats(self, is_feed: bool) -> Iterator[Tensors]:
         yield {"stats": ['{"Iteration Counter": 1}']}
         while is_feed:
             time.sleep(GAP_SECONDS)
             yield {"stats": ['{"Iteration Counter": 2}', '{"Iteration Counter": 3}']}
+
+    def _ready(self, arrival: Arrival) -> Iterator[Tensors]:
+        while self.refusal == "silent" and not arrival.is_left.is_set():
+            time.sleep(GAP_SECONDS)
+        if self.refusal:
+            raise ModelError(self.refusal)
+        yield {}
 
     def _why(self, arrival: Arrival) -> Iterator[Tensors]:
         if arrival.request_id == "silent":
@@ -144,16 +177,18 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
         self._server.stop(grace=None).wait()
 
     def ModelReady(self, request: Any, context: Any) -> Any:
-        return service_pb2.ModelReadyResponse(ready=request.name == "tensorrt_llm")
+        return service_pb2.ModelReadyResponse(ready=self._triton.is_loaded(request.name))
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         for request in requests:
             outputs = [output.name for output in request.outputs]
-            arrival = self._triton.arrive(request.id, _values(request), outputs)
+            values = _values(request)
+            arrival = self._triton.arrive(request.id, values, outputs, request.model_name)
             context.add_callback(arrival.is_left.set)
             try:
                 for tensors in self._triton.answer(arrival):
-                    yield _response(tensors, is_final=False)
+                    asked = {n: tensor for n, tensor in tensors.items() if n in outputs}
+                    yield _response(asked, is_final=False)
             except ModelError as error:
                 yield service_pb2.ModelStreamInferResponse(error_message=str(error))
             except Broken:
@@ -222,17 +257,14 @@ class _HttpHandler(BaseHTTPRequestHandler):
     local: LocalTriton
 
     def do_GET(self) -> None:
-        is_ready = self.path == "/v2/models/tensorrt_llm/ready"
-        self.send_response(200 if is_ready else 400)
+        self.send_response(200 if self.local.is_loaded(self.path.split("/")[3]) else 400)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path != "/v2/models/tensorrt_llm/generate_stream":
-            self._send_error(404, '{"error":"unknown model"}')
-            return
-        arrival = self.local.arrive(body.pop("id", ""), body, [])
+        model = self.path.split("/")[3]
+        arrival = self.local.arrive(body.pop("id", ""), body, [], model)
         try:
             self._answer(arrival)
         except Broken:

@@ -218,6 +218,10 @@ def test_health(local: Local, free_port: int) -> None:
     ready = run("health", *server_options(local))
     assert (ready.exit_code, ready.stdout) == (0, "ready\n")
 
+    local.triton.refusal = "the server is shutting down"
+    refusing = run("health", *server_options(local))
+    assert (refusing.exit_code, refusing.stdout.partition(":")[0]) == (1, "not ready")
+
     gone = run("health", "--url", f"127.0.0.1:{free_port}")
     assert (gone.exit_code, gone.stdout) == (1, "")
     assert gone.stderr.startswith(f"error: no server answers at grpc://127.0.0.1:{free_port} (")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from client.callers import CALLERS, LONG, Caller
 from client.conftest import Local
-from client.local_server import GAP_SECONDS
+from client.local_server import FOREIGN_MODELS, GAP_SECONDS
 
 from inflight_client import (
     AsyncInflightClient,
@@ -223,6 +223,33 @@ def test_statistics_feed_until_left(caller: Caller, local: Local) -> None:
 def test_health(kind: str, local: Local) -> None:
     assert CALLERS[kind](local.url, local.protocol).health()
     assert not CALLERS[kind](local.url, local.protocol, model="other").health()
+
+
+@pytest.mark.parametrize("refusal", ["the server is shutting down", "[UNAVAILABLE] stalled"])
+def test_a_model_that_is_loaded_and_refuses_is_not_well(
+    caller: Caller, local: Local, refusal: str
+) -> None:
+    """Triton 24.10 calls it ready all the same."""
+    local.triton.refusal = refusal
+    assert not caller.health()
+
+
+@pytest.mark.parametrize("kind", sorted(CALLERS))
+@pytest.mark.parametrize("model", sorted(FOREIGN_MODELS))
+def test_health_of_a_model_that_does_not_know_the_question(
+    kind: str, model: str, local: Local
+) -> None:
+    assert CALLERS[kind](local.url, local.protocol, model).health()
+
+
+def test_a_model_that_hangs_is_not_well(local: Local) -> None:
+    local.triton.refusal = "silent"
+    with (
+        InflightClient(local.url, protocol=local.protocol) as client,
+        pytest.raises(RequestTimeout),
+    ):
+        client.health(timeout=0.2)
+    local.triton.refusal = ""
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])

@@ -151,6 +151,7 @@ def test_numpy_values_are_values() -> None:
         ({"max_tokens": 1.5}, r"max_tokens = 1\.5: give a whole number"),
         ({"seed": -1}, r"seed = -1 does not fit UINT64: give 0 to 18446744073709551615"),
         ({"temperature": math.nan}, r"temperature = nan: give a finite number"),
+        ({"temperature": 10**400}, r"temperature = inf: give a finite number"),
         ({"top_p": math.inf}, r"^top_p = inf: give a finite number"),
         ({"temperature": "warm"}, r"temperature = 'warm': give a number"),
         ({"exclude_input_in_output": 1}, r"exclude_input_in_output = 1: give True or False"),

@@ -115,6 +115,13 @@ class ServeProcess:
         (pid,) = found
         return pid
 
+    def wait_until_gone(self, seconds: float) -> None:
+        """Return when no process of the run is left; fail if one still is after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while left := self._command_lines():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
+
     def shared_memory(self) -> set[str]:
         """Names of its regions."""
         self._note_workspace()
@@ -160,7 +167,7 @@ def start_serve(
     environment: Mapping[str, str] | None = None,
 ) -> ServeProcess:
     """Start ``inflight serve`` in ``scratch`` (its output and its temporary files go there)."""
-    (scratch / "tmp").mkdir()
+    (scratch / "tmp").mkdir(exist_ok=True)  # by the run before
     http_port, grpc_port, metrics_port = free_ports(3)
     arguments = [
         f"--http-port={http_port}",

@@ -364,18 +364,34 @@ def test_stopping_lets_running_answers_finish(server: ServeProcess, tmp_path: Pa
     assert front.process.wait(timeout=WAIT) == 0
 
 
-def test_a_server_that_is_gone_or_never_was(tmp_path: Path, serve: Any) -> None:
+def wait_until_unwell(http: httpx.Client) -> None:
+    """The model looks for the wish to stop only ten times a second."""
+    deadline = time.monotonic() + WAIT
+    while http.get("/health").status_code == httpx.codes.OK:
+        assert time.monotonic() < deadline, "the front takes a draining server for a ready one"
+
+
+def test_a_server_that_drains_is_gone_or_never_was(tmp_path: Path, serve: Any) -> None:
     [unused] = free_ports(1)
     failed = FrontProcess(tmp_path, f"{HOST}:{unused}")
     assert failed.process.wait(timeout=WAIT) == 1
     assert f"no server answers at grpc://{HOST}:{unused}" in failed.output
     own = serve()
     front = FrontProcess(tmp_path, own.grpc_url).wait_until_ready()
-    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 7000, "temperature": 0, "stream": True}
+    body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 8000, "temperature": 0, "stream": True}
     with httpx.Client(base_url=front.url, trust_env=False, timeout=WAIT) as http:
         with http.stream("POST", "/v1/completions", json=body) as running:
             lines = running.iter_lines()
             assert next(lines).startswith("data: {")
+            own.process.send_signal(signal.SIGTERM)
+            wait_until_unwell(http)
+            asked = subprocess.run(
+                [Path(sys.executable).parent / "inflight", "health", f"--url={own.grpc_url}"],
+                capture_output=True,
+                text=True,
+            )
+            assert (asked.returncode, asked.stdout.partition(":")[0]) == (1, "not ready")
+            assert "data: {" in "".join(next(lines) for _ in range(2)), "the stream goes on"
             own.kill_tritonserver()
             last = [line for line in lines if line]
         assert json.loads(last[-2].removeprefix("data: "))["error"]["type"] == "server_error"

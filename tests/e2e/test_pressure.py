@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import random
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +20,11 @@ from pathlib import Path
 import grpc
 import pytest
 from e2e.harness import HOST, TRITONSERVER, ServeProcess, assert_counts, stream_text
+from tritonclient.grpc import service_pb2
 
-from inflight_client import AsyncInflightClient, InflightClient
+from inflight_client import AsyncInflightClient, InflightClient, grpc_wire
+from inflight_client.encoding import ready_call
+from inflight_client.protocol import LLM_MODEL_NAME
 
 pytestmark = pytest.mark.e2e
 
@@ -119,7 +122,8 @@ def test_cancels_at_every_phase(server: ServeProcess) -> None:
 
 @pytest.mark.case(72)
 def test_a_thousand_idle_streams(server: ServeProcess) -> None:
-    """Open gRPC streams on which nothing is asked, over ten connections."""
+    """Open gRPC streams on which nothing is asked, over ten connections; then each is used, before
+    any is closed: what a client had only queued would not be answered."""
     method = "/inference.GRPCInferenceService/ModelStreamInfer"
     channels = [
         grpc.insecure_channel(server.grpc_url, options=[("grpc.use_local_subchannel_pool", 1)])
@@ -130,7 +134,13 @@ def test_a_thousand_idle_streams(server: ServeProcess) -> None:
     began = time.monotonic()
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)))
     assert time.monotonic() - began < 20.0
-    assert sum(not each.done() for each in calls) == 1000, "the server keeps them open"
+    question = grpc_wire.encode_request(ready_call(LLM_MODEL_NAME)).SerializeToString()
+    for idle in held:
+        idle.ask(question)
+    for each in calls:
+        answer = service_pb2.ModelStreamInferResponse.FromString(next(each))
+        assert answer.error_message == ""
+    assert not any(each.done() for each in calls), "the server keeps them open"
     for each in calls:
         each.cancel()
     for idle in held:
@@ -140,20 +150,24 @@ def test_a_thousand_idle_streams(server: ServeProcess) -> None:
 
 
 class _Idle:
-    """The requests of a stream that never sends one."""
+    """The requests of a stream that sends none before it is told to."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def __iter__(self) -> _Idle:
         return self
 
     def __next__(self) -> bytes:
-        self._ended.wait()
-        raise StopIteration
+        if (request := self._requests.get()) is None:
+            raise StopIteration
+        return request
+
+    def ask(self, request: bytes) -> None:
+        self._requests.put(request)
 
     def end(self) -> None:
-        self._ended.set()
+        self._requests.put(None)
 
 
 @pytest.mark.case(121)

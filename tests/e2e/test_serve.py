@@ -318,6 +318,18 @@ def test_second_ctrl_c_ends_streams_with_an_error(serve: ServeFactory) -> None:
     assert_counts(PROMPT, text)
 
 
+@pytest.mark.case(100, 126)
+def test_the_drain_limit_ends_a_stream_with_an_error(serve: ServeFactory) -> None:
+    running = serve(options=["--drain-seconds=1"])
+    stream = stream_text(running, PROMPT, LONG)
+    pieces = [next(stream)]
+    running.process.send_signal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="this answer is not complete"):
+        pieces.extend(stream)
+    assert running.wait() == 0
+    assert_counts(PROMPT, "".join(pieces))
+
+
 def test_sigterm_while_loading(serve: ServeFactory) -> None:
     running = serve(wait_for="starting tritonserver")
     begin = time.monotonic()

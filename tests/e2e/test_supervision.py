@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from e2e.harness import MODEL, ServeProcess, assert_counts, stream_text
+from e2e.harness import HOST, MODEL, ServeProcess, assert_counts, start_serve, stream_text
 
 from inflight_client import InflightClient
+from inflight_client.openai.upstream import Upstream
 
 pytestmark = pytest.mark.e2e
 
@@ -161,8 +164,44 @@ def wait_for_another_model(running: ServeProcess, first: int) -> int:
     raise AssertionError(running.stderr)
 
 
+@pytest.mark.case(124)
+def test_nothing_outlives_a_launcher_that_was_killed(
+    serve: ServeFactory, pool: ThreadPoolExecutor
+) -> None:
+    """And the next run removes its files and its shared memory, as the fixture sees."""
+    running = serve()
+    streams = OpenStreams(running, pool)
+    killed = time.monotonic()
+    running.process.kill()
+    running.wait_until_gone(NOTICE_SECONDS)
+    streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)
+    assert running.shared_memory()
+    following = start_serve(running.scratch)
+    following.wait_until_printed("starting tritonserver")
+    assert following.stop() == 0
+
+
+@contextmanager
+def held(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Stopped for the length of the block."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+async def is_well_for_the_front(running: ServeProcess) -> bool:
+    upstream = Upstream(running.grpc_url, timeout=NOTICE_SECONDS)
+    try:
+        return await upstream.is_ready()
+    finally:
+        await upstream.close()
+
+
 @pytest.mark.case(88)
 def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> None:
+    """And is not ready, whatever Triton says, until it is replaced."""
     running = serve(
         settings={"stall_seconds": 1, "scheduler_class": "user_schedulers:StuckAt13"},
         environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
@@ -170,11 +209,20 @@ def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> No
     stream = stream_text(running, PROMPT, ENDLESS)
     assert next(stream)
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="the server makes no progress"):
-        list(stream_text(running, PROMPT, 13))
-    with pytest.raises(RuntimeError, match="the server makes no progress"):
-        list(stream)
-    assert time.monotonic() - began < 1 + NOTICE_SECONDS
+    with (
+        held(running.process),  # so that there is time to look
+        InflightClient(running.grpc_url) as client,
+        InflightClient(f"{HOST}:{running.http_port}", protocol="http") as http_client,
+    ):
+        assert client.health()
+        with pytest.raises(RuntimeError, match="the server makes no progress"):
+            list(stream_text(running, PROMPT, 13))
+        with pytest.raises(RuntimeError, match="the server makes no progress"):
+            list(stream)
+        assert time.monotonic() - began < 1 + NOTICE_SECONDS
+        assert not client.health()
+        assert not http_client.health()
+        assert not asyncio.run(is_well_for_the_front(running))
     wait_until_ready_again(running, 1)
     assert "the model is not healthy: the server makes no progress" in running.stderr
     assert_serves(running)

@@ -11,8 +11,9 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -36,7 +37,11 @@ from inflight_client.openai.upstream import Piece, Upstream
 
 _logger = get_logger(__name__)
 
+_Result = TypeVar("_Result")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_NUM_THREADS = 4  # each that works delays the event loop by a turn at the interpreter lock, 5 ms
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -55,6 +60,7 @@ class Front:
         self._num_running = 0
         self._is_draining = False
         self._started = int(time.time())
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="Aside")
 
     def app(self) -> web.Application:
         """The application; run it with ``handler_cancellation``."""
@@ -77,7 +83,7 @@ class Front:
         self._is_draining = True
 
     async def _health(self, request: web.Request) -> web.Response:
-        """200 while requests are taken: the server's model is ready and we do not stop."""
+        """200 while requests are taken: the server's model says so and we do not stop."""
         try:
             is_ready = not self._is_draining and await self._upstream.is_ready()
         except InflightError:
@@ -102,44 +108,55 @@ class Front:
         }
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        job = await parse_completion(await self._read(request), self._reader)
-        return await self._serve(request, job)
+        return await self._take(request, lambda body: parse_completion(body, self._reader))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request)
-        job = await parse_chat(body, self._reader, self._settings.default_max_tokens)
-        return await self._serve(request, job)
+        default = self._settings.default_max_tokens
+        return await self._take(request, lambda body: parse_chat(body, self._reader, default))
 
-    async def _read(self, request: web.Request) -> Body:
-        """The body; `ApiError` if it is too large, too slow or no JSON object."""
+    async def _take(
+        self, request: web.Request, parse: Callable[[Body], GenerationJob]
+    ) -> web.StreamResponse:
+        """Give the request one of the places, which bound the bodies in memory as well."""
+        if self._num_running >= self._settings.max_requests:
+            raise ApiError(
+                429, f"{self._num_running} requests are running; try again later", None, "busy"
+            )
+        self._num_running += 1
         try:
-            raw = await asyncio.wait_for(request.read(), self._settings.body_timeout)
+            raw = await self._read(request)
+            job = await self._aside(lambda: parse(Body(raw)))
+            return await self._serve(request, job)
+        finally:
+            self._num_running -= 1
+
+    async def _aside(self, work: Callable[[], _Result]) -> _Result:
+        """What may take long, beside the event loop, on which every stream depends."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The body; `ApiError` if it is too large or too slow."""
+        try:
+            return await asyncio.wait_for(request.read(), self._settings.body_timeout)
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
             raise ApiError(413, f"the body has more than {limit} bytes") from None
         except asyncio.TimeoutError:
             limit_seconds = self._settings.body_timeout
             raise ApiError(408, f"the body did not arrive within {limit_seconds:g} s") from None
-        return Body(raw)
 
     async def _serve(self, request: web.Request, job: GenerationJob) -> web.StreamResponse:
-        if self._num_running >= self._settings.max_requests:
-            raise ApiError(
-                429, f"{self._num_running} requests are running; try again later", None, "busy"
-            )
         prefix = "chatcmpl-" if job.is_chat else "cmpl-"
         head = Head(prefix + uuid.uuid4().hex, int(time.time()), self._reader.name, job.is_chat)
         # A client that reads nothing would hold its place for ever; gRPC has a deadline of its own.
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._settings.timeout + 1.0, _hang_up, request)
-        self._num_running += 1
         try:
             async with aclosing(self._upstream.run(job, head.answer_id)) as pieces:
                 if job.is_streaming:
                     return await self._stream(request, head, job, pieces)
                 return await self._answer(head, job, pieces)
         finally:
-            self._num_running -= 1
             deadline.cancel()
 
     async def _answer(
@@ -148,7 +165,9 @@ class Front:
         choices = new_choices(job)
         async for piece in pieces:
             choices[piece.index].add(piece)
-        return web.json_response(whole_answer(head, job, choices, self._reader.token_text))
+        token_text = self._reader.token_text
+        text = await self._aside(lambda: json.dumps(whole_answer(head, job, choices, token_text)))
+        return web.Response(text=text, content_type="application/json")
 
     async def _stream(
         self,
@@ -159,10 +178,10 @@ class Front:
     ) -> web.StreamResponse:
         """Headers leave with the first piece: a request refused by the server gets its status."""
         first = await anext(pieces, None)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
-        await response.prepare(request)
         writer = EventWriter(head, job, self._reader.token_text)
         choices = new_choices(job)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        await response.prepare(request)
         try:
             await response.write(b"".join(writer.opening(i) for i in range(len(choices))))
             if first is not None:
@@ -171,8 +190,10 @@ class Front:
                     await _write_piece(response, writer, choices, piece)
             ends = [writer.end(index, choice) for index, choice in enumerate(choices)]
             await response.write(b"".join(ends) + writer.usage(choices) + DONE)
-        except InflightError as error:
-            await response.write(error_event(from_upstream(error).body) + DONE)
+        except ConnectionResetError:
+            raise
+        except Exception as error:  # the head has left: a second one would garble the stream
+            await response.write(error_event(_told(error).body) + DONE)
         await response.write_eof()
         return response
 
@@ -197,17 +218,22 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     """Every error, also aiohttp's own, as OpenAI's error object."""
     try:
         return await handler(request)
-    except ApiError as error:
-        return _error_response(error)
-    except InflightError as error:
-        return _error_response(from_upstream(error))
     except web.HTTPException as error:
         return _error_response(ApiError(error.status, f"{error.reason}: {request.method}"))
     except ConnectionResetError:
         raise  # the client has gone: nobody is there to be told
-    except Exception:
-        _logger.exception("a request failed")
-        return _error_response(ApiError(500, "the request failed"))
+    except Exception as error:
+        return _error_response(_told(error))
+
+
+def _told(error: Exception) -> ApiError:
+    """What the client hears of what ended its request; what nobody foresaw goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InflightError):
+        return from_upstream(error)
+    _logger.exception("a request failed", exc_info=error)
+    return ApiError(500, "the request failed")
 
 
 def _error_response(error: ApiError) -> web.Response:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from inflight_client.openai.errors import ApiError, bad_field
 
+_MAX_SHOWN = 40  # characters of a number in an error
+
 
 class Body:
     """A request body; null counts as not given, as OpenAI's API has it."""
@@ -37,7 +39,7 @@ class Body:
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad_field(name, f"expected a whole number, got {_kind(value)}")
         if not low <= value <= high:
-            raise bad_field(name, f"{value} is outside {low}..{high}")
+            raise bad_field(name, f"{_shown(value)} is outside {low}..{high}")
         return value
 
     def number(self, name: str, low: float, high: float) -> float | None:
@@ -48,7 +50,7 @@ class Body:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise bad_field(name, f"expected a number, got {_kind(value)}")
         if not (low <= value <= high and math.isfinite(value)):
-            raise bad_field(name, f"{value:g} is outside {low:g}..{high:g}")
+            raise bad_field(name, f"{_shown(value)} is outside {low:g}..{high:g}")
         return float(value)
 
     def flag(self, name: str) -> bool:
@@ -94,6 +96,12 @@ def checked_text(name: str, value: Any) -> str:
 def _kind(value: Any) -> str:
     words = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return words.get(type(value), "a number")
+
+
+def _shown(value: float) -> str:
+    """A number as errors quote it: whole ones of JSON may have thousands of digits."""
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _refuse_constant(name: str) -> NoReturn:

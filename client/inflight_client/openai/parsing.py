@@ -2,6 +2,8 @@
 
 Sampling fields become tensors of the wire (`inflight_client.protocol`); whether the server honours
 one is for the server to say, and its refusal comes back under OpenAI's name of the field.
+
+All of it may take seconds (large bodies, long texts, slow chat templates): call it from a thread.
 """
 
 from __future__ import annotations
@@ -89,21 +91,19 @@ class GenerationJob:
     num_top_log_probs: int = 0
 
 
-async def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
+def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
     """The job of ``/v1/completions``."""
     _check_model(body, reader)
-    prompts = [await _completion_prompt(p, reader) for p in _split_prompts(body.take("prompt"))]
+    prompts = [_completion_prompt(p, reader) for p in _split_prompts(body.take("prompt"))]
     max_tokens = body.integer("max_tokens", 1, _INT32_MAX) or DEFAULT_COMPLETION_TOKENS
     log_probs = body.integer("logprobs", 0, MAX_TOP_LOG_PROBS)
     return _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
 
 
-async def parse_chat(
-    body: Body, reader: PromptReader, default_max_tokens: int | None
-) -> GenerationJob:
+def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None) -> GenerationJob:
     """The job of ``/v1/chat/completions``."""
     _check_model(body, reader)
-    prompt = tuple(await reader.encode_messages(read_messages(body.take("messages"))))
+    prompt = tuple(reader.encode_messages(read_messages(body.take("messages"))))
     old = body.integer("max_tokens", 1, _INT32_MAX)
     new = body.integer("max_completion_tokens", 1, _INT32_MAX)
     if old is not None and new is not None and old != new:
@@ -240,10 +240,11 @@ def _guide(value: Any) -> dict[str, object]:
 
 
 def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
-    return {
-        "guided_decoding_guide_type": "json_schema",
-        "guided_decoding_guide": json.dumps(schema),
-    }
+    try:
+        guide = json.dumps(schema)
+    except RecursionError:  # it was read with a few frames more to go
+        raise bad_field("response_format", "the schema is nested too deeply") from None
+    return {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
 
 
 def _stream_options(value: Any, is_streaming: bool) -> bool:
@@ -280,13 +281,13 @@ def _split_prompts(value: Any) -> list[Any]:
     return value
 
 
-async def _completion_prompt(value: Any, reader: PromptReader) -> tuple[int, ...]:
+def _completion_prompt(value: Any, reader: PromptReader) -> tuple[int, ...]:
     if isinstance(value, list):
         if not value or not all(_is_id(each) and 0 <= each <= _INT32_MAX for each in value):
             raise bad_field("prompt", "a list of token ids holds whole numbers from 0")
         return tuple(value)
     text = checked_text("prompt", value)
-    ids = await reader.encode(text, "prompt", add_special_tokens=True)
+    ids = reader.encode(text, "prompt", add_special_tokens=True)
     if not ids:
         raise bad_field("prompt", "empty: a prompt needs at least one token")
     return tuple(ids)

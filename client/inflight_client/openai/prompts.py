@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from inflight_client.errors import InvalidArgument
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
 from inflight_client.openai.errors import ApiError, bad_field
 
-_LONG_TEXT = 16_384  # characters from which encoding leaves the event loop
 _MAX_BYTES_PER_TOKEN = 128
 
 
@@ -42,7 +40,7 @@ class PromptReader:
         """Whether messages can be served."""
         return self._template is not None
 
-    async def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of ``text``; `ApiError` if it cannot fit."""
         if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
             limit = self.limits.max_input_len
@@ -50,11 +48,14 @@ class PromptReader:
                 param,
                 f"{len(text)} characters are more than can fit max_input_len = {limit} tokens",
             )
-        if len(text) < _LONG_TEXT:
-            return self._encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+        # The batch call gives the interpreter lock back while it works.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
+        return ids
 
-    async def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids of a chat; the template writes the special tokens itself."""
         if self._template is None:
             raise ApiError(
@@ -67,20 +68,12 @@ class PromptReader:
             text = self._template.render(messages)
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
-        return await self.encode(text, "messages", add_special_tokens=False)
+        return self.encode(text, "messages", add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special ones included."""
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The batch call gives the interpreter lock back while it works.
-        [encoding] = self._tokenizer.encode_batch_fast(
-            [text], add_special_tokens=add_special_tokens
-        )
-        ids: list[int] = encoding.ids
-        return ids
 
 
 def make_prompt_reader(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight_client.address import default_url, parse_address
-from inflight_client.aio_transport import AsyncGrpcTransport
+from inflight_client.aio_transport import AsyncGrpcTransport, takes_requests
 from inflight_client.encoding import (
     InferCall,
     Response,
@@ -55,8 +55,8 @@ class Upstream:
         return last_answer([read_description(each) async for each in responses.receive()])
 
     async def is_ready(self) -> bool:
-        """Whether the model takes requests; `ServerUnreachable` when nobody answers."""
-        return await self._transport.is_ready(LLM_MODEL_NAME, _HEALTH_SECONDS)
+        """Whether the model takes requests; `InflightError` when nobody says."""
+        return await takes_requests(self._transport, LLM_MODEL_NAME, _HEALTH_SECONDS)
 
     async def run(self, job: GenerationJob, job_id: str) -> AsyncGenerator[Piece, None]:
         """The pieces of all answers as they come; close the generator to cancel what runs."""

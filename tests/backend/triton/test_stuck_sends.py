@@ -164,6 +164,23 @@ def test_a_question_to_the_server_that_never_returns_is_a_stall(make_server: Mak
     release.set()
 
 
+@pytest.mark.case(92)
+def test_a_question_that_never_returns_is_a_stall_although_all_else_moves(
+    make_server: MakeServer,
+) -> None:
+    """The loop goes on; nothing is to be sent, nobody waits for the stream's lock."""
+    release = threading.Event()
+    server = make_server(endless_engine(), stall_seconds=STALL)
+    sender = FakeSender()
+    sender.is_cancelled = lambda: release.wait(3 * WAIT) and False  # type: ignore[method-assign]
+    server.send(sender=sender, input_ids=[1], request_output_len=8000)
+    wait_until(lambda: not server.model.is_ready())
+    release.set()
+    assert sender.is_final.wait(WAIT)
+    assert last_error(sender) == (NO_PROGRESS, FakePbUtils.TritonError.UNAVAILABLE)
+    wait_until(server.model.is_ready)
+
+
 @pytest.mark.case(92, 123)
 @pytest.mark.parametrize("what", ["step", "send", "question to the server"])
 def test_a_model_with_a_thread_that_is_stuck_can_be_unloaded_at_once(

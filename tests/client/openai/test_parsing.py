@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from client.openai.front import DESCRIPTION
 
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_client.openai.errors import TENSOR_TO_FIELD, ApiError, from_upstream
@@ -17,18 +18,6 @@ from inflight_client.openai.prompts import PromptReader, make_prompt_reader
 from inflight_client.openai.upstream import make_calls
 from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
-ROOT = Path(__file__).parents[3]
-DEMO = ROOT / "backend/inflight_backend/demo_model"
-NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-DESCRIPTION = {
-    "model": "demo",
-    "max_input_len": 99,
-    "max_seq_len": 100,
-    "vocab_size": 258,
-    "end_id": 1,
-    "files": {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES},
-}
-
 
 @pytest.fixture(scope="module")
 def reader() -> PromptReader:
@@ -37,12 +26,12 @@ def reader() -> PromptReader:
 
 def completion(reader: PromptReader, **fields: Any) -> GenerationJob:
     body = {"model": "demo", "prompt": "1 2", **fields}
-    return asyncio.run(parse_completion(Body(json.dumps(body).encode()), reader))
+    return parse_completion(Body(json.dumps(body).encode()), reader)
 
 
 def chat(reader: PromptReader, **fields: Any) -> GenerationJob:
     body = {"model": "demo", "messages": [{"role": "user", "content": "1 2"}], **fields}
-    return asyncio.run(parse_chat(Body(json.dumps(body).encode()), reader, None))
+    return parse_chat(Body(json.dumps(body).encode()), reader, None)
 
 
 def test_a_completion_with_nothing_but_a_prompt(reader: PromptReader) -> None:
@@ -132,6 +121,9 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"max_tokens": 2**31}, "max_tokens"),
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": True}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"max_tokens": 10**4000}, "max_tokens"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias"),
         ({"top_p": 0}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
@@ -170,6 +162,23 @@ def test_a_bad_field_of_a_completion_is_named(
     assert caught.value.param == param
     assert caught.value.status == (404 if fields == {"model": "other"} else 400)
     assert param in caught.value.message or param == "model"
+    assert len(caught.value.message) < 100
+
+
+def test_a_schema_that_could_just_be_read_may_be_too_deep_to_be_passed_on(
+    reader: PromptReader,
+) -> None:
+    schema = '{"a":' * 500 + "1" + "}" * 500
+    guide = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
+    body = Body(f'{{"model":"demo","prompt":"1","response_format":{guide}}}'.encode())
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(450)  # as if it were read from higher frames
+    try:
+        with pytest.raises(ApiError, match="nested too deeply") as caught:
+            parse_completion(body, reader)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +236,7 @@ def test_a_model_without_a_template_refuses_chats_only() -> None:
     files = {"tokenizer.json": DESCRIPTION["files"]["tokenizer.json"]}  # type: ignore[index]
     bare = make_prompt_reader({**DESCRIPTION, "files": files}, "mine", None)
     body = {"model": "mine", "prompt": "1"}
-    assert asyncio.run(parse_completion(Body(json.dumps(body).encode()), bare)).prompts
+    assert parse_completion(Body(json.dumps(body).encode()), bare).prompts
     with pytest.raises(ApiError, match="--chat-template"):
         chat(bare, model="mine")
 

@@ -1,0 +1,106 @@
+"""The front over a local server: health, and requests that are many, slow or fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from client.conftest import Local
+from client.openai.front import front_of
+
+from inflight_client.openai import chat_template
+
+WAIT_SECONDS = 10.0
+COMPLETION = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 3}
+SLOW_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("refusal", ["", "[UNAVAILABLE] the server is shutting down"])
+def test_health_is_what_the_model_says(local_grpc: Local, refusal: str) -> None:
+    """Triton calls it ready all the same."""
+    local_grpc.triton.refusal = refusal
+
+    async def ask() -> int:
+        async with front_of(local_grpc) as client, client.get("/health") as answer:
+            return answer.status
+
+    assert asyncio.run(ask()) == (503 if refusal else 200)
+
+
+async def post(client: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, str]:
+    async with client.post(path, json=body) as answer:
+        return answer.status, await answer.text()
+
+
+def test_a_slow_template_holds_up_its_own_request_only(
+    local_grpc: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 2.0)
+    template = tmp_path / "template.jinja"
+    template.write_text(SLOW_TEMPLATE)
+
+    async def ask() -> tuple[int, str, int]:
+        async with front_of(local_grpc, chat_template=template) as client:
+            chat = asyncio.create_task(post(client, "/v1/chat/completions", CHAT))
+            num_served = 0
+            while not chat.done():
+                assert (await post(client, "/v1/completions", COMPLETION))[0] == 200
+                num_served += 1
+            return *await chat, num_served
+
+    status, text, num_served = asyncio.run(ask())
+    assert (status, "it takes longer than 2 s" in text) == (400, True)
+    assert num_served > 3, "of those that came before and after it"
+
+
+def test_who_sends_its_body_slowly_has_one_of_the_places(local_grpc: Local) -> None:
+    """So that bodies in memory are bounded by their number."""
+    body = json.dumps(COMPLETION).encode()
+
+    async def ask() -> None:
+        has_place, is_over = asyncio.Event(), asyncio.Event()
+
+        async def slow_body() -> AsyncIterator[bytes]:
+            has_place.set()  # it is asked for (100 Continue)
+            yield body[:-1]
+            await is_over.wait()
+            yield body[-1:]
+
+        async def send_slowly(client: aiohttp.ClientSession) -> int:
+            path = "/v1/completions"
+            async with client.post(path, data=slow_body(), expect100=True) as answer:
+                return answer.status
+
+        async with front_of(local_grpc, max_requests=1) as client:
+            slow = asyncio.create_task(send_slowly(client))
+            await has_place.wait()
+            status, text = await post(client, "/v1/completions", COMPLETION)
+            assert (status, "1 requests are running" in text) == (429, True)
+            is_over.set()
+            assert await slow == 200
+            assert (await post(client, "/v1/completions", COMPLETION))[0] == 200
+
+    asyncio.run(asyncio.wait_for(ask(), WAIT_SECONDS))
+
+
+def test_whatever_fails_in_mid_stream_is_an_event_and_no_second_head(
+    local_grpc: Local, caplog: pytest.LogCaptureFixture
+) -> None:
+    local_grpc.triton.is_strange = True
+
+    async def ask() -> tuple[int, str]:
+        async with front_of(local_grpc) as client:
+            return await post(client, "/v1/completions", {**COMPLETION, "n": 2, "stream": True})
+
+    status, text = asyncio.run(ask())
+    assert status == 200
+    assert "HTTP/1.1" not in text
+    error, done = [line.removeprefix("data: ") for line in text.splitlines() if line][-2:]
+    assert (json.loads(error)["error"]["message"], done) == ("the request failed", "[DONE]")
+    assert "IndexError" in caplog.text
