@@ -74,7 +74,8 @@ class ResponseStream:
 
     The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
     send kills Triton 24.10, and so do two threads that send at once. A send may never return, so
-    who is not the sender never waits for the lock without a limit.
+    who is not the sender never waits for the lock without a limit; who has it looks, when it has
+    let it go, whether somebody wanted to end the stream meanwhile.
     """
 
     def __init__(self, sender: TritonSender, factory: ResponseFactory) -> None:
@@ -83,6 +84,7 @@ class ResponseStream:
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_to_be_closed = False
         self._last_error: tuple[str, str] | None = None  # message and code
 
     def on_final(self, callback: Callable[[], None]) -> None:
@@ -129,12 +131,13 @@ class ResponseStream:
             self._abandon(message)
 
     def close(self) -> None:
-        """End the stream from any thread, unless another one is stuck in a send on it; never raise.
+        """End the stream from any thread; never raise. It gets an error if `end_with` left one.
 
-        It gets an error if `end_with` left one.
+        While another thread is stuck in a send on it, that one ends it when the send returns.
         """
+        self._is_to_be_closed = True  # before the lock: who has it looks after letting it go
         if not self._lock.acquire(timeout=_CLOSE_SECONDS):
-            _logger.error("a stream could not be ended: a send on it does not return")
+            _logger.error("a stream cannot be ended yet: a send on it does not return")
             return
         try:
             self._send_locked(self._factory.tensors({}), True)
@@ -145,7 +148,7 @@ class ResponseStream:
             self._lock.release()
 
     def abort(self, message: str) -> None:
-        """`close` with an error; a send that is stuck and returns is the last one, too."""
+        """`close` with an error."""
         self.end_with(message, "UNAVAILABLE")
         self.close()
 
@@ -156,11 +159,20 @@ class ResponseStream:
         try:
             return not self._is_closed and self._sender.is_cancelled()
         finally:
-            self._lock.release()
+            self._let_go()
 
     def _send(self, response: Any, is_final: bool) -> None:
-        with self._lock:
+        self._lock.acquire()
+        try:
             self._send_locked(response, is_final)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Release the lock, and end the stream for who could not wait for that."""
+        self._lock.release()
+        if self._is_to_be_closed and not self._is_closed:
+            self.close()
 
     def _send_locked(self, response: Any, is_final: bool) -> None:
         if self._is_closed or (self._last_error is not None and not is_final):
