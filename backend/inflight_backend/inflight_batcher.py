@@ -158,7 +158,7 @@ class InflightBatcher:
             enable_reuse=params.kv_cache_config.enable_block_reuse,
             may_copy_blocks=self._may_copy_blocks,
         )
-        self.gatherer = OutputGatherer()
+        self.gatherer = OutputGatherer(engine.vocab_size)
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(
             self.block_manager, params.max_batch_size, self.active, max_beam_width
