@@ -83,7 +83,7 @@ class ResponseStream:
         self._factory = factory
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._is_to_be_closed = False
         self._last_error: tuple[str, str] | None = None  # message and code
 
@@ -93,8 +93,13 @@ class ResponseStream:
 
     @property
     def is_closed(self) -> bool:
-        """True once the final response was sent."""
+        """True from the first try to send the final response."""
         return self._is_closed
+
+    @property
+    def has_ended(self) -> bool:
+        """True once a final response has been sent."""
+        return self._has_ended
 
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response with ``tensors`` (none: only the news that this is the end)."""
@@ -126,7 +131,10 @@ class ResponseStream:
             self.abandon(message)
 
     def abandon(self, message: str) -> None:
-        """After a final send that raised: try once more to end the stream, and never raise."""
+        """After a final send that raised: try once more to end the stream, and never raise.
+
+        It stays as it is if somebody else has ended it.
+        """
         with self._lock:
             self._abandon(message)
 
@@ -182,12 +190,16 @@ class ResponseStream:
         if is_final:
             self._close_for_good()
         self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
+        self._has_ended = is_final
 
     def _abandon(self, message: str) -> None:
+        if self._has_ended:
+            return
         self._close_for_good()
         try:
             error = self._last_error or (message, "INTERNAL")
             self._sender.send(self._factory.error(*error), flags=self._factory.final_flag)
+            self._has_ended = True
         except Exception:
             _logger.warning("a stream could not be ended: its client or Triton has gone")
 
