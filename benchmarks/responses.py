@@ -152,7 +152,7 @@ def _build(
     clients: Sequence[Client], ids: Sequence[int], form: Form, responses: list[list[Tensors]]
 ) -> None:
     """What the loop does behind every step, one token for each stream."""
-    gatherer, requests = OutputGatherer(), [client.request for client in clients]
+    gatherer, requests = OutputGatherer(1), [client.request for client in clients]
     for request in requests:
         gatherer.add(request, 0)
     drawn = StepOutputs()

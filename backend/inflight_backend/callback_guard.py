@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import TypeVar
 
 from inflight_backend.private_log import get_logger
@@ -44,3 +45,13 @@ class CallbackGuard:
 
         self.call(name, collect)
         return items
+
+    def call_for_ids(
+        self, name: str, callback: Callable[..., Iterable[object] | None]
+    ) -> list[int]:
+        """The same for ids of requests; whatever is no integer, of Python or numpy, is logged."""
+        items = self.call_for_list(name, callback)
+        for item in items:
+            if not isinstance(item, Integral):
+                _logger.error("the %s callback returned a %s", name, type(item).__name__)
+        return [int(item) for item in items if isinstance(item, Integral)]

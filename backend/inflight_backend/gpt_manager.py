@@ -16,7 +16,7 @@ Order of one iteration, and what each part may do:
 
 A request that cannot be taken ends alone; a failing step ends the requests of that step with an
 error; a failing callback is logged; whatever else escapes ends all requests with an error. None of
-them stops the loop (see `LoopHealth`).
+them stops the loop (see `LoopHealth`). What is held when nobody is active is lost (`IdleCheck`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from numbers import Integral
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +36,7 @@ from inflight_backend.draw_rules import NO_TOKEN
 from inflight_backend.errors import RefusalText
 from inflight_backend.guided.service import GuideService
 from inflight_backend.health import LoopHealth
+from inflight_backend.idle_check import IdleCheck
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -50,7 +50,7 @@ from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.private_log import get_logger
 from inflight_backend.questions import Questions
 from inflight_backend.request_intake import RequestIntake
-from inflight_backend.response_tensors import make_tensors
+from inflight_backend.response_tensors import HeldResponse, make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.stop_words import StopWordWatch
 from inflight_backend.token_lengths import TokenLengths
@@ -73,15 +73,6 @@ _NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers
 _NO_BATCH = ScheduledBatch(iteration=0)
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class _Response:
-    """One call of the send-response callback, held back until the end of the iteration."""
-
-    request: LlmRequest
-    is_final: bool
-    error: str = ""
 
 
 class GptManager:
@@ -158,17 +149,17 @@ class GptManager:
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
+        self._idle_check = IdleCheck()
         self._stop_words = StopWordWatch()
         self.lengths = TokenLengths()
         self._gatherer = self._batcher.gatherer
-        self._responses: deque[_Response] = deque()
+        self._responses: deque[HeldResponse] = deque()
         self._iteration = 0
         self._batch = _NO_BATCH
         self._is_idle = True
         self._num_paused = 0
         self._num_waiting = 0
-        guard = CallbackGuard()
-        self._call, self._call_for_list = guard.call, guard.call_for_list
+        self._guard = CallbackGuard()
         self._stats = self._measure()
         self._questions = Questions()
         self._is_closing = False
@@ -269,12 +260,13 @@ class GptManager:
             self.return_batch_manager_stats()
         else:
             self._stats = self._measure()
+        if self._idle_check.finds_fault(self._batcher, is_running=self._steps.is_running):
+            self._renew()
 
     def fetch_new_requests(self) -> None:
         """Get new requests and take them in."""
-        room = self.max_num_requests - self.get_num_active_requests()
-        room = max(room, 0)  # negative would mean unbounded
-        for request in self._call_for_list("get_inference_requests", self._get_cb, room):
+        room = max(self.max_num_requests - self.get_num_active_requests(), 0)  # below: no bound
+        for request in self._guard.call_for_list("get_inference_requests", self._get_cb, room):
             is_request = isinstance(request, InferenceRequest)
             if is_request and request.request_id == self._terminate_req_id:
                 self._is_closing = True
@@ -328,17 +320,15 @@ class GptManager:
                 continue
             if error:
                 self._gatherer.discard(request.request_id)
-            self._call("send_response", self._send_cb, request.request_id, tensors, is_final, error)
+            self._guard.call(
+                "send_response", self._send_cb, request.request_id, tensors, is_final, error
+            )
 
     def poll_stop_signals(self) -> None:
         """End the requests named by the stop callback; unknown ids are passed over."""
         if self._poll_cb is None:
             return
-        for request_id in self._call_for_list("poll_stop_signal", self._poll_cb):
-            if not isinstance(request_id, Integral):
-                _logger.error("the stop callback returned a %s", type(request_id).__name__)
-                continue
-            request_id = int(request_id)  # from numpy, perhaps
+        for request_id in self._guard.call_for_ids("poll_stop_signal", self._poll_cb):
             self._intake.stop_waiting(request_id)
             request = self._active.get(request_id)
             if request is not None:
@@ -350,10 +340,10 @@ class GptManager:
         """Measure this iteration and hand the JSON to the statistics callback."""
         self._stats = self._measure()
         if self._stats_cb is not None:
-            self._call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
+            self._guard.call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 
     def _refuse(self, request_id: int, error: str) -> None:
-        self._call("send_response", self._send_cb, request_id, [], True, error)
+        self._guard.call("send_response", self._send_cb, request_id, [], True, error)
 
     def _enrol(
         self, request: InferenceRequest, llm_request: LlmRequest, matcher: Matcher | None
@@ -387,14 +377,14 @@ class GptManager:
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and request.num_generated_tokens > request.num_sent_tokens:
-            self._responses.append(_Response(request, is_final=False))
+            self._responses.append(HeldResponse(request, is_final=False))
 
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
         self._rules.discard(request.request_id)
         self._batcher.planner.release(request)
         if self._active.remove(request):
-            self._responses.append(_Response(request, is_final=True, error=error))
+            self._responses.append(HeldResponse(request, is_final=True, error=error))
             self.health.ended()
             if not error:
                 self.lengths.ended(request)
@@ -407,7 +397,7 @@ class GptManager:
         if self._active.get(request.request_id) is request:
             self._end(request, error)
         else:  # it holds nothing any more; what could not be built was its final response
-            self._responses.append(_Response(request, is_final=True, error=error))
+            self._responses.append(HeldResponse(request, is_final=True, error=error))
 
     def _measure(self) -> IterationStats:
         return self._batcher.measure(
@@ -428,10 +418,14 @@ class GptManager:
             self._steps.abandon()
             is_intact = self._batcher.is_idle_and_intact() and not was_running
             if self.health.has_failed_again or not is_intact:
-                self._batcher = self._batcher.renewed()
-                self._batcher.rules = self._rules  # of nobody now
-                self._steps, self._active = self._batcher.make_steps(), self._batcher.active
-                self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
+                self._renew()
+
+    def _renew(self) -> None:
+        """Begin with new books of blocks and places; nobody is active, no step runs."""
+        self._batcher = self._batcher.renewed()
+        self._batcher.rules = self._rules  # of nobody now
+        self._steps, self._active = self._batcher.make_steps(), self._batcher.active
+        self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
 
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""
@@ -444,6 +438,6 @@ class GptManager:
                 _logger.exception("request %d could not release all it held", request.request_id)
         told = {each.request.request_id for each in self._responses if each.is_final}
         untold = [request for request in requests if request.request_id not in told]
-        self._responses += [_Response(request, is_final=True, error=error) for request in untold]
+        self._responses += [HeldResponse(request, is_final=True, error=error) for request in untold]
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()

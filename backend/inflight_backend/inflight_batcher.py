@@ -158,7 +158,7 @@ class InflightBatcher:
             enable_reuse=params.kv_cache_config.enable_block_reuse,
             may_copy_blocks=self._may_copy_blocks,
         )
-        self.gatherer = OutputGatherer()
+        self.gatherer = OutputGatherer(engine.vocab_size)
         self.active = ActiveRequests(self.block_manager, params.priority_span)
         self.planner = BatchPlanner(
             self.block_manager, params.max_batch_size, self.active, max_beam_width
@@ -222,9 +222,18 @@ class InflightBatcher:
             unread = None if before is None else (owners(before[0]), before[1])
             self.rules.prepare(owners(batch), unread)
 
+    @property
+    def num_used_places(self) -> int:
+        """Slots of the engine that somebody holds."""
+        return self._max_batch_size - self.planner.slots.num_free_slots
+
+    def is_idle_and_free(self) -> bool:
+        """True when no request is active and, by their numbers, all blocks and slots are free."""
+        return not (self.active or self.block_manager.num_used_blocks or self.num_used_places)
+
     def is_idle_and_intact(self) -> bool:
-        """True when no request is active and every block and slot is accounted for and free."""
-        if self.active or self.block_manager.num_used_blocks:
+        """The same, with every block and slot accounted for; O(blocks)."""
+        if not self.is_idle_and_free():
             return False
         try:
             self.active.check_integrity()

@@ -92,7 +92,7 @@ class RequestIntake:
             step(request)
         except InvalidRequest as error:
             self._refuse(request.request_id, RefusalText(error))
-        except CapacityExceeded as error:  # too many grammars at once
+        except CapacityExceeded as error:  # too many grammars or logits at once
             self._refuse(request.request_id, CapacityText(error))
         except ServingError as error:
             self._refuse(request.request_id, str(error))

@@ -2,7 +2,8 @@
 
 Only requests that asked for something are known here; for the others nothing is kept, computed or
 sent. Times are those of `time.monotonic_ns`. The rows of log probabilities and generation logits
-are those of the tokens sent; ``cum_log_probs`` is the sum of the former so far.
+are those of the tokens sent; ``cum_log_probs`` is the sum of the former so far. The logits of the
+prompt go with the first response.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from inflight_backend.errors import InvalidRequest, UnsupportedRequest
+from inflight_backend.errors import CapacityExceeded, InvalidRequest, UnsupportedRequest
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
 from inflight_backend.request_values import flag, integer
 from inflight_backend.small_tensors import FLOAT32, INT32, INT64, row, scalar
 from inflight_backend.step_outputs import ContextLogits, Logits, StepOutputs, TopLogProbs
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams, ScheduledBatch
 
-MAX_LOGITS_BYTES = 2**30
-"""Logits of one request, of its prompt or of its answer, that the host keeps at most."""
+MAX_LOGITS_BYTES = 2**29
+"""Logits of prompts and answers that all active requests together may ask for. One response may
+hold them all, on its way through shared memory."""
 
 
 MAX_TOP_LOG_PROBS = 20
@@ -50,22 +52,27 @@ def check_outputs(
     """Raise `InvalidRequest` for what the engine cannot tell, or not in so many numbers."""
     if outputs.num_top_log_probs > vocab_size:
         raise InvalidRequest(f"'num_top_log_probs' is more than the {vocab_size} tokens there are")
-    for name, num_rows in (
-        ("return_log_probs", 0),
-        ("num_top_log_probs", 0),
-        ("return_context_logits", prompt_len),
-        ("return_generation_logits", max_new_tokens),
-    ):
-        if not getattr(outputs, name.removeprefix("return_")):
-            continue
-        if not is_observable:
+    for name in ("log_probs", "num_top_log_probs", "context_logits", "generation_logits"):
+        if getattr(outputs, name) and not is_observable:
+            name = name if name.startswith("num_") else f"return_{name}"
             raise UnsupportedRequest(f"'{name}' is not supported by the engine of this server")
-        num_bytes = 4 * num_rows * vocab_size
-        if num_bytes > MAX_LOGITS_BYTES:
-            raise InvalidRequest(
-                f"'{name}' would take {num_rows} tokens x {vocab_size} logits = "
-                f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
-            )
+    num_rows = _num_logits_rows(outputs, prompt_len, max_new_tokens)
+    num_bytes = 4 * num_rows * vocab_size
+    if num_bytes > MAX_LOGITS_BYTES:
+        raise InvalidRequest(
+            f"{_names_of_logits(outputs)} would take {num_rows} tokens x {vocab_size} logits = "
+            f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
+        )
+
+
+def _num_logits_rows(outputs: OutputParams, prompt_len: int, max_new_tokens: int) -> int:
+    return prompt_len * outputs.context_logits + max_new_tokens * outputs.generation_logits
+
+
+def _names_of_logits(outputs: OutputParams) -> str:
+    """The inputs that ask for logits, for the text of an error."""
+    kinds = ("context_logits", "generation_logits")
+    return " and ".join(f"'return_{kind}'" for kind in kinds if getattr(outputs, kind))
 
 
 _Row = TypeVar("_Row")
@@ -73,11 +80,14 @@ _Row = TypeVar("_Row")
 
 @dataclass(slots=True)
 class _Gathered:
-    """Of one request. ``is_asked_for_more``: than rows for its tokens."""
+    """Of one request. ``num_logits_bytes`` is what its logits may come to; ``is_asked_for_more``:
+    than rows for its tokens."""
 
     request: LlmRequest
     arrival_ns: int
+    num_logits_bytes: int
     is_asked_for_more: bool
+    awaits_context: bool  # those logits go with the first response only
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
@@ -92,23 +102,43 @@ class _Gathered:
 
 
 class OutputGatherer:
-    """Owner of what was gathered, by request id."""
+    """Owner of what was gathered, by request id, and of the room for logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self._row_bytes = 4 * vocab_size
         self._gathered: dict[int, _Gathered] = {}
 
     def add(self, request: LlmRequest, arrival_ns: int) -> None:
-        """Gather for ``request`` from now on, if it wants to know anything."""
+        """Gather for ``request`` from now on, if it wants to know anything.
+
+        `CapacityExceeded` if there is no room for its logits beside those of the others.
+        """
         asked = request.outputs
         if asked is not NO_OUTPUTS:
+            num_bytes = self._reserve(request)
             is_asked_for_more = (
                 asked.context_logits
                 or asked.num_input_tokens
                 or asked.num_output_tokens
                 or asked.perf_metrics
             )
-            gathered = _Gathered(request, arrival_ns, is_asked_for_more)
+            gathered = _Gathered(
+                request, arrival_ns, num_bytes, is_asked_for_more, asked.context_logits
+            )
             self._gathered[request.request_id] = gathered
+
+    def _reserve(self, request: LlmRequest) -> int:
+        """What the logits of ``request`` may come to, in bytes, if that fits."""
+        asked = request.outputs
+        num_rows = _num_logits_rows(asked, request.orig_prompt_len, request.max_new_tokens)
+        num_bytes = num_rows * self._row_bytes
+        num_reserved = sum(each.num_logits_bytes for each in self._gathered.values())
+        if num_bytes > 0 and num_bytes + num_reserved > MAX_LOGITS_BYTES:
+            raise CapacityExceeded(
+                f"{_names_of_logits(asked)} would take {num_bytes} bytes, and the logits of active "
+                f"requests take {num_reserved} of {MAX_LOGITS_BYTES} already; try again later"
+            )
+        return num_bytes
 
     def planned(self, batch: ScheduledBatch) -> None:
         """A step is about to run: who is scheduled for the first time, who got blocks."""
@@ -189,6 +219,8 @@ def _keep(kept: list[_Row], rows: Sequence[_Row], request: LlmRequest) -> None:
 
 def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
     """Only of the prompt: after a pause the answer so far is computed as a context, too."""
+    if not gathered.awaits_context:
+        return
     prompt_len = gathered.request.orig_prompt_len
     if gathered.context_logits is None:
         shape = (prompt_len, context.logits.shape[1])
@@ -227,8 +259,9 @@ def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedT
     """What is the same however many beams there are."""
     outputs = gathered.request.outputs
     tensors: list[NamedTensor] = []
-    if outputs.context_logits and gathered.context_logits is not None:
+    if gathered.context_logits is not None:
         tensors.append(NamedTensor("context_logits", gathered.context_logits[None]))
+        gathered.context_logits, gathered.awaits_context = None, False
     if outputs.num_input_tokens:
         tensors.append(_integer("num_input_tokens", gathered.request.orig_prompt_len))
     if outputs.num_output_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -12,6 +13,15 @@ from inflight_backend.inference_request import NamedTensor
 from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.small_tensors import INT32, OBJECT, row, scalar
 from inflight_scheduler import NO_OUTPUTS, FinishReason, LlmRequest
+
+
+@dataclass(frozen=True, slots=True)
+class HeldResponse:
+    """One call of the send-response callback, held back until the end of the iteration."""
+
+    request: LlmRequest
+    is_final: bool
+    error: str = ""
 
 
 def make_tensors(

@@ -19,9 +19,13 @@ from typing import Any, Literal, get_args
 from inflight_backend.private_log import get_logger
 
 Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
-"""Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*."""
+"""Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*; on
+the way out, from *draining* on, nothing is *ready* or *unhealthy* any more."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
+
+_ON_THE_WAY_OUT = ("draining", "drained")
+_AFTER_THAT = ("drained", "failed")
 
 _logger = get_logger(__name__)
 
@@ -43,12 +47,14 @@ class ModelStatus:
 class StatusWriter:
     """Writes the status file; with an empty path it writes nothing. Safe to share among threads.
 
-    A failing write is logged and otherwise ignored: serving matters more than reporting.
+    A failing write is logged and otherwise ignored: serving matters more than reporting. A phase
+    that may not follow the last one is passed over: who writes it did not know of that one.
     """
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
+        self._last_phase: Phase = "loading"
 
     def beat(self) -> None:
         """Renew the time of the file: the process lives."""
@@ -85,6 +91,9 @@ class StatusWriter:
         scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         try:
             with self._lock:
+                if self._last_phase in _ON_THE_WAY_OUT and phase not in _AFTER_THAT:
+                    return
+                self._last_phase = phase
                 scratch.write_text(text, encoding="utf-8")
                 scratch.replace(self._path)
         except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError, InvalidRequest
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
@@ -23,8 +24,8 @@ class TextCodec:
     """A tokenizer with the few facts the server needs. Thread-safe (tokenizers are)."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        path = find_file(folder, "tokenizer.json")
+        if path is None:
             raise CheckpointError(f"tokenizer.json is missing in the folder '{folder.name}'")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
@@ -38,7 +39,7 @@ class TextCodec:
         """The tokenizer of ``tokenizer_dir``, else the checkpoint's; None if it ships none."""
         if tokenizer_dir:
             return cls(Path(tokenizer_dir))
-        return cls(checkpoint) if (checkpoint / "tokenizer.json").is_file() else None
+        return None if find_file(checkpoint, "tokenizer.json") is None else cls(checkpoint)
 
     @property
     def vocab_size(self) -> int:
@@ -88,7 +89,7 @@ class TextCodec:
 
     def _find_id(self, folder: Path, kind: str) -> int:
         """The id of ``eos_token`` (``kind`` eos) in tokenizer_config.json, else of the model."""
-        token = _read_json(folder / "tokenizer_config.json").get(f"{kind}_token")
+        token = _read_json(folder, "tokenizer_config.json").get(f"{kind}_token")
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
@@ -96,7 +97,7 @@ class TextCodec:
             if token_id is not None:
                 return int(token_id)
         for name in ("generation_config.json", "config.json"):
-            value = _read_json(folder / name).get(f"{kind}_token_id")
+            value = _read_json(folder, name).get(f"{kind}_token_id")
             if isinstance(value, list) and value:
                 value = value[0]
             if isinstance(value, int):
@@ -215,11 +216,13 @@ def _context(codec: TextCodec, prompt_ids: Sequence[int]) -> list[int]:
     return contexts[0]
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(folder: Path, name: str) -> dict[str, object]:
+    """What a file says; nothing if there is none."""
+    path = find_file(folder, name)
+    if path is None:
+        return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+        raise CheckpointError(f"{name} cannot be read: {error}") from None
     return content if isinstance(content, dict) else {}

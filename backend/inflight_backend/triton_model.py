@@ -222,7 +222,7 @@ class TritonPythonModel:
         """Tell the launcher that this process lives, and whether it gets anything done."""
         is_failing = not self._manager.health.is_healthy
         error = _STALLED if self._watchdog.is_stalled else _FAILING if is_failing else ""
-        if error != self._error and not self._is_draining:
+        if error != self._error:
             self._error = error
             if error:
                 self._status.write("unhealthy", error=error)

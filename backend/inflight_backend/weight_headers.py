@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -40,7 +41,8 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
 
     `CheckpointError` names the file that is missing, damaged or cut off.
     """
-    paths = sorted(folder.glob("*.safetensors"))
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    paths = [path for name in names if (path := find_file(folder, name)) is not None]
     if not paths:
         raise CheckpointError(f"{folder}: no .safetensors file")
     headers: dict[str, TensorHeader] = {}

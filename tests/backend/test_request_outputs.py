@@ -15,7 +15,9 @@ from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
+from inflight_backend import request_outputs
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.request_outputs import MAX_LOGITS_BYTES, check_outputs
 from inflight_backend.step_loop import OverlapScheduler
@@ -109,10 +111,12 @@ def test_logits_are_those_of_transformers(
         answer = recorder.tokens(i)
         assert len(answer) == NUM_NEW
         context, generation = oracle(folder, prompt, answer)
-        last = recorder.named_tensors[i][-1]
+        first, *others = recorder.named_tensors[i]
+        last = others[-1] if others else first
         if i % 2 == 0:
-            np.testing.assert_allclose(last["context_logits"][0], context, atol=2e-4)
-        assert ("context_logits" in last) == (i % 2 == 0)
+            np.testing.assert_allclose(first["context_logits"][0], context, atol=2e-4)
+        assert ("context_logits" in first) == (i % 2 == 0)
+        assert not any("context_logits" in other for other in others), "they are long"
         if i == 4:
             assert not {"output_log_probs", "cum_log_probs", "generation_logits"} & last.keys()
             assert not {"top_log_probs", "top_log_prob_ids"} & last.keys()
@@ -246,3 +250,36 @@ def test_what_cannot_be_told_is_refused() -> None:
         check_outputs(OutputParams(context_logits=True), 9000, 1, 32000, is_observable=True)
     rows = MAX_LOGITS_BYTES // 4000
     check_outputs(OutputParams(generation_logits=True), 1, rows, 1000, is_observable=True)
+    both = OutputParams(context_logits=True, generation_logits=True)
+    names = "'return_context_logits' and 'return_generation_logits'"
+    with pytest.raises(InvalidRequest, match=f"^{names} would take {rows + 1} tokens x 1000 "):
+        check_outputs(both, 1, rows, 1000, is_observable=True)
+
+
+def test_logits_of_all_active_requests_share_one_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three come at once: the first takes the room, and when it has ended the room is free."""
+    limit = 4 * VOCAB_SIZE * (len(PROMPT) + NUM_NEW)
+    monkeypatch.setattr(request_outputs, "MAX_LOGITS_BYTES", limit)
+    both = {"return_context_logits": True, "return_generation_logits": True}
+    recorder = TensorRecorder(
+        [
+            request(1, PROMPT, NUM_NEW, **both),
+            request(2, PROMPT, 1, return_generation_logits=True),
+            request(3, PROMPT, NUM_NEW, return_log_probs=True),
+        ]
+    )
+    with running(recorder, make_engine(folder)) as manager:
+        recorder.wait_for_finals(1, 2, 3)
+        recorder.pending.append(request(4, PROMPT, NUM_NEW, **both))
+        manager.wake()
+        recorder.wait_for_finals(4)
+    [(_, _, error)] = recorder.responses[2]
+    assert isinstance(error, CapacityText)
+    assert error == (
+        f"'return_generation_logits' would take {4 * VOCAB_SIZE} bytes, and the logits of active "
+        f"requests take {limit} of {limit} already; try again later"
+    )
+    for i in (1, 3, 4):
+        assert len(recorder.tokens(i)) == NUM_NEW

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.status import ModelStatus, StatusWriter, beat_of, read_status
+from inflight_backend.status import ModelStatus, Phase, StatusWriter, beat_of, read_status
 
 
 def test_nothing_written_reads_as_none(tmp_path: Path) -> None:
@@ -48,6 +48,29 @@ def test_last_write_wins_and_leaves_one_file(tmp_path: Path) -> None:
     assert status is not None
     assert (status.phase, status.fields) == ("draining", {})
     assert [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_who_is_on_the_way_out_stays_there(tmp_path: Path) -> None:
+    """The watchdog may find out that things move again just when the drain begins or has ended."""
+    path = tmp_path / "status.json"
+    writer = StatusWriter(path)
+    written: list[tuple[Phase, Phase]] = [  # and what is read then
+        ("ready", "ready"),
+        ("unhealthy", "unhealthy"),
+        ("ready", "ready"),
+        ("draining", "draining"),
+        ("unhealthy", "draining"),
+        ("ready", "draining"),
+        ("drained", "drained"),
+        ("ready", "drained"),
+        ("unhealthy", "drained"),
+        ("failed", "failed"),
+    ]
+    for phase, expected in written:
+        writer.write(phase)
+        status = read_status(path)
+        assert status is not None
+        assert status.phase == expected
 
 
 def test_readers_never_see_half_a_status(tmp_path: Path) -> None:

@@ -3,10 +3,6 @@
 Headers are read and compared with what the model needs before a byte of weights is: every tensor
 must be there, be used exactly once and have the right shape and a float type. Only safetensors
 are read, never a pickle.
-
-Links: a weights file may be a link inside the folder, and, as hub caches lay out a snapshot
-(``models--*/snapshots/<revision>``), a link into the ``blobs`` folder beside ``snapshots``. Any
-other link that leaves the folder is refused, so a checkpoint cannot make us read foreign files.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.loading import make_target
@@ -163,8 +160,8 @@ class Checkpoint:
 
 def _weight_files(folder: Path) -> dict[str, set[str] | None]:
     """Weight file -> the tensors the index promises in it, None where there is no index."""
-    if (folder / _INDEX).is_file():
-        index = JsonReader.from_file(folder / _INDEX).section("weight_map")
+    if (path := find_file(folder, _INDEX)) is not None:
+        index = JsonReader.from_file(path).section("weight_map")
         files: dict[str, set[str] | None] = {}
         for tensor in index:
             file = index.text(tensor)
@@ -176,7 +173,7 @@ def _weight_files(folder: Path) -> dict[str, set[str] | None]:
         if not files:
             raise CheckpointError(f"{_INDEX}: weight_map is empty")
         return dict(sorted(files.items()))
-    if (folder / _SINGLE).exists() or (folder / _SINGLE).is_symlink():
+    if find_file(folder, _SINGLE) is not None:
         return {_SINGLE: None}
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
@@ -188,17 +185,9 @@ def _weight_files(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _open(folder: Path, name: str, stack: ExitStack) -> Any:
-    path = folder / name
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise CheckpointError(f"{name}: no such file") from None
-    home = folder.resolve()
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    if not any(target.is_relative_to(root) for root in allowed):
-        raise CheckpointError(f"{name}: is a link that leaves the checkpoint folder")
+    path = find_file(folder, name)
+    if path is None:
+        raise CheckpointError(f"{name}: no such file")
     try:
         return stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.models import ARCHITECTURE_TO_TRAITS
 from inflight_backend.engine.models.traits import ModelTraits
@@ -72,11 +73,12 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Read ``config.json``; `CheckpointError` names the key that is missing or unsupported."""
-        if not (folder / "config.json").is_file():
+        path = find_file(folder, "config.json")
+        if path is None:
             raise CheckpointError(
                 f"{folder}: no config.json; give a Hugging Face checkpoint folder"
             )
-        return cls.from_reader(JsonReader.from_file(folder / "config.json"))
+        return cls.from_reader(JsonReader.from_file(path))
 
     @classmethod
     def from_reader(cls, reader: JsonReader) -> ModelConfig:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import ConfigurationError, UnsupportedRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide
 
@@ -85,7 +86,7 @@ def _refusal(config: GuidedDecodingConfig, folder: Path | None, *, can_mask: boo
         return "guided_decoding_backend is none"
     if not can_mask:
         return "its engine takes no token masks"
-    if folder is None or not (folder / "tokenizer.json").is_file():
+    if folder is None or find_file(folder, "tokenizer.json") is None:
         return "the checkpoint has no tokenizer.json; set tokenizer_dir"
     if find_spec("llguidance") is None:
         return "llguidance is not installed (pip install 'inflight[server]')"

@@ -10,6 +10,7 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.settings import ServeSettings
@@ -37,8 +38,8 @@ def check_checkpoint(model: Path) -> None:
     """`CheckpointError` unless ``model`` looks like a Hugging Face checkpoint folder."""
     if not model.is_dir():
         raise CheckpointError(f"the model folder {model} does not exist")
-    config = model / "config.json"
-    if not config.is_file():
+    config = find_file(model, "config.json")
+    if config is None:
         raise CheckpointError(f"{model} has no config.json: it is not a Hugging Face checkpoint")
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
@@ -52,7 +53,7 @@ def check_checkpoint(model: Path) -> None:
 
 def has_tokenizer(settings: ServeSettings) -> bool:
     """True when text can be served; without a tokenizer only token ids can."""
-    return (settings.tokenizer_dir / "tokenizer.json").is_file()
+    return find_file(settings.tokenizer_dir, "tokenizer.json") is not None
 
 
 def check_ports(host: str, ports: Mapping[str, int]) -> None:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from inflight_backend.serve.scratch import remove_scratch
@@ -19,6 +22,8 @@ _PREFIX = "inflight-serve-"
 _SHARED_MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 _SCRATCH_NOTE = "scratch"
+_REGION = re.compile(rf"({_PREFIX}.{{8}}).+")  # eight characters are what `mkdtemp` adds
+_OLD_SECONDS = 3600.0
 
 
 class Workspace:
@@ -105,6 +110,42 @@ def sweep_abandoned() -> None:
                 _remove_run(folder)
         except OSError:
             continue  # alive, not yet locked, or removed by another launcher just now
+    _sweep_regions()
+
+
+def _sweep_regions() -> None:
+    """Remove old shared memory of this user's runs whose folder has gone before it.
+
+    The folder of a living run may be where we do not look (another TMPDIR, another container), so
+    a region that anybody has mapped stays.
+    """
+    regions = [region for region in _SHARED_MEMORY.glob(f"{_PREFIX}*") if _is_left(region)]
+    mapped = _mapped_files() if regions else set()
+    for region in regions:
+        if str(region) not in mapped:
+            region.unlink(missing_ok=True)
+
+
+def _is_left(region: Path) -> bool:
+    """True for an old region of this user without a folder."""
+    name = _REGION.fullmatch(region.name)
+    if name is None or (Path(tempfile.gettempdir()) / name[1]).exists():
+        return False
+    try:
+        status = region.lstat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS
+
+
+def _mapped_files() -> set[str]:
+    """What the processes that we may look at have mapped of shared memory."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+            found |= {line.split(maxsplit=5)[-1] for line in lines if f"{_SHARED_MEMORY}/" in line}
+    return found
 
 
 def _remove_run(folder: Path) -> None:

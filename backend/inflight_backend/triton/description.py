@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from inflight_backend.checkpoint_files import find_file
 from inflight_backend.request_validation import RequestLimits
 from inflight_backend.text import TextCodec
 
@@ -21,7 +22,8 @@ class ModelDescription:
     """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, and ``files``.
 
     ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text. No path of
-    this machine is told. The files are read when first asked for.
+    this machine is told. The files are read when first asked for; `CheckpointError` at once, and
+    then, if one of them is a link that leaves the folder.
     """
 
     def __init__(
@@ -32,18 +34,22 @@ class ModelDescription:
         self._limits = limits
         self._end_id = -1 if codec is None else codec.end_id
         self._text = ""
+        self._paths()
 
     def to_json(self) -> str:
         """The description; ``OSError`` or ``ValueError`` if a file cannot be read as text."""
         if not self._text:
-            paths = (self._folder / name for name in TOKENIZER_FILES)
             content = {
                 "model": self._name,
                 "max_input_len": self._limits.max_input_len,
                 "max_seq_len": self._limits.max_seq_len,
                 "vocab_size": self._limits.vocab_size,
                 "end_id": self._end_id,
-                "files": {p.name: p.read_text(encoding="utf-8") for p in paths if p.is_file()},
+                "files": {p.name: p.read_text(encoding="utf-8") for p in self._paths()},
             }
             self._text = json.dumps(content)
         return self._text
+
+    def _paths(self) -> list[Path]:
+        found = (find_file(self._folder, name) for name in TOKENIZER_FILES)
+        return [path for path in found if path is not None]

@@ -37,7 +37,8 @@ _logger = get_logger(__name__)
 
 _FEW_REQUESTS = 16  # up to here every token leaves on its own
 _MAX_REST_SECONDS = 0.02
-_MAX_BACKLOG = 16_384  # tokens and ends that wait to be sent, 1 KiB each at most
+_MAX_BACKLOG = 16_384  # responses that wait to be sent; a token takes less than 1 KiB
+_MAX_BACKLOG_BYTES = 2**28  # of their tensors: all beams anew each time, or a row of logits
 _MAX_FEED_BYTES = 2**28  # Triton keeps for ever what the reader of a feed does not read
 _NOT_SENT = "the response could not be sent"
 
@@ -85,6 +86,13 @@ _Item = tuple[int, Sequence[NamedTensor], bool, str]
 _Message = _Item | _Stats | _Answer | _Opening
 
 
+def _num_bytes_of(message: _Message | None) -> int:
+    """What a message holds; small things around that do not count."""
+    if isinstance(message, tuple):
+        return sum([tensor.nbytes for _, tensor in message[1]])
+    return len(message.text) if isinstance(message, _Stats | _Answer) else 0
+
+
 class ResponseDispatcher:
     """Sends what the callbacks of `GptManager` hand over; its own thread, in order per request."""
 
@@ -92,6 +100,8 @@ class ResponseDispatcher:
         """``stop_request``: called with the id of a request whose answers can no longer be sent."""
         self._stop_request = stop_request
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        self._num_bytes = 0  # of what is in the queue or being sent
+        self._num_bytes_lock = threading.Lock()
         self._streams: dict[int, TokenStream | BeamStream] = {}
         self._subscribers: dict[ResponseStream, _Feed] = {}
         self._subscribers_lock = threading.Lock()
@@ -102,7 +112,7 @@ class ResponseDispatcher:
     @property
     def is_behind(self) -> bool:
         """True while so much waits to be sent that no new request should be started."""
-        return self._queue.qsize() > _MAX_BACKLOG
+        return self._queue.qsize() > _MAX_BACKLOG or self._num_bytes > _MAX_BACKLOG_BYTES
 
     @property
     def mover(self) -> Mover:
@@ -125,16 +135,16 @@ class ResponseDispatcher:
         self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
     ) -> None:
         """The send-response callback: returns at once."""
-        self._queue.put((request_id, tensors, is_final, error))
+        self._put((request_id, tensors, is_final, error))
 
     def return_stats(self, text: str) -> None:
         """The statistics callback: feeds everyone who subscribed."""
         if self._subscribers:
-            self._queue.put(_Stats(text))
+            self._put(_Stats(text))
 
     def answer(self, stream: ResponseStream, name: str, text: str) -> None:
         """Send ``text`` as tensor ``name``, the only response of ``stream``; from any thread."""
-        self._queue.put(_Answer(stream, name, text))
+        self._put(_Answer(stream, name, text))
 
     def subscribe(self, stream: ResponseStream, last_stats: Callable[[], str]) -> None:
         """Send ``stream`` the last statistics JSON, then that of every further iteration without
@@ -143,7 +153,7 @@ class ResponseDispatcher:
             feed = self._subscribers[stream] = _Feed(None, -1)  # from now on all are queued
             feed.first = last_stats()
             feed.after = _iteration_of(feed.first)
-        self._queue.put(_Opening.FEED)
+        self._put(_Opening.FEED)
 
     def unsubscribe(self, stream: ResponseStream) -> None:
         """End the feed of ``stream`` with a final response; from any thread, never raises."""
@@ -153,10 +163,18 @@ class ResponseDispatcher:
 
     def close(self) -> None:
         """Send everything handed over so far, end the feeds, and stop the thread."""
-        self._queue.put(None)
+        self._put(None)
         self._thread.join()
         for stream in list(self._subscribers):
             self.unsubscribe(stream)
+
+    def _put(self, message: _Message | None) -> None:
+        self._count(_num_bytes_of(message))
+        self._queue.put(message)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._num_bytes_lock:
+            self._num_bytes += num_bytes
 
     def _run(self) -> None:
         is_open = True
@@ -166,6 +184,7 @@ class ResponseDispatcher:
             is_open = None not in items
             with self._progress:
                 num_requests = self._send_or_end(items)
+            self._count(-sum(map(_num_bytes_of, items)))
             if num_requests > _FEW_REQUESTS and is_open:
                 time.sleep(min(time.perf_counter() - started, _MAX_REST_SECONDS))
 

@@ -250,8 +250,8 @@ class Frontend:
                     way.set_index(*places, is_asked=names_none(requested))
                     self._dispatcher.open(one.request_id, way)
                     requests.append(one)
-            self._live[number] = stream
             stream.on_final(lambda: self._forget(number, name))
+            self._live[number] = stream  # from now on others may end it
             self._arrivals.put(*requests, describe_load=self._describe_load)
         except BaseException:
             for opened in numbers:
@@ -320,6 +320,8 @@ class Frontend:
         self._dispatcher.unsubscribe(feed)
 
     def _refuse(self, stream: ResponseStream, error: BaseException) -> None:
+        if stream.has_ended:  # by the watchdog, which has told why
+            return
         if stream.is_closed:
             _logger.exception("an answer could not be sent", exc_info=error)
             stream.abandon("the answer could not be sent")

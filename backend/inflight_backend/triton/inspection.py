@@ -72,11 +72,7 @@ class Inspector:
 
     def answer_recording(self, stream: ResponseStream) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""
-        self._open(stream)
-        with self._waiting_lock:
-            if self._recording_for is not None:
-                raise CapacityExceeded("another recording is being put together; try again later")
-            self._recording_for = stream
+        self._open(stream, is_recording=True)
         self._manager.recording().add_done_callback(
             lambda done: self._start_recording(stream, done)
         )
@@ -89,16 +85,22 @@ class Inspector:
         for stream in waiting:
             stream.abort(message)
 
-    def _open(self, stream: ResponseStream) -> None:
+    def _open(self, stream: ResponseStream, *, is_recording: bool = False) -> None:
         """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves, or
-        if very many wait already."""
+        if very many wait already, or another one for a recording."""
+        stream.on_final(lambda: self._forget(stream))  # before others may end it
         with self._waiting_lock:
             if len(self._waiting) >= MAX_OPEN:
                 raise CapacityExceeded(
                     f"{MAX_OPEN} questions wait for an answer, which is the limit; try again later"
                 )
+            if is_recording:
+                if self._recording_for is not None:
+                    raise CapacityExceeded(
+                        "another recording is being put together; try again later"
+                    )
+                self._recording_for = stream
             self._waiting.add(stream)
-        stream.on_final(lambda: self._forget(stream))
         if refusal := self._arrivals.refusal:  # after the other, since `fail_all` comes after it
             raise CapacityExceeded(refusal)
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.private_log import get_logger
 from inflight_client.protocol import ERROR_CODES_PARAMETER
+
+_logger = get_logger(__name__)
 
 _NOTHING = "{}"
 _LONGEST_NAME = 100
@@ -48,22 +51,31 @@ class RequestHead:
 
 def read_head(triton_request: Any) -> RequestHead:
     """Never raises: an error needs a way back, and its form depends on what is read here."""
+    request_id, what = "", "the request id is"
     try:
         request_id = triton_request.request_id()
-    except UnicodeDecodeError:  # Triton takes any bytes over HTTP
-        return RequestHead(fault="the request id is not valid UTF-8")
-    try:
+        what = "the request parameters are"
         text = triton_request.parameters()
-    except UnicodeDecodeError:
-        return RequestHead(request_id, fault="the request parameters are not valid UTF-8")
-    return RequestHead(request_id) if text == _NOTHING else _read(request_id, text)
+        return RequestHead(request_id) if text == _NOTHING else _read(request_id, text)
+    except UnicodeDecodeError:  # Triton takes any bytes over HTTP
+        return RequestHead(request_id, fault=f"{what} not valid UTF-8")
+    except Exception:  # whatever it is, only this request has it
+        _logger.exception("the head of a request could not be read")
+        return RequestHead(request_id, fault=f"{what} not readable")
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """The names and values of a JSON object; a name may stand there twice."""
 
 
 def _read(request_id: str, text: str) -> RequestHead:
     settings: dict[str, Any] = {}
     fault = ""
     # Of a name that stands there twice Triton writes the first value twice.
-    for key, value in json.loads(text, object_pairs_hook=list):
+    pairs = json.loads(text, object_pairs_hook=_Pairs)
+    if not isinstance(pairs, _Pairs):
+        return RequestHead(request_id, fault="the request parameters are no JSON object")
+    for key, value in pairs:
         if key in settings:
             fault = f"{key[:_LONGEST_NAME]!r} is given twice"
         settings[key] = value

@@ -74,7 +74,8 @@ class ResponseStream:
 
     The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
     send kills Triton 24.10, and so do two threads that send at once. A send may never return, so
-    who is not the sender never waits for the lock without a limit.
+    who is not the sender never waits for the lock without a limit; who has it looks, when it has
+    let it go, whether somebody wanted to end the stream meanwhile.
     """
 
     def __init__(self, sender: TritonSender, factory: ResponseFactory) -> None:
@@ -82,7 +83,8 @@ class ResponseStream:
         self._factory = factory
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
+        self._is_to_be_closed = False
         self._last_error: tuple[str, str] | None = None  # message and code
 
     def on_final(self, callback: Callable[[], None]) -> None:
@@ -91,8 +93,13 @@ class ResponseStream:
 
     @property
     def is_closed(self) -> bool:
-        """True once the final response was sent."""
+        """True from the first try to send the final response."""
         return self._is_closed
+
+    @property
+    def has_ended(self) -> bool:
+        """True once a final response has been sent."""
+        return self._has_ended
 
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response with ``tensors`` (none: only the news that this is the end)."""
@@ -124,17 +131,21 @@ class ResponseStream:
             self.abandon(message)
 
     def abandon(self, message: str) -> None:
-        """After a final send that raised: try once more to end the stream, and never raise."""
+        """After a final send that raised: try once more to end the stream, and never raise.
+
+        It stays as it is if somebody else has ended it.
+        """
         with self._lock:
             self._abandon(message)
 
     def close(self) -> None:
-        """End the stream from any thread, unless another one is stuck in a send on it; never raise.
+        """End the stream from any thread; never raise. It gets an error if `end_with` left one.
 
-        It gets an error if `end_with` left one.
+        While another thread is stuck in a send on it, that one ends it when the send returns.
         """
+        self._is_to_be_closed = True  # before the lock: who has it looks after letting it go
         if not self._lock.acquire(timeout=_CLOSE_SECONDS):
-            _logger.error("a stream could not be ended: a send on it does not return")
+            _logger.error("a stream cannot be ended yet: a send on it does not return")
             return
         try:
             self._send_locked(self._factory.tensors({}), True)
@@ -145,7 +156,7 @@ class ResponseStream:
             self._lock.release()
 
     def abort(self, message: str) -> None:
-        """`close` with an error; a send that is stuck and returns is the last one, too."""
+        """`close` with an error."""
         self.end_with(message, "UNAVAILABLE")
         self.close()
 
@@ -156,11 +167,20 @@ class ResponseStream:
         try:
             return not self._is_closed and self._sender.is_cancelled()
         finally:
-            self._lock.release()
+            self._let_go()
 
     def _send(self, response: Any, is_final: bool) -> None:
-        with self._lock:
+        self._lock.acquire()
+        try:
             self._send_locked(response, is_final)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Release the lock, and end the stream for who could not wait for that."""
+        self._lock.release()
+        if self._is_to_be_closed and not self._is_closed:
+            self.close()
 
     def _send_locked(self, response: Any, is_final: bool) -> None:
         if self._is_closed or (self._last_error is not None and not is_final):
@@ -170,12 +190,16 @@ class ResponseStream:
         if is_final:
             self._close_for_good()
         self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
+        self._has_ended = is_final
 
     def _abandon(self, message: str) -> None:
+        if self._has_ended:
+            return
         self._close_for_good()
         try:
             error = self._last_error or (message, "INTERNAL")
             self._sender.send(self._factory.error(*error), flags=self._factory.final_flag)
+            self._has_ended = True
         except Exception:
             _logger.warning("a stream could not be ended: its client or Triton has gone")
 

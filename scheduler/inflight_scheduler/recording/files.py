@@ -21,6 +21,7 @@ from inflight_scheduler.recording.records import Iteration
 _logger = logging.getLogger(__name__)
 
 _WRITE_PERIOD_SECONDS = 0.25
+_CLOSE_SECONDS = 5.0
 _MAX_BACKLOG = 100_000  # iterations; minutes behind: this disk will not catch up
 
 MAX_KEPT = 9
@@ -58,10 +59,16 @@ class RecordingFile:
         self._pending.append(iteration)
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write what is left and close the file; not for longer than `_CLOSE_SECONDS`.
+
+        A disk that hangs would keep who closes for ever: its thread is left behind then.
+        """
         self._is_closing.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._fail("the disk does not answer")
+            return
         try:
             self._file.close()
         except OSError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +61,25 @@ def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None
     with Workspace():
         assert not folder.exists()
         assert not region.exists()
+
+
+@pytest.mark.case(124)
+@pytest.mark.parametrize("state", ["left", "young", "mapped", "of another program"])
+def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
+    """As when the folder was below a TMPDIR that is no more."""
+    prefix = "another-serve-" if state == "of another program" else "inflight-serve-"
+    region = Path("/dev/shm") / f"{prefix}a_b0c1d22e0b-76c3-{os.getpid()}"
+    region.write_bytes(b"x" * mmap.PAGESIZE)
+    age = 60 if state == "young" else 7200
+    os.utime(region, (time.time() - age, time.time() - age))
+    try:
+        with region.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+            if state != "mapped":
+                mapping.close()
+            sweep_abandoned()
+            assert region.exists() == (state != "left")
+    finally:
+        region.unlink(missing_ok=True)
 
 
 NEIGHBOUR = """

@@ -9,14 +9,17 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 from triton_harness import WAIT, error_of, ids_of, wait_until
 
+from inflight_backend.inference_request import NamedTensor
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.triton import dispatcher
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
 from inflight_scheduler.recording import likeness, texts
 from inflight_scheduler.recording import recorder as recorder_module
@@ -181,6 +184,39 @@ def test_while_responses_cannot_leave_nothing_new_is_started(
     for sender in (stuck, *others):
         assert sender.is_final.wait(WAIT)
     assert ids_of(others[-1]) == list(range(2, 42))
+
+
+@pytest.mark.case(71)
+def test_what_waits_to_be_sent_counts_by_its_size_until_it_is_sent(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few large responses: beams say everything anew, and a row of logits is a vocabulary."""
+    monkeypatch.setattr(dispatcher, "_MAX_BACKLOG_BYTES", 4500)
+    server = make_server(CountingEngine())
+    sends = server.model._dispatcher
+    is_stuck, release = threading.Event(), threading.Event()
+    stuck = FakeSender()
+
+    def wait(response: Any = None, flags: int = 0) -> None:
+        is_stuck.set()
+        assert release.wait(WAIT)
+        FakeSender.send(stuck, response, flags)
+
+    stuck.send = wait  # type: ignore[method-assign]
+    server.send("stuck", sender=stuck, why=True)
+    assert is_stuck.wait(WAIT)
+    assert not sends.is_behind
+    row = NamedTensor("generation_logits", np.zeros((1, 1, 1, 1000), dtype=np.float32))
+    sends.send_response(0, [row], False, "")
+    assert not sends.is_behind
+    sends.answer(ResponseStream(FakeSender(), ResponseFactory(FakePbUtils)), "why", 500 * "x")
+    assert sends.is_behind
+    other = server.send(input_ids=[1], request_output_len=3)
+    assert len(server.model._arrivals) == 1
+    release.set()
+    assert other.is_final.wait(WAIT)
+    assert not sends.is_behind
+    wait_until(lambda: sends._num_bytes == 0)
 
 
 @pytest.mark.case(71)

@@ -68,6 +68,46 @@ def test_faults_are_found_when_asked_for(parameters: str, reason: str) -> None:
             look()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ("", "not readable"),
+        ('{"a": ', "not readable"),
+        ('{"a": nan}', "not readable"),
+        ("[" * 100_000, "not readable"),
+        ("[]", "no JSON object"),
+        ('[["inflight_error_codes", true]]', "no JSON object"),
+        ("null", "no JSON object"),
+    ],
+)
+def test_parameters_that_are_no_json_end_their_request_only(
+    server: Server, parameters: str, reason: str
+) -> None:
+    first = FakeRequest(make_inputs({"input_ids": [1]}), parameters=parameters)
+    second = FakeRequest(make_inputs({"input_ids": [1], "request_output_len": 2}))
+    server.model.execute([first, second])
+    assert error_of(first.sender) == (
+        f"the request parameters are {reason}",
+        FakePbUtils.TritonError.INVALID_ARG,
+    )
+    assert second.sender.is_final.wait(WAIT)
+    assert ids_of(second.sender) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("part", ["id", "parameters"])
+def test_a_head_that_cannot_be_asked_for_is_a_fault(part: str) -> None:
+    class Broken(Undecodable):
+        def _decoded(self, part: str, text: str) -> str:
+            if part == self._where:
+                raise RuntimeError("shared memory")
+            return text
+
+    head = read_head(Broken(part))
+    assert head.request_id == ("" if part == "id" else "7")
+    with pytest.raises(InvalidRequest, match=r"^the request (id is|parameters are) not readable$"):
+        head.check()
+
+
 def test_a_long_name_is_cut() -> None:
     with pytest.raises(InvalidRequest) as caught:
         head_of(f'{{"{"a" * 10_000}":1}}').refuse_settings()

@@ -14,6 +14,7 @@ from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
 from inflight_backend.status import read_status
+from inflight_backend.triton import stream
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
@@ -131,6 +132,55 @@ def test_a_send_that_returns_long_after_its_request_has_ended(make_server: MakeS
     stuck.release.set()
     wait_until(server.model.is_ready)
     assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+
+
+@pytest.mark.case(92)
+@pytest.mark.parametrize("by", ["stall", "drain", "cancel"])
+def test_a_feed_to_be_ended_during_a_long_send_ends_when_that_returns(
+    make_server: MakeServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    by: str,
+) -> None:
+    monkeypatch.setattr(stream, "_CLOSE_SECONDS", 0.0)  # the send takes longer
+    server = make_server(CountingEngine(), stall_seconds=STALL if by == "stall" else "60")
+    stuck = StuckSender()
+    server.send(sender=stuck, stats=True)
+    assert stuck.is_stuck.wait(WAIT)
+    if by == "drain":
+        server.drain_file.write_text("")
+    elif by == "cancel":
+        server.model._frontend._end_feed(server.model._frontend._feeds[0])
+    wait_until(lambda: "a stream cannot be ended yet" in caplog.text)
+    assert not stuck.is_final.is_set()
+    stuck.release.set()
+    assert stuck.is_final.wait(WAIT)
+    assert not server.model._frontend._feeds
+    if by != "drain":
+        wait_until(server.model.is_ready)
+        assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+
+
+@pytest.mark.case(92)
+def test_a_stream_to_be_ended_during_a_long_question_ends_when_that_returns() -> None:
+    has_asked, release = threading.Event(), threading.Event()
+
+    class SlowAnswer(FakeSender):
+        def is_cancelled(self) -> bool:
+            has_asked.set()
+            assert release.wait(3 * WAIT)
+            return super().is_cancelled()
+
+    sender = SlowAnswer()
+    slow = ResponseStream(sender, ResponseFactory(FakePbUtils))
+    asking = threading.Thread(target=slow.is_cancelled)
+    asking.start()
+    assert has_asked.wait(WAIT)
+    slow.abort("no more")
+    assert not sender.is_final.is_set()
+    release.set()
+    asking.join()
+    assert error_of(sender) == ("no more", FakePbUtils.TritonError.UNAVAILABLE)
 
 
 @pytest.mark.case(92)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import threading
 from pathlib import Path
 
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, play
 
+from inflight_scheduler.recording import files
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import (
     MAX_KEPT,
@@ -49,6 +53,27 @@ def test_a_full_disk_ends_the_recording_with_one_warning(
     assert len(world.finished) == 100
     [record] = caplog.records
     assert "/dev/full ends here" in record.getMessage()
+
+
+@pytest.mark.case(95)
+def test_a_disk_that_hangs_keeps_nobody_who_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe that nobody reads takes a page, then a write into it does not return."""
+    monkeypatch.setattr(files, "_CLOSE_SECONDS", 0.1)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
+    try:
+        world = play_into(path)
+        assert len(world.finished) == 100
+        [record] = caplog.records
+        assert record.getMessage().endswith("/pipe ends here: the disk does not answer")
+        [writer] = [thread for thread in threading.enumerate() if thread.name == "RecordingFile"]
+    finally:
+        os.close(reader)
+    writer.join()
 
 
 def test_older_recordings_are_kept_and_few(tmp_path: Path) -> None:
