@@ -11,7 +11,8 @@ on shapes only, never on lengths, so a launch can be captured in a CUDA graph; h
 row really uses is decided on the device from its length, and the other programs leave at once. A
 row with one split is written straight to the output; the rest is combined by a second kernel.
 
-A row of length 0 (padding) gives zeros.
+A row of length 0 (padding) gives zeros. Compiled code depends on the model and the tile only:
+neither on splits nor on the tables' stride, nor on where in a larger tensor tables and lengths lie.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -72,7 +73,10 @@ def _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP: tl.constexpr):
     return peak_new, total * alpha + tl.sum(p, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["num_splits", "base_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "base_splits", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "context_lengths_ptr"],
+)
 def _paged_attention_generation_kernel(
     out_ptr,  # [B, H, D]
     partial_ptr,  # [B, H, num_splits, D] float32: normalised output of each split
@@ -159,7 +163,10 @@ def _paged_attention_generation_kernel(
         tl.store(log_sum_ptr + slots, peak + tl.log2(total), mask=offs_m < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_splits", "base_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "base_splits"],
+    do_not_specialize_on_alignment=["context_lengths_ptr"],
+)
 def _combine_splits_kernel(
     out_ptr,
     partial_ptr,
@@ -173,7 +180,6 @@ def _combine_splits_kernel(
     LONG_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
     """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -183,16 +189,28 @@ def _combine_splits_kernel(
     )
     if per_split >= num_tiles:
         return
-    splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    used = splits < tl.cdiv(num_tiles, per_split)
+    BLOCK_S: tl.constexpr = 16  # at a time: one compiled kernel for any number of splits
+    num_used = tl.cdiv(num_tiles, per_split)
     row_head = row * tl.num_programs(0) + head
-    slots = row_head * num_splits + splits
-    log_sums = tl.load(log_sum_ptr + slots, mask=used, other=-float("inf"))
-    weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
-    mask = used[:, None] & (offs_d < HEAD_DIM)[None, :]
-    parts = tl.load(partial_ptr + slots[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    out = narrow(out, out_ptr.dtype.element_ty)
+    offs_d = tl.arange(0, BLOCK_D)
+    peak = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_used, BLOCK_S):
+        splits = first + tl.arange(0, BLOCK_S)
+        used = splits < num_used
+        slots = row_head * num_splits + splits
+        log_sums = tl.load(log_sum_ptr + slots, mask=used, other=-float("inf"))
+        peak_new = tl.maximum(peak, tl.max(log_sums, axis=0))
+        weights = tl.exp2(log_sums - peak_new)
+        mask = used[:, None] & (offs_d < HEAD_DIM)[None, :]
+        rows = partial_ptr + slots[:, None] * HEAD_DIM
+        parts = tl.load(rows + offs_d[None, :], mask=mask, other=0.0)
+        alpha = tl.exp2(peak - peak_new)
+        peak = peak_new
+        total = total * alpha + tl.sum(weights, axis=0)
+        acc = acc * alpha + tl.sum(parts * weights[:, None], axis=0)
+    out = narrow(acc / total, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_head * HEAD_DIM + offs_d, out, mask=offs_d < HEAD_DIM)
 
 
@@ -349,7 +367,6 @@ def paged_attention_generation(
             partial,
             log_sum,
             context_lengths,
-            BLOCK_S=_host.next_power_of_2(grid_splits),
             **common,
         )
     return out

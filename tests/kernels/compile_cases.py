@@ -1,7 +1,7 @@
 """What an 8B and a 13B model launch, as calls that need shapes only.
 
-As a script it compiles every case and prints the reports as JSON; `test_compile.py` runs it in a
-process of its own, where Triton does not interpret.
+As a script it compiles every case and writes the reports as JSON, beside the counts of `key_cases`;
+`test_compile.py` runs it in a process of its own, where Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from kernels.compile_recorder import record
+from kernels.key_cases import count_kernels
 
 from inflight_kernels.adjust_logits import adjust_logits
 from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
@@ -200,10 +201,12 @@ def token_cases() -> Iterator[Case]:
 
 
 def main() -> None:
-    """Compile all cases and write a JSON list of reports, op and label added."""
+    """Compile all cases and write as JSON: the reports, op and label added, and for every kernel
+    how many of it steps of different shapes take."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="file for the reports")
     path = parser.parse_args().output
+    counts = count_kernels()
     reports = [
         {"op": case.op, "label": case.label, **report.as_json()}
         for case in (*attention_cases(), *token_cases())
@@ -211,7 +214,7 @@ def main() -> None:
         for report in record(capability, case.call)
     ]
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(reports, file, indent=1)
+        json.dump({"reports": reports, "counts": counts}, file, indent=1)
 
 
 if __name__ == "__main__":
