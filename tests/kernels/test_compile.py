@@ -89,6 +89,11 @@ def of_kernel(reports: list[Report], name: str) -> list[Report]:
     return found
 
 
+def with_wide_heads(reports: list[Report]) -> list[Report]:
+    """Without heads of 16 and 32, whose tiles have less than 16 bytes for each thread."""
+    return [report for report in reports if not report["label"].startswith(("head 16", "head 32"))]
+
+
 def resident_programs(report: Report) -> int:
     """Programs that fit one multiprocessor by registers and shared memory."""
     by_shared = SHARED_TOTAL[report["capability"]] // (report["shared_bytes"] + 1024)
@@ -107,7 +112,7 @@ def test_shared_memory_fits(reports: list[Report]) -> None:
 
 
 def test_generation_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
-    kernels = of_kernel(reports, "_paged_attention_generation_kernel")
+    kernels = with_wide_heads(of_kernel(reports, "_paged_attention_generation_kernel"))
     assert refused(kernels, lambda report: report["num_async_copies_16"] >= 6) == []
 
 
@@ -138,7 +143,7 @@ def test_context_attention_uses_warpgroup_products_on_hopper(reports: list[Repor
 
 
 def test_context_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
-    kernels = of_kernel(reports, "_paged_attention_context_kernel")
+    kernels = with_wide_heads(of_kernel(reports, "_paged_attention_context_kernel"))
     assert refused(kernels, lambda report: report["num_async_copies_16"] >= 16) == []
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []  # the query
 
