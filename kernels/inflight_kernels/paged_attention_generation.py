@@ -6,10 +6,11 @@ with G query heads per KV head, ``softcap * tanh(s / softcap)`` applied to the s
 cap is given, and only the last ``sliding_window`` tokens visible when a window is given.
 
 One program owns one KV head of one request and one *split* of its tokens; the G query heads share
-the program, so every cached byte is read once. The grid is batch x KV heads x splits and depends
+the program, so every cached byte is read once. The grid is batch x splits x KV heads and depends
 on shapes only, never on lengths, so a launch can be captured in a CUDA graph; how many splits a
-row really uses is decided on the device from its length, and the other programs leave at once. A
-row with one split is written straight to the output; the rest is combined by a second kernel.
+row really uses is decided on the device from its length, and the other programs leave at once,
+between those of the next row that work, not as a tail behind the last one. A row with one split is
+written straight to the output; the rest is combined by a second kernel.
 
 A row of length 0 (padding) gives zeros. Compiled code depends on the model and the tile only:
 neither on splits nor on the tables' stride, nor on where in a larger tensor tables and lengths lie.
@@ -37,13 +38,15 @@ from inflight_kernels._paging import (
 from inflight_kernels._tiles import tuned_tile
 
 # Tokens. A split shorter than the first costs more in the combine than it wins; a split longer
-# than the second is cut even when the batch alone fills the machine, so that one long row in a
-# ragged batch does not run alone at the end.
+# than the second is cut where the grid has room, so that one long row in a ragged batch does not
+# run alone at the end.
 _MIN_SPLIT = 128
 _LONG_SPLIT = 2048
 _MAX_SPLITS = 128
 # Programs per multiprocessor that splitting aims for: two resident, two to even out the tail.
 _PROGRAMS_PER_SM = 4
+# With so many, others work beside a row four times as long as the one that is cut in a small batch.
+_MANY_PROGRAMS_PER_SM = 8
 
 
 @triton.jit
@@ -111,7 +114,7 @@ def _paged_attention_generation_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(context_lengths_ptr + row)
     first_tile, num_tiles, per_split = _row_splits(
         length, num_splits, base_splits, WINDOW, BLOCK_N, MIN_SPLIT, LONG_SPLIT
@@ -220,11 +223,14 @@ def choose_splits(
     """(splits of the grid, splits a row aims for), from what a captured graph keeps constant.
 
     The second fills the machine when all rows are equally long; the first leaves room to cut rows
-    longer than 2,048 tokens further. Cost of the room: programs that leave after one load.
+    longer than 2,048 tokens further, or than 8,192 in a batch that fills the machine many times.
+    Cost of the room: programs that leave after one load, and a launch that combines.
     """
-    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, batch_size * num_kv_heads)
+    num_programs = batch_size * num_kv_heads
+    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, num_programs)
     base = min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT))
-    room = min(8, _host.cdiv(max_context, _LONG_SPLIT))
+    is_many = num_programs >= _MANY_PROGRAMS_PER_SM * num_sms
+    room = min(8, _host.cdiv(max_context, _LONG_SPLIT * (4 if is_many else 1)))
     return max(base, room, 1), max(base, 1)
 
 
@@ -337,7 +343,7 @@ def paged_attention_generation(
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
     }
-    _paged_attention_generation_kernel[(num_kv_heads, batch_size, grid_splits)](
+    _paged_attention_generation_kernel[(num_kv_heads, grid_splits, batch_size)](
         out,
         partial,
         log_sum,
