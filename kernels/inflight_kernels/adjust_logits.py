@@ -16,7 +16,7 @@ from inflight_kernels import _host
 _MAX_CHUNK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "temperature_ptr", "penalties_ptr"])
 def _adjust_logits_kernel(
     logits_ptr,  # [N, V] float32
     slots_ptr,  # [N] int64

@@ -15,9 +15,10 @@ import triton.language as tl
 from inflight_kernels import _host
 
 _CHUNK = 256
+_WORD_CHUNK = 32  # tokens compared at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "lengths_ptr", "sizes_ptr"])
 def _ban_repeated_ngrams_kernel(
     logits_ptr,
     slots_ptr,  # [N] int64
@@ -45,7 +46,10 @@ def _ban_repeated_ngrams_kernel(
     tl.store(logits_ptr + row * stride_logits + ends, forbidden, mask=is_token)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_words"],
+    do_not_specialize_on_alignment=["rows_ptr", "lengths_ptr"],
+)
 def _ban_words_kernel(
     logits_ptr,
     rows_ptr,  # [S] int32
@@ -58,7 +62,7 @@ def _ban_words_kernel(
     stride_logits,
     stride_words,
     stride_history,
-    BLOCK_K: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     word = tl.program_id(0).to(tl.int64)
     slot = tl.load(word_slots_ptr + word).to(tl.int64)
@@ -66,14 +70,16 @@ def _ban_words_kernel(
     if row >= 0:
         num_before = tl.load(word_lengths_ptr + word) - 1
         start = tl.load(lengths_ptr + row).to(tl.int32) - num_before
-        offs = tl.arange(0, BLOCK_K)
-        is_compared = (offs < num_before) & (start >= 0)
-        wanted = tl.load(words_ptr + word * stride_words + offs, mask=is_compared, other=0)
-        found = tl.load(
-            history_ptr + slot * stride_history + start + offs, mask=is_compared, other=0
-        )
-        num_equal = tl.sum((is_compared & (wanted == found)).to(tl.int32), axis=0)
-        last = tl.load(words_ptr + word * stride_words + num_before)
+        words_ptr += word * stride_words
+        history_ptr += slot * stride_history + start
+        num_equal = 0
+        for first in range(0, num_before, CHUNK):
+            offs = first + tl.arange(0, CHUNK)
+            is_compared = (offs < num_before) & (start >= 0)
+            wanted = tl.load(words_ptr + offs, mask=is_compared, other=0)
+            found = tl.load(history_ptr + offs, mask=is_compared, other=0)
+            num_equal += tl.sum((is_compared & (wanted == found)).to(tl.int32), axis=0)
+        last = tl.load(words_ptr + num_before)
         if (start >= 0) & (num_equal == num_before) & (last < vocabulary):
             tl.store(logits_ptr + row * stride_logits + last, -float("inf"))
 
@@ -153,7 +159,7 @@ def ban_words(
         ),
     )
     _host.check_shape("words", words, (None, None))
-    num_words, width = words.shape
+    num_words = words.shape[0]
     _host.check_shape("lengths", lengths, (len(logits),))
     _host.check_shape("word_lengths", word_lengths, (num_words,))
     _host.check_shape("word_slots", word_slots, (num_words,))
@@ -172,6 +178,6 @@ def ban_words(
         logits.stride(0),
         words.stride(0),
         history.stride(0),
-        BLOCK_K=_host.next_power_of_2(width),
+        CHUNK=_WORD_CHUNK,
         num_warps=1,
     )

@@ -22,7 +22,7 @@ _BLOCK = 2048
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["destination_blocks_ptr", "source_blocks_ptr"])
 def _copy_blocks_kernel(
     destination_ptr,
     source_ptr,

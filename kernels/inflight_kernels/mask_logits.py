@@ -16,7 +16,7 @@ from inflight_kernels import _host
 _MAX_CHUNK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["masks_ptr"])
 def _mask_logits_kernel(
     logits_ptr,  # [N, V] float32
     masks_ptr,  # [M, 2 + words] int32

@@ -11,7 +11,9 @@ One program owns one KV head and one tile of query rows; a row is a (token, quer
 group) pair, so a tile of 128 rows is 32 tokens at G = 4 and K and V are read once for all heads of
 the group. The grid is an upper bound on the tiles that depends on shapes only; each program finds
 its sequence by counting, so nothing is computed on the host. Tiles of keys that no row sees are
-not read, tiles that every row sees are not masked.
+not read, tiles that every row sees are not masked. Compiled code depends on the model and the tile
+only: neither on the number of sequences nor on the tables' stride, nor on where in a larger tensor
+tables, starts and lengths lie.
 
 Query tokens past ``query_starts[-1]`` (padding) give zeros.
 """
@@ -38,16 +40,20 @@ from inflight_kernels._tiles import tuned_tile
 
 
 @triton.jit
-def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr):
+def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
     """(sequence, first query token of the tile within it).
 
     Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
     at most one too many, and their numbers rise with s, so counting finds the owner.
     """
-    ids = tl.arange(0, BLOCK_S)
-    starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
-    is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
-    sequence = tl.sum(is_before.to(tl.int32), axis=0) - 1
+    BLOCK_S: tl.constexpr = 256  # counted at a time: one compiled kernel for any number
+    num_before = 0
+    for first in range(0, num_sequences, BLOCK_S):
+        ids = first + tl.arange(0, BLOCK_S)
+        starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
+        is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
+        num_before += tl.sum(is_before.to(tl.int32), axis=0)
+    sequence = num_before - 1
     start = tl.load(starts_ptr + sequence)
     return sequence, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
 
@@ -93,7 +99,10 @@ def _attend_tiles(
     return peak, total, acc
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "starts_ptr", "context_lengths_ptr"],
+)
 def _paged_attention_context_kernel(
     out_ptr,  # [T, H, D]
     query_ptr,  # [T, H, D]
@@ -123,14 +132,13 @@ def _paged_attention_context_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
     # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence, first_query = _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q, BLOCK_S)
+    sequence, first_query = _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q)
     start = tl.load(starts_ptr + sequence)
     num_queries = tl.load(starts_ptr + sequence + 1) - start
     # Padding tokens count as rows of the last sequence, to be zeroed.
@@ -289,7 +297,6 @@ def paged_attention_context(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=_host.next_power_of_2(head_dim),
-        BLOCK_S=_host.next_power_of_2(num_sequences),
         STAGES=tile.stages,
         num_warps=tile.num_warps,
         **cache_strides(key_cache, value_cache),

@@ -6,12 +6,14 @@ with G query heads per KV head, ``softcap * tanh(s / softcap)`` applied to the s
 cap is given, and only the last ``sliding_window`` tokens visible when a window is given.
 
 One program owns one KV head of one request and one *split* of its tokens; the G query heads share
-the program, so every cached byte is read once. The grid is batch x KV heads x splits and depends
+the program, so every cached byte is read once. The grid is batch x splits x KV heads and depends
 on shapes only, never on lengths, so a launch can be captured in a CUDA graph; how many splits a
-row really uses is decided on the device from its length, and the other programs leave at once. A
-row with one split is written straight to the output; the rest is combined by a second kernel.
+row really uses is decided on the device from its length, and the other programs leave at once,
+between those of the next row that work, not as a tail behind the last one. A row with one split is
+written straight to the output; the rest is combined by a second kernel.
 
-A row of length 0 (padding) gives zeros.
+A row of length 0 (padding) gives zeros. Compiled code depends on the model and the tile only:
+neither on splits nor on the tables' stride, nor on where in a larger tensor tables and lengths lie.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -36,13 +38,15 @@ from inflight_kernels._paging import (
 from inflight_kernels._tiles import tuned_tile
 
 # Tokens. A split shorter than the first costs more in the combine than it wins; a split longer
-# than the second is cut even when the batch alone fills the machine, so that one long row in a
-# ragged batch does not run alone at the end.
+# than the second is cut where the grid has room, so that one long row in a ragged batch does not
+# run alone at the end.
 _MIN_SPLIT = 128
 _LONG_SPLIT = 2048
 _MAX_SPLITS = 128
 # Programs per multiprocessor that splitting aims for: two resident, two to even out the tail.
 _PROGRAMS_PER_SM = 4
+# With so many, others work beside a row four times as long as the one that is cut in a small batch.
+_MANY_PROGRAMS_PER_SM = 8
 
 
 @triton.jit
@@ -72,7 +76,10 @@ def _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP: tl.constexpr):
     return peak_new, total * alpha + tl.sum(p, axis=1), acc
 
 
-@triton.jit(do_not_specialize=["num_splits", "base_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "base_splits", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "context_lengths_ptr"],
+)
 def _paged_attention_generation_kernel(
     out_ptr,  # [B, H, D]
     partial_ptr,  # [B, H, num_splits, D] float32: normalised output of each split
@@ -107,7 +114,7 @@ def _paged_attention_generation_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    kv_head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(context_lengths_ptr + row)
     first_tile, num_tiles, per_split = _row_splits(
         length, num_splits, base_splits, WINDOW, BLOCK_N, MIN_SPLIT, LONG_SPLIT
@@ -159,7 +166,10 @@ def _paged_attention_generation_kernel(
         tl.store(log_sum_ptr + slots, peak + tl.log2(total), mask=offs_m < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_splits", "base_splits"])
+@triton.jit(
+    do_not_specialize=["num_splits", "base_splits"],
+    do_not_specialize_on_alignment=["context_lengths_ptr"],
+)
 def _combine_splits_kernel(
     out_ptr,
     partial_ptr,
@@ -173,7 +183,6 @@ def _combine_splits_kernel(
     LONG_SPLIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
     """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -183,16 +192,28 @@ def _combine_splits_kernel(
     )
     if per_split >= num_tiles:
         return
-    splits, offs_d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    used = splits < tl.cdiv(num_tiles, per_split)
+    BLOCK_S: tl.constexpr = 16  # at a time: one compiled kernel for any number of splits
+    num_used = tl.cdiv(num_tiles, per_split)
     row_head = row * tl.num_programs(0) + head
-    slots = row_head * num_splits + splits
-    log_sums = tl.load(log_sum_ptr + slots, mask=used, other=-float("inf"))
-    weights = tl.exp2(log_sums - tl.max(log_sums, axis=0))
-    mask = used[:, None] & (offs_d < HEAD_DIM)[None, :]
-    parts = tl.load(partial_ptr + slots[:, None] * HEAD_DIM + offs_d[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    out = narrow(out, out_ptr.dtype.element_ty)
+    offs_d = tl.arange(0, BLOCK_D)
+    peak = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_used, BLOCK_S):
+        splits = first + tl.arange(0, BLOCK_S)
+        used = splits < num_used
+        slots = row_head * num_splits + splits
+        log_sums = tl.load(log_sum_ptr + slots, mask=used, other=-float("inf"))
+        peak_new = tl.maximum(peak, tl.max(log_sums, axis=0))
+        weights = tl.exp2(log_sums - peak_new)
+        mask = used[:, None] & (offs_d < HEAD_DIM)[None, :]
+        rows = partial_ptr + slots[:, None] * HEAD_DIM
+        parts = tl.load(rows + offs_d[None, :], mask=mask, other=0.0)
+        alpha = tl.exp2(peak - peak_new)
+        peak = peak_new
+        total = total * alpha + tl.sum(weights, axis=0)
+        acc = acc * alpha + tl.sum(parts * weights[:, None], axis=0)
+    out = narrow(acc / total, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_head * HEAD_DIM + offs_d, out, mask=offs_d < HEAD_DIM)
 
 
@@ -202,11 +223,14 @@ def choose_splits(
     """(splits of the grid, splits a row aims for), from what a captured graph keeps constant.
 
     The second fills the machine when all rows are equally long; the first leaves room to cut rows
-    longer than 2,048 tokens further. Cost of the room: programs that leave after one load.
+    longer than 2,048 tokens further, or than 8,192 in a batch that fills the machine many times.
+    Cost of the room: programs that leave after one load, and a launch that combines.
     """
-    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, batch_size * num_kv_heads)
+    num_programs = batch_size * num_kv_heads
+    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, num_programs)
     base = min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT))
-    room = min(8, _host.cdiv(max_context, _LONG_SPLIT))
+    is_many = num_programs >= _MANY_PROGRAMS_PER_SM * num_sms
+    room = min(8, _host.cdiv(max_context, _LONG_SPLIT * (4 if is_many else 1)))
     return max(base, room, 1), max(base, 1)
 
 
@@ -319,7 +343,7 @@ def paged_attention_generation(
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
     }
-    _paged_attention_generation_kernel[(num_kv_heads, batch_size, grid_splits)](
+    _paged_attention_generation_kernel[(num_kv_heads, grid_splits, batch_size)](
         out,
         partial,
         log_sum,
@@ -349,7 +373,6 @@ def paged_attention_generation(
             partial,
             log_sum,
             context_lengths,
-            BLOCK_S=_host.next_power_of_2(grid_splits),
             **common,
         )
     return out

@@ -64,7 +64,7 @@ def _to_cache(x, scale, cache_ptr):
         return narrow(x, cache_ptr.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_write_kv_kernel(
     out_ptr,  # [T, H, D]
     query_ptr,

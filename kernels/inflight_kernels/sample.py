@@ -104,7 +104,7 @@ def _find_threshold(
     return threshold
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sums_ptr", "temperature_ptr"])
 def _chunk_kernel(
     maxima_ptr,  # [N, num_chunks] float32; +inf where a chunk holds a NaN
     tokens_ptr,  # [N, num_chunks] int32: index of the maximum
@@ -186,7 +186,19 @@ def _draw(
     return tl.where(first_beyond < vocabulary, first_beyond, last)
 
 
-@triton.jit
+# A column of one row lies wherever its table has it, and sums behind as many maxima as there are:
+# neither must take another compiled kernel.
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "sums_ptr",
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "seeds_ptr",
+        "positions_ptr",
+    ]
+)
 def _sample_kernel(
     out_ptr,  # [N] int64
     maxima_ptr,

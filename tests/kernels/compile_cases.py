@@ -1,7 +1,7 @@
-"""What an 8B and a 13B model launch, as calls that need shapes only.
+"""What models launch, as calls that need shapes only: the 8B all of it, others what differs there.
 
-As a script it compiles every case and prints the reports as JSON; `test_compile.py` runs it in a
-process of its own, where Triton does not interpret.
+As a script it compiles every case and writes the reports as JSON, beside the counts of `key_cases`;
+`test_compile.py` runs it in a process of its own, where Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from kernels.compile_recorder import record
+from kernels.key_cases import count_kernels
 
 from inflight_kernels.adjust_logits import adjust_logits
 from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
@@ -32,6 +33,7 @@ from inflight_kernels.silu_mul import silu_mul, silu_mul_fp8
 _BATCH = 32
 _BF16 = torch.bfloat16
 _FP8 = torch.float8_e4m3fn  # Triton converts it from sm_89 on
+_CACHES = (_BF16, _FP8, torch.float32)
 _BOTH = (80, 90)
 _HOPPER = (90,)
 
@@ -54,7 +56,10 @@ LLAMA_13B = Shape("13B", 40, 40, 128, 5120, 13824, 32000)
 HEAD_64 = Shape("head 64", 32, 8, 64)
 HEAD_80 = Shape("head 80", 32, 32, 80)
 HEAD_256 = Shape("head 256", 16, 8, 256)
-GROUP_7 = Shape("group of 7", 28, 4, 128)
+GROUP_5 = Shape("group of 5", 40, 8, 128)
+# The models that tests and the checks on the device make.
+HEAD_16 = Shape("head 16", 8, 2, 16)
+HEAD_32 = Shape("head 32", 4, 2, 32)
 
 
 @dataclass(frozen=True)
@@ -93,20 +98,19 @@ def _attend(op: str, shape: Shape, block: int, dtype: torch.dtype, options: dict
 
 
 def attention_cases() -> Iterator[Case]:
-    """Both attention ops over the shapes, block sizes and dtypes in use."""
+    """Both attention ops over the shapes, block sizes and dtypes in use, where the code differs:
+    float16 is multiplied as bfloat16, and a group of 1 is a group of 4 with less to compute."""
     table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA_8B, 64, _BF16, _BOTH, {}),
         (LLAMA_8B, 16, _BF16, _HOPPER, {}),
-        (LLAMA_8B, 128, torch.float16, _HOPPER, {}),
         (LLAMA_8B, 64, _FP8, _HOPPER, {}),
         (LLAMA_8B, 64, torch.float32, _HOPPER, {}),
         (LLAMA_8B, 64, _BF16, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
-        (LLAMA_13B, 64, _BF16, _BOTH, {}),
-        (LLAMA_13B, 64, _FP8, _HOPPER, {}),
         (HEAD_64, 32, _BF16, _HOPPER, {}),
         (HEAD_80, 64, _BF16, _HOPPER, {}),
         (HEAD_256, 64, _BF16, _BOTH, {}),
-        (GROUP_7, 64, _BF16, _HOPPER, {}),
+        (GROUP_5, 64, _BF16, _HOPPER, {}),
+        *((shape, 16, dtype, _HOPPER, {}) for shape in (HEAD_16, HEAD_32) for dtype in _CACHES),
     ]
     for op in ("paged_attention_generation", "paged_attention_context"):
         for shape, block, dtype, capabilities, options in table:
@@ -145,11 +149,7 @@ def _linear(shape: Shape, dtype: torch.dtype) -> None:
 
 
 def _sample(vocabulary: int) -> None:
-    numbers = torch.empty(64)
-    sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, _int64(64), _int64(64))
-
-
-def _sample_min_p(vocabulary: int) -> None:
+    """With min-p, whose code holds all of the other."""
     numbers, seeds = torch.empty(64), _int64(64)
     sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, seeds, seeds, numbers)
 
@@ -172,38 +172,38 @@ def _mask(vocabulary: int) -> None:
 
 
 def token_cases() -> Iterator[Case]:
-    """The ops that work token by token, at the two headline shapes in bfloat16."""
-    for shape in (LLAMA_8B, LLAMA_13B):
-        x = torch.empty(64, shape.hidden, dtype=_BF16)
-        weight = torch.empty(shape.hidden, dtype=_BF16)
-        gate_up = torch.empty(64, 2 * shape.intermediate, dtype=_BF16)
-        norm, add = (x, weight, 1e-5), (x, x, weight, 1e-5)
-        yield Case("rms_norm", shape.name, _BOTH, partial(rms_norm, *norm))
-        yield Case("rms_norm", f"{shape.name} add", _BOTH, partial(add_rms_norm, *add))
-        yield Case("rms_norm", f"{shape.name} fp8", _HOPPER, partial(rms_norm_fp8, *norm))
-        yield Case("rms_norm", f"{shape.name} add fp8", _HOPPER, partial(add_rms_norm_fp8, *add))
-        yield Case("silu_mul", shape.name, _BOTH, partial(silu_mul, gate_up))
-        yield Case("silu_mul", f"{shape.name} fp8", _HOPPER, partial(silu_mul_fp8, gate_up))
-        yield Case("rope_write_kv", shape.name, _BOTH, partial(_rope, shape, _BF16, False))
-        yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
-        yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
-        yield Case("quantize_fp8", shape.name, _HOPPER, partial(quantize_fp8, norm[0]))
-        yield Case("invariant_linear", shape.name, _BOTH, partial(_linear, shape, _BF16))
-        yield Case("invariant_linear", f"{shape.name} fp8", _HOPPER, partial(_linear, shape, _FP8))
-        yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
-        yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
-        with_min_p = partial(_sample_min_p, shape.vocabulary)
-        yield Case("sample", f"{shape.name} min-p", _BOTH, with_min_p)
-        yield Case("adjust_logits", shape.name, _BOTH, partial(_adjust, shape.vocabulary))
-        yield Case("mask_logits", shape.name, _BOTH, partial(_mask, shape.vocabulary))
-        yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))
+    """The ops that work token by token, in bfloat16."""
+    shape = LLAMA_8B
+    gate_up = torch.empty(64, 2 * shape.intermediate, dtype=_BF16)
+    for each in (LLAMA_8B, LLAMA_13B):  # rows of a power of two, and not
+        x = torch.empty(64, each.hidden, dtype=_BF16)
+        norm, add = (x, x[0], 1e-5), (x, x, x[0], 1e-5)
+        yield Case("rms_norm", each.name, _BOTH, partial(rms_norm, *norm))
+        yield Case("rms_norm", f"{each.name} add", _BOTH, partial(add_rms_norm, *add))
+        yield Case("rms_norm", f"{each.name} fp8", _HOPPER, partial(rms_norm_fp8, *norm))
+        yield Case("rms_norm", f"{each.name} add fp8", _HOPPER, partial(add_rms_norm_fp8, *add))
+        yield Case("quantize_fp8", each.name, _HOPPER, partial(quantize_fp8, x))
+    yield Case("silu_mul", shape.name, _BOTH, partial(silu_mul, gate_up))
+    yield Case("silu_mul", f"{shape.name} fp8", _HOPPER, partial(silu_mul_fp8, gate_up))
+    yield Case("rope_write_kv", shape.name, _BOTH, partial(_rope, shape, _BF16, False))
+    yield Case("rope_write_kv", f"{shape.name} norm", _BOTH, partial(_rope, shape, _BF16, True))
+    yield Case("rope_write_kv", f"{shape.name} fp8", _HOPPER, partial(_rope, shape, _FP8, True))
+    yield Case("invariant_linear", shape.name, _BOTH, partial(_linear, shape, _BF16))
+    yield Case("invariant_linear", f"{shape.name} fp8", _HOPPER, partial(_linear, shape, _FP8))
+    yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
+    yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
+    yield Case("adjust_logits", shape.name, _BOTH, partial(_adjust, shape.vocabulary))
+    yield Case("mask_logits", shape.name, _BOTH, partial(_mask, shape.vocabulary))
+    yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))
 
 
 def main() -> None:
-    """Compile all cases and write a JSON list of reports, op and label added."""
+    """Compile all cases and write as JSON: the reports, op and label added, and for every kernel
+    how many of it steps of different shapes take."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="file for the reports")
     path = parser.parse_args().output
+    counts = count_kernels()
     reports = [
         {"op": case.op, "label": case.label, **report.as_json()}
         for case in (*attention_cases(), *token_cases())
@@ -211,7 +211,7 @@ def main() -> None:
         for report in record(capability, case.call)
     ]
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(reports, file, indent=1)
+        json.dump({"reports": reports, "counts": counts}, file, indent=1)
 
 
 if __name__ == "__main__":

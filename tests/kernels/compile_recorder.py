@@ -2,7 +2,8 @@
 
 ``record`` calls an op as the engine does, with CPU tensors, under a driver that claims to be the
 wanted GPU; every kernel the op would launch is compiled for it with the very arguments, grid and
-tile the host side chose, and none is run. Needs a process in which Triton does not interpret.
+tile the host side chose, and none is run. ``record_keys`` only asks Triton which of them it would
+have to compile. Both need a process in which Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -63,6 +65,26 @@ class _AbsentGpu:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+@contextmanager
+def record_keys(capability: int) -> Iterator[set[tuple[str, str]]]:
+    """Yields the set of what Triton would compile from now on, as (kernel, key). Nothing is
+    compiled or run: answers are what their memory was made as."""
+    keys: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        keys.add((fn.name, key))
+        return True  # do not compile
+
+    driver.set_active(_AbsentGpu(capability))
+    _host.capability.cache_clear()
+    knobs.runtime.jit_cache_hook = note
+    try:
+        yield keys
+    finally:
+        knobs.runtime.jit_cache_hook = None
+        _host.capability.cache_clear()
 
 
 @contextmanager

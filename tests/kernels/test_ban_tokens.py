@@ -51,6 +51,22 @@ def test_words_equal_the_reference(device: torch.device, generator: torch.Genera
     assert torch.isinf(expected[0]).any()
 
 
+def test_a_word_longer_than_what_is_compared_at_a_time(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """The text has begun the first word; the second differs in its first token."""
+    text = torch.randint(0, VOCAB, (1, 70), generator=generator, dtype=torch.int32)
+    words = torch.cat((text[:, -66:], torch.tensor([[5]], dtype=torch.int32)), dim=1).repeat(2, 1)
+    words[1, 0] = (words[1, 0] + 1) % VOCAB
+    words[1, -1] = 6
+    rows, slots = (torch.tensor(each, dtype=torch.int32) for each in ([0], [0, 0]))
+    word_lengths, lengths = torch.tensor([67, 67], dtype=torch.int32), torch.tensor([70])
+    logits = torch.zeros(1, VOCAB, device=device)
+    arguments = (rows, lengths, words, word_lengths, slots, text)
+    ban_words(logits, *(argument.to(device) for argument in arguments))
+    assert torch.isinf(logits[0]).nonzero().flatten().tolist() == [5]
+
+
 def test_refuses_what_does_not_fit() -> None:
     logits = torch.zeros(2, VOCAB)
     slots, history = torch.zeros(2, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int32)

@@ -1,4 +1,5 @@
-"""Gates on compiled code, without a GPU: spills, shared memory, and the instructions that matter.
+"""Gates on compiled code, without a GPU: spills, shared memory, the instructions that matter, and
+that one kernel serves steps of any shape.
 
 The cases are compiled once, in a process of their own: here Triton interprets (see `conftest`),
 and it cannot do both in one process.
@@ -41,13 +42,13 @@ def kept_cache(cache: pytest.Cache) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reports(
+def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Report]:
-    """One entry per compiled kernel; see `compile_recorder.CompiledKernel`."""
+) -> dict[str, Any]:
+    """What `compile_cases` wrote."""
     folder = tmp_path_factory.mktemp("compile")
     cache = kept_cache(request.config.cache) if request.config.cache else folder / "cache"
-    output = folder / "reports.json"
+    output = folder / "results.json"
     tests = Path(__file__).parents[1]
     search = [str(tests), str(tests.parent / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {
@@ -65,7 +66,14 @@ def reports(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    loaded: list[Report] = json.loads(output.read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def reports(results: dict[str, Any]) -> list[Report]:
+    """One entry per compiled kernel; see `compile_recorder.CompiledKernel`."""
+    loaded: list[Report] = results["reports"]
     return loaded
 
 
@@ -79,6 +87,11 @@ def of_kernel(reports: list[Report], name: str) -> list[Report]:
     found = [report for report in reports if report["name"] == name]
     assert {report["capability"] for report in found} == {80, 90}
     return found
+
+
+def with_wide_heads(reports: list[Report]) -> list[Report]:
+    """Without heads of 16 and 32, whose tiles have less than 16 bytes for each thread."""
+    return [report for report in reports if not report["label"].startswith(("head 16", "head 32"))]
 
 
 def resident_programs(report: Report) -> int:
@@ -99,7 +112,7 @@ def test_shared_memory_fits(reports: list[Report]) -> None:
 
 
 def test_generation_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
-    kernels = of_kernel(reports, "_paged_attention_generation_kernel")
+    kernels = with_wide_heads(of_kernel(reports, "_paged_attention_generation_kernel"))
     assert refused(kernels, lambda report: report["num_async_copies_16"] >= 6) == []
 
 
@@ -130,7 +143,7 @@ def test_context_attention_uses_warpgroup_products_on_hopper(reports: list[Repor
 
 
 def test_context_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
-    kernels = of_kernel(reports, "_paged_attention_context_kernel")
+    kernels = with_wide_heads(of_kernel(reports, "_paged_attention_context_kernel"))
     assert refused(kernels, lambda report: report["num_async_copies_16"] >= 16) == []
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []  # the query
 
@@ -156,3 +169,11 @@ def test_the_invariant_linear_is_pipelined_on_tensor_cores(reports: list[Report]
 def test_sampling_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
     kernels = of_kernel(reports, "_chunk_kernel") + of_kernel(reports, "_sample_kernel")
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []
+
+
+def test_one_compiled_kernel_serves_steps_of_any_shape(results: dict[str, Any]) -> None:
+    """Another number of requests, width of a table or place of a view must not mean waiting for
+    the compiler in the middle of serving (see `key_cases`)."""
+    counts = results["counts"]
+    assert "_combine_splits_kernel" in counts
+    assert {kernel: count for kernel, count in counts.items() if count != 1} == {}

@@ -141,6 +141,18 @@ def test_rows_of_a_ragged_batch_equal_the_same_rows_alone(
         assert torch.equal(together[one], alone)
 
 
+def test_more_splits_than_are_combined_at_a_time(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """19 splits of one row beside one of the other, whose programs lie between them."""
+    cache = make_cache(
+        generator, [2400, 100], num_kv_heads=1, head_dim=16, tokens_per_block=64, device=device
+    )
+    query = torch.randn(2, 2, 16, generator=generator).to(device)
+    out = paged_attention_generation(query, *cache.memory, cache.lengths, 0.25, num_splits=32)
+    assert_attention_close(out, expected_rows(query, cache, 0.25))
+
+
 def test_strides_of_query_and_cache_are_honoured(
     device: torch.device, generator: torch.Generator
 ) -> None:
@@ -219,8 +231,13 @@ def test_refuses_what_does_not_fit(change: dict[str, object], message: str) -> N
 
 
 def test_splits_fill_the_machine_and_cut_long_rows() -> None:
-    """Batch 1 spreads over the multiprocessors; a full batch keeps room for long rows only."""
+    """Batch 1 spreads over the multiprocessors; a full batch keeps room for long rows only, and
+    for very long ones when it fills the machine many times: then most models need no combining."""
     assert choose_splits(1, 8, 132, 131072) == (66, 66)
     assert choose_splits(1, 8, 132, 1024) == (8, 8)
     assert choose_splits(256, 8, 132, 131072) == (8, 1)
     assert choose_splits(256, 8, 132, 1024) == (1, 1)
+    assert choose_splits(96, 8, 132, 8192) == (4, 1)
+    assert choose_splits(256, 8, 132, 8192) == (1, 1)
+    assert choose_splits(256, 8, 132, 16384) == (2, 1)
+    assert choose_splits(1024, 40, 132, 4096) == (1, 1)

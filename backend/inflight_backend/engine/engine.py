@@ -33,6 +33,7 @@ from inflight_backend.engine.drawing import (
     restrict,
     send_masks,
 )
+from inflight_backend.engine.first_steps import run_first_steps
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner, record_steps
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
@@ -316,7 +317,7 @@ class Engine:
         try:
             self._pool, self._attention = self._make_cache(num_blocks)
             memory.start_peak()
-            self.enqueue(batch)
+            run_first_steps(self, batch)
             step_bytes = memory.peak_bytes()
         except torch.OutOfMemoryError:
             raise ConfigurationError(

@@ -1,0 +1,76 @@
+"""Steps that run once at load, so that no request waits for a compiler.
+
+What is compiled depends on the model, on the settings and on what a step has, not on how much of
+it: a tile of the context attention for short, middling and long chunks, generation and the
+combination of its splits, and everything that may be done to logits. So there is one small step of
+each. What they compute does not matter: all write to block 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from inflight_backend.engine.config import EngineConfig
+from inflight_backend.step_outputs import TokenMasks
+from inflight_scheduler import (
+    BlockAssignment,
+    ContextChunk,
+    SamplingParams,
+    ScheduledBatch,
+    SlotSetup,
+    VerifiedSlot,
+)
+
+if TYPE_CHECKING:
+    from inflight_backend.engine.engine import Engine
+
+_LONGEST = 256
+"""Tokens: above 64 query rows no tile is larger, and above 128 tokens a generation may split."""
+
+_KINDS = (
+    SamplingParams(top_k=2, min_p=0.1),
+    SamplingParams(repetition_penalty=2.0),
+    SamplingParams(bias=((0, 1.0),)),
+    SamplingParams(repetition_penalty=2.0, bias=((0, 1.0),)),
+    SamplingParams(no_repeat_ngram_size=2, bad_words=((0, 0),)),
+)
+_PLAIN = SamplingParams(top_k=2, top_p=0.9)
+
+
+def run_first_steps(engine: Engine, largest: ScheduledBatch) -> None:
+    """The small ones, then ``largest``, which also sets slots up anew that those have used."""
+    for batch in _batches(engine.config):
+        engine.enqueue(batch)
+    engine.mask_next(lambda: _mask(engine.vocab_size))
+    engine.enqueue(_context(_PLAIN, 1))
+    engine.enqueue(largest)
+
+
+def _batches(config: EngineConfig) -> Iterator[ScheduledBatch]:
+    """Plans for slot 0."""
+    longest = min(_LONGEST, config.seq_len_limit)
+    num_blocks = -(-longest // config.tokens_per_block)
+    yield ScheduledBatch(0, new_blocks=tuple(BlockAssignment(0, i, 0) for i in range(num_blocks)))
+    most_tokens = min(longest, config.num_tokens_limit)
+    lengths = [2**power for power in range(most_tokens.bit_length())]
+    for length in {*lengths, most_tokens}:
+        yield _context(_PLAIN, length)
+    end = VerifiedSlot(0, longest - 1, 0)
+    yield ScheduledBatch(0, verified=(end,), generation_slots=(0,))
+    for sampling in _KINDS:
+        yield _context(sampling, 1)
+
+
+def _context(sampling: SamplingParams, length: int) -> ScheduledBatch:
+    """A prompt of so many tokens, and the draw after it."""
+    tokens = (0,) * length
+    setup = SlotSetup(0, 0, sampling, prompt_len=length, tokens=tokens)
+    return ScheduledBatch(0, (setup,), context_chunks=(ContextChunk(0, 0, tokens, is_last=True),))
+
+
+def _mask(vocab_size: int) -> TokenMasks:
+    """The first row may draw everything."""
+    return np.array([[0, *[-1] * (1 + -(-vocab_size // 32))]], dtype=np.int32)
