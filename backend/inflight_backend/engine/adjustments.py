@@ -22,6 +22,7 @@ from inflight_backend.engine import step_buffer as columns
 from inflight_backend.engine.ops import Ops
 from inflight_backend.engine.slot_memory import adjustment_shapes
 from inflight_backend.engine.slots import SamplingInputs
+from inflight_backend.engine.to_device import to_device
 from inflight_kernels.reference import COUNT_UNIT
 from inflight_scheduler import SamplingParams, SlotSetup
 
@@ -180,11 +181,7 @@ class Adjustments:
         return self._tables[name]
 
     def _send(self, values: npt.NDArray[np.generic]) -> Tensor:
-        """To the device, without waiting for it."""
-        tensor = torch.from_numpy(values)
-        if self._device == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return to_device(torch.from_numpy(values), self._device)
 
 
 def features_of(sampling: SamplingParams) -> int:

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.observer import Observer
+from inflight_backend.engine.to_device import to_device
 from inflight_scheduler import SlotSetup
 
 
 class BeamRows:
     """Knows which slots search, and how many candidates each wants."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, device: str) -> None:
+        self._device = device
         self._num_candidates = np.zeros(num_slots, dtype=np.int64)
         self._is_used = False
 
@@ -56,5 +58,5 @@ class BeamRows:
     def without(self, sampling_slots: Tensor, slots: Sequence[int], padding_slot: int) -> Tensor:
         """``sampling_slots`` [N] with the padding slot for rows that search: what was drawn there
         is nobody's."""
-        searches = torch.from_numpy(self._num_candidates[list(slots)] > 0)
-        return torch.where(searches.to(sampling_slots.device), padding_slot, sampling_slots)
+        searches = to_device(torch.from_numpy(self._num_candidates[list(slots)] > 0), self._device)
+        return torch.where(searches, padding_slot, sampling_slots)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inflight_backend.engine.ops import Ops
 from inflight_backend.engine.slots import SamplingInputs
+from inflight_backend.engine.to_device import to_device
 from inflight_backend.step_outputs import (
     EditSource,
     MaskSource,
@@ -61,8 +62,7 @@ def send_masks(source: MaskSource | None, device: str) -> Tensor | None:
     if source is None:
         return None
     masks: TokenMasks = source()
-    tensor = torch.from_numpy(masks)
-    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return to_device(torch.from_numpy(masks), device)
 
 
 def restrict(logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, ops: Ops) -> None:

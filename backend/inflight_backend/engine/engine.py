@@ -33,7 +33,7 @@ from inflight_backend.engine.drawing import (
     restrict,
     send_masks,
 )
-from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
+from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner, record_steps
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
 from inflight_backend.engine.layers import Parameter
@@ -94,7 +94,7 @@ class Engine:
             self._ops,
         )
         self._observer = Observer(config.num_slots, config.device)
-        self._beams = BeamRows(config.num_slots)
+        self._beams = BeamRows(config.num_slots, config.device)
         self._outputs: StepOutputs | None = None
         self._rules = HostRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
@@ -143,8 +143,15 @@ class Engine:
     def device_name(self) -> str:
         """Where it runs, for people."""
         if self.config.device == "cuda":
-            return torch.cuda.get_device_name()
+            graphs = "" if self.num_recordings else ", without CUDA graphs"
+            return f"{torch.cuda.get_device_name()}{graphs}"
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+    @property
+    def num_recordings(self) -> int:
+        """Sizes of generation steps that are recorded and replayed, as CUDA graphs on a GPU; with 0
+        every step runs eagerly."""
+        return 0 if self._runner is None else self._runner.num_recordings
 
     @property
     def dtype_name(self) -> str:
@@ -227,6 +234,7 @@ class Engine:
         """
         self._rules.edits = source
 
+    @torch.inference_mode()  # the reader's pinned buffers were made in it, too
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
         return self._reader.send(self.enqueue(batch), self._observer.take())
@@ -262,7 +270,8 @@ class Engine:
             hidden = hidden[step.sample_rows]
         else:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        return self._finish(hidden, step.sampling, drawing_slots(batch), rules)
+        sampling = self._slots.begin_draw(batch, words)
+        return self._finish(hidden, sampling, drawing_slots(batch), rules)
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
@@ -436,10 +445,5 @@ class Engine:
             if self.config.device != "cuda":
                 return None
             capture = CudaCapture()
-        try:
-            return GraphRunner(
-                self._record_forward, self._record_draw, self._buffer.padded_slots, capture
-            )
-        except RuntimeError:
-            _logger.warning("generation steps cannot be recorded and run eagerly", exc_info=True)
-            return None
+        slots = self._buffer.padded_slots
+        return record_steps(self._record_forward, self._record_draw, slots, capture)

@@ -23,6 +23,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
+
 Forward: TypeAlias = Callable[[Tensor], Tensor]
 """slots [B] int32 at a fixed address -> hidden states [B, hidden_size]."""
 
@@ -53,6 +57,11 @@ class GraphRunner:
             replay_draw, tokens = capture(partial(draw, slots[:size], hidden))
             self._recordings[size] = _Recording(replay_forward, hidden, replay_draw, tokens)
 
+    @property
+    def num_recordings(self) -> int:
+        """Sizes of steps that are recorded."""
+        return len(self._recordings)
+
     def run(self, num_rows: int) -> Tensor:
         """Replay the smallest bucket that holds ``num_rows``: their tokens [num_rows] int64.
 
@@ -71,6 +80,22 @@ class GraphRunner:
 
     def _find(self, num_rows: int) -> _Recording:
         return self._recordings[self._sizes[bisect_left(self._sizes, num_rows)]]
+
+
+def record_steps(
+    forward: Forward, draw: Draw, slots: Tensor, capture: Capture
+) -> GraphRunner | None:
+    """A `GraphRunner`; None, and a line in the log, where ``capture`` fails."""
+    try:
+        return GraphRunner(forward, draw, slots, capture)
+    except RuntimeError as error:  # nobody's request is in it: it may be quoted
+        reason = str(error).partition("\n")[0]
+        _logger.warning(
+            "generation steps cannot be recorded and run eagerly, which is slower: %s",
+            reason,
+            exc_info=True,
+        )
+        return None
 
 
 class CudaCapture:

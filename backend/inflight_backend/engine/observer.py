@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.to_device import to_device
 from inflight_backend.step_outputs import ContextLogits, StepOutputs, as_array
 from inflight_scheduler import ContextChunk, SlotSetup
 
@@ -174,10 +175,7 @@ class Observer:
         """Row numbers as an index on the device; all of ``num_rows`` need none."""
         if len(rows) == num_rows:
             return slice(None)
-        index = torch.tensor(rows, dtype=torch.int64)
-        if self._device == "cpu":
-            return index
-        return index.pin_memory().to(self._device, non_blocking=True)
+        return to_device(torch.tensor(rows, dtype=torch.int64), self._device)
 
     def _to_host(self, values: Tensor) -> Tensor:
         if self._device == "cpu":

@@ -66,7 +66,6 @@ class StepInputs:
     tokens: Tensor
     sample_rows: Tensor | None
     attention: AttentionInputs
-    sampling: SamplingInputs
 
 
 class SlotTable:
@@ -142,9 +141,12 @@ class SlotTable:
             tokens=tokens,
             sample_rows=words.sample_rows.long() if batch.runs else None,
             attention=attention,
-            sampling=self.sampling(
-                words.sample_slots.long(), *self._sampling_flags(batch), words.sample_lags
-            ),
+        )
+
+    def begin_draw(self, batch: ScheduledBatch, words: StepWords) -> SamplingInputs:
+        """What the draw of the step that was begun last needs."""
+        return self.sampling(
+            words.sample_slots.long(), *self._sampling_flags(batch), words.sample_lags
         )
 
     def begin_generation(self, generation_slots: Tensor) -> StepInputs:
@@ -169,8 +171,7 @@ class SlotTable:
             slot_mapping=slot_mapping,
             host=None,
         )
-        sampling = self.sampling(slots)
-        return StepInputs(self._last_tokens[slots], None, attention, sampling)
+        return StepInputs(self._last_tokens[slots], None, attention)
 
     @property
     def parameters(self) -> Tensor:

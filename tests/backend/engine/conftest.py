@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import write_checkpoint
+from fake_cuda import FakeCuda
 
 from inflight_backend.engine import Engine, EngineConfig
 
@@ -32,15 +34,45 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def small_engine(checkpoint: Callable[..., Path]) -> Callable[[str], Engine]:
-    """``small_engine(variant)``: 8 slots, blocks of 4 tokens, 256 blocks, float32 on the CPU."""
-    made: dict[str, Engine] = {}
+def fake_cuda() -> FakeCuda:
+    """The device of `fake_cuda`, for all engines of this process."""
+    return FakeCuda()
+
+
+@pytest.fixture
+def device(
+    request: pytest.FixtureRequest, fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """Where engines run: on the CPU, unless a test asks for more (`on_both_devices`)."""
+    name: str = getattr(request, "param", "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        fake_cuda.install(monkeypatch)
+    return name
+
+
+@pytest.fixture(scope="session")
+def _small_engines() -> dict[tuple[str, str], Engine]:
+    return {}
+
+
+@pytest.fixture
+def small_engine(
+    checkpoint: Callable[..., Path],
+    device: str,
+    _small_engines: dict[tuple[str, str], Engine],
+) -> Callable[[str], Engine]:
+    """``small_engine(variant)``: 8 slots, blocks of 4 tokens, 256 blocks, float32."""
+
+    # On a device the largest step is run when an engine is made.
+    settings = {"cpu": SMALL, "cuda": replace(SMALL, device="cuda", max_num_tokens=256)}
 
     def make(variant: str = "llama-mha") -> Engine:
-        if variant not in made:
+        key = (variant, device)
+        if key not in _small_engines:
             num_shards = 3 if variant.startswith("qwen") else 1
-            made[variant] = Engine.load(checkpoint(variant, num_shards=num_shards), SMALL)
-        return made[variant]
+            folder = checkpoint(variant, num_shards=num_shards)
+            _small_engines[key] = Engine.load(folder, settings[device])
+        return _small_engines[key]
 
     return make
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import VOCAB_SIZE
 from engine_driver import EngineDriver, Job
+from fake_cuda import on_both_devices
 
 from inflight_backend.engine import Engine
 from inflight_scheduler import OutputParams, SamplingParams
@@ -71,6 +72,7 @@ def test_right_and_wrong_drafts_change_no_token(variant: str, small_engine: Smal
     assert num_steps < NUM_TOKENS, "some were right"
 
 
+@on_both_devices
 def test_drafts_take_turns_with_plain_steps_and_chunks(small_engine: SmallEngine) -> None:
     """A last chunk with drafts beside others; then who had some goes on without, and a pause."""
     engine = small_engine("llama-mha")
@@ -90,6 +92,7 @@ def test_drafts_take_turns_with_plain_steps_and_chunks(small_engine: SmallEngine
     assert [job.generated for job in jobs] == answers
 
 
+@on_both_devices
 def test_more_rows_than_requests_draw_part_by_part(small_engine: SmallEngine) -> None:
     engine = small_engine("llama-mha")
     jobs = make_jobs()
@@ -115,6 +118,7 @@ def test_the_end_may_not_come_before_its_time(small_engine: SmallEngine) -> None
     assert later.generated == expected[:4]
 
 
+@on_both_devices
 def test_every_row_brings_its_log_probability(small_engine: SmallEngine) -> None:
     engine = small_engine("llama-mha")
     job = make_jobs()[0]

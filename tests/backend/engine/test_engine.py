@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import VARIANTS, VOCAB_SIZE, oracle_logits, oracle_tokens
 from engine_driver import EngineDriver, Job
+from fake_cuda import on_both_devices
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_scheduler import (
@@ -59,6 +60,7 @@ def test_greedy_equals_transformers(
     assert driver.generate(jobs, NUM_TOKENS, chunk_size) == expected(variant)
 
 
+@on_both_devices
 @pytest.mark.parametrize("variant", ["llama3-biased-gqa8", "mistral-window", "qwen3"])
 def test_requests_join_pause_and_resume(
     variant: str, small_engine: SmallEngine, expected: Callable[[str], list[list[int]]]
@@ -88,6 +90,7 @@ def test_a_slot_and_its_blocks_are_used_again(
         driver.release(job)
 
 
+@on_both_devices
 def test_seeded_answers_do_not_depend_on_the_batch(small_engine: SmallEngine) -> None:
     engine = small_engine("qwen2-tied")
     prompts = make_prompts()
@@ -135,6 +138,7 @@ def test_draws_follow_the_logits_of_transformers(
     assert chi_square < degrees + 4 * (2 * degrees) ** 0.5
 
 
+@on_both_devices
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_end_id_waits_for_the_minimum(small_engine: SmallEngine, is_greedy: bool) -> None:
     prompt = make_prompts()[3]
@@ -192,12 +196,14 @@ def test_bfloat16_is_close_to_transformers(checkpoint: Folder) -> None:
     assert logits.max() - logits[token] < 0.05 * (logits.max() - logits.min())
 
 
+@on_both_devices
 def test_nothing_to_run(small_engine: SmallEngine) -> None:
     engine = small_engine("llama-mha")
     assert engine.execute(ScheduledBatch(iteration=1)) == []
     assert EngineDriver(engine).step({Job([1, 2, 3, 4, 5]): 3}) == []  # not the last chunk
 
 
+@on_both_devices
 def test_a_plan_may_set_up_and_run_nothing(small_engine: SmallEngine) -> None:
     engine = small_engine("llama-mha")
     prompt = make_prompts()[2]
@@ -210,6 +216,7 @@ def test_a_plan_may_set_up_and_run_nothing(small_engine: SmallEngine) -> None:
     assert engine.execute(ScheduledBatch(3, generation_slots=(5,))) == free.generated[1:]
 
 
+@on_both_devices
 def test_a_plan_may_copy_blocks(small_engine: SmallEngine) -> None:
     engine = small_engine("llama-mha")
     prompt = make_prompts()[3][:8]
@@ -233,6 +240,7 @@ def test_a_plan_may_copy_blocks(small_engine: SmallEngine) -> None:
     assert engine.supports_block_copies
 
 
+@on_both_devices
 def test_steps_may_be_submitted_before_the_last_is_read(small_engine: SmallEngine) -> None:
     """Tokens feed the next step on the device; reading them is one step late."""
     engine = small_engine("qwen3")

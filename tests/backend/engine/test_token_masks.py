@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE
 from engine_driver import EngineDriver, Job
+from fake_cuda import on_both_devices
 from replay import Rerun
 from torch import Tensor
 
@@ -35,6 +36,7 @@ def engine(small_engine: Callable[[], Engine]) -> Engine:
     return small_engine()
 
 
+@on_both_devices
 @pytest.mark.parametrize("sampling", [SamplingParams(), DRAWN], ids=["greedy", "drawn"])
 def test_masked_rows_obey_and_the_others_never_notice(
     engine: Engine, sampling: SamplingParams
@@ -81,6 +83,7 @@ def test_replayed_steps_are_masked_too(checkpoint: Callable[..., Path]) -> None:
     assert driver.step({}, jobs)[0] == 9
 
 
+@on_both_devices
 def test_a_forced_token_wins_over_bias_and_minimum(engine: Engine) -> None:
     sampling = SamplingParams(bias=((END, -np.inf),), min_length=5)
     driver, job = EngineDriver(engine), Job([1, 2], sampling, END, min_end_position=7)

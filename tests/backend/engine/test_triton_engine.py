@@ -74,7 +74,9 @@ def load_recorded(checkpoint: Path) -> tuple[Engine, Rerun | None]:
     """An engine that replays: CUDA graphs on a GPU, else what stands for them."""
     capture = None if DEVICE == "cuda" else Rerun()
     config = replace(CONFIG, cuda_graph_mode=True)
-    return Engine.load(checkpoint, config, capture=capture), capture
+    engine = Engine.load(checkpoint, config, capture=capture)
+    assert engine.num_recordings == 3
+    return engine, capture
 
 
 @contextmanager

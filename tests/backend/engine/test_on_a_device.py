@@ -1,0 +1,234 @@
+"""Engines on a device: equal tokens from recorded steps, on other threads, in a pool that is what
+the device has left. (Tests marked `on_both_devices` in the other files run there as well.)"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import EngineDriver, Job
+from fake_cuda import FREE_BYTES, RESERVED_BYTES, STEP_BYTES, FakeCuda
+from manager_harness import Recorder, request, running
+from torch import Tensor
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.slot_memory import max_words
+from inflight_backend.engine.slots import SlotTable
+from inflight_backend.engine.token_reader import TokenReader
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_scheduler import OutputParams, SamplingParams
+
+CPU = EngineConfig(
+    device="cpu",
+    max_batch_size=2,
+    max_num_tokens=16,
+    tokens_per_block=4,
+    max_tokens_in_paged_kv_cache=256,
+)
+CUDA = replace(CPU, device="cuda")
+PROMPTS = ([1, 2, 3, 4, 5], [7])
+SAMPLINGS = (
+    SamplingParams(temperature=1.3, top_p=0.9, seed=3),
+    SamplingParams(
+        repetition_penalty=1.5, no_repeat_ngram_size=2, bias=((3, 1.5),), bad_words=((5,), (3, 9))
+    ),
+)
+
+on_the_device = pytest.mark.parametrize("device", ["cuda"], indirect=True)
+
+
+@pytest.fixture
+def fake(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The fake, even where there is a GPU: without a kernel it does for that as well."""
+    fake_cuda.install(monkeypatch)
+    return fake_cuda
+
+
+@pytest.fixture
+def folder(checkpoint: Callable[..., Path]) -> Path:
+    """One layer whose heads the kernels take: they are interpreted here."""
+    return checkpoint(
+        head_dim=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+
+
+def generate(engine: Engine) -> tuple[list[list[int]], list[float]]:
+    """Tokens of plain, then of all kinds of requests, and log probabilities; the last token is
+    masked and the one before edited."""
+    driver = EngineDriver(engine)
+    plain = [Job(prompt) for prompt in PROMPTS]
+    driver.generate(plain, 3)
+    for job in plain:
+        driver.release(job)
+    wants = OutputParams(log_probs=True)
+    jobs = [
+        Job(prompt, sampling, outputs=wants)
+        for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
+    ]
+    log_probs = []
+    driver.step(dict.fromkeys(jobs, 0))
+    for step in range(4):
+        if step == 2:
+            engine.edit_next(lambda: [(0, partial(keep, 9))])
+        if step == 3:
+            engine.mask_next(lambda: np.array([[1, 11, *[0] * 7]], dtype=np.int32))
+        driver.step({}, jobs)
+        outputs = engine.take_outputs()
+        assert outputs is not None
+        log_probs += outputs.log_probs[1]
+    assert jobs[0].generated[3] == 9
+    assert jobs[1].generated[4] == 11
+    return [job.generated for job in (*plain, *jobs)], log_probs
+
+
+def keep(token: int, logits: Tensor, stream: int) -> None:
+    """Only this token may be drawn."""
+    logits[..., :token], logits[..., token + 1 :] = -torch.inf, -torch.inf
+
+
+@on_the_device
+def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str) -> None:
+    engine = Engine.load(folder, CUDA)
+    assert engine.is_asynchronous
+    assert engine.num_recordings == 2
+    tokens, log_probs = generate(engine)
+    expected_tokens, expected_log_probs = generate(Engine.load(folder, CPU))
+    assert tokens == expected_tokens
+    assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
+
+
+@on_the_device
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_manager_gives_equal_answers(folder: Path, device: str, width: int) -> None:
+    """Its loop is overlapped there, and the engine's owner is the manager's own thread."""
+    answers = []
+    for name in ("cpu", device):
+        params = TrtGptModelOptionalParams(
+            max_batch_size=2,
+            max_num_tokens=16,
+            kv_cache_config=KvCacheConfig(max_tokens=128, tokens_per_block=8),
+            device=name,
+        )
+        more = {"beam_width": 2} if width == 2 else {"random_seed": 5, "runtime_top_k": 9}
+        requests = [
+            request(1, PROMPTS[0], 6, streaming=False, **more),
+            request(2, PROMPTS[1], 4, streaming=False, return_log_probs=width == 1),
+        ]
+        recorder = Recorder(requests)
+        with running(recorder, folder, params=params, max_beam_width=width) as manager:
+            recorder.wait_for_finals(1, 2)
+            assert manager.engine.is_asynchronous == (name == "cuda")
+        answers.append(recorder.responses)
+    assert answers[0] == answers[1]
+    assert not any(error for sent in answers[0].values() for _, _, error in sent)
+
+
+def test_the_pool_is_a_share_of_what_the_device_has_left(folder: Path, fake: FakeCuda) -> None:
+    config = replace(CUDA, max_tokens_in_paged_kv_cache=None, attention_backend="torch")
+    engine = Engine.load(folder, config)
+    block_bytes = 2 * engine.model_config.kv_size * 4 * config.tokens_per_block
+    assert engine.num_blocks == int((FREE_BYTES - STEP_BYTES) * 0.9) // block_bytes
+    usage = engine.memory_usage()
+    assert usage.gpu == RESERVED_BYTES
+    words = max_words(2, 16, engine.max_seq_len // config.tokens_per_block)
+    assert usage.pinned == 2 * (4 * words + 8 * 16), "two buffers of words, two of tokens"
+
+
+@on_the_device
+def test_recordings_that_fail_are_told_where_the_device_is(
+    folder: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: object) -> tuple[Callable[[], None], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    assert "graphs" not in Engine.load(folder, CUDA).device_name
+    engine = Engine.load(folder, CUDA, capture=fail)
+    assert engine.num_recordings == 0
+    assert engine.device_name.endswith(", without CUDA graphs")
+    (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert record.getMessage().endswith(
+        "eagerly, which is slower: operation not permitted when stream is capturing"
+    )
+
+
+def test_a_recorded_decoder_makes_nothing_for_the_draw(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the recording of the draw holds this")
+
+    config = replace(CPU, attention_backend="triton")
+    calls: list[Callable[[], Tensor]] = []
+
+    def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        calls.append(call)
+        return lambda: None, call()
+
+    Engine.load(folder, config, capture=capture)
+    monkeypatch.setattr(SlotTable, "sampling", refuse)
+    with torch.inference_mode():
+        assert len(calls[0]()) == CPU.max_batch_size
+        with pytest.raises(AssertionError, match="the draw holds"):
+            calls[1]()
+
+
+class Steps:
+    """Stands for an engine: each method is a mistake that only a device would notice."""
+
+    config = CUDA
+
+    @torch.inference_mode()
+    def mix(self) -> None:
+        torch.zeros(2, device="cuda") + torch.ones(2)
+
+    @torch.inference_mode()
+    def read(self) -> None:
+        torch.zeros(2, device="cuda").tolist()
+
+    @torch.inference_mode()
+    def copy_pageable(self) -> None:
+        torch.ones(2).to("cuda", non_blocking=True)
+
+    @torch.inference_mode()
+    def choose(self) -> None:
+        numbers = torch.ones(2, device="cuda")
+        numbers[numbers > 0]
+
+    @torch.inference_mode()
+    def overwrite(self) -> None:
+        source = torch.ones(2, pin_memory=True)
+        target = torch.empty(2, device="cuda").copy_(source, non_blocking=True)
+        source.numpy()[0] = 2.0
+        target.copy_(source, non_blocking=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (Steps.mix, "on the device and on the host"),
+        (Steps.read, "tolist waits for the device"),
+        (Steps.copy_pageable, "a copy from pageable memory to device waits"),
+        (Steps.choose, "with a mask waits"),
+        (Steps.overwrite, "was changed while a copy may read it"),
+    ],
+)
+def test_the_fake_notices_what_a_device_would(
+    step: Callable[[Steps], None], words: str, fake: FakeCuda
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        fake.inside(step, is_step=True)(Steps())
+
+
+def test_tokens_arrive_when_they_are_waited_for(fake: FakeCuda) -> None:
+    def send(_: Steps) -> list[int]:
+        pending = TokenReader(4, "cuda").send(torch.arange(3, device="cuda"))
+        assert 1 not in pending._tokens.numpy(), "it has not arrived"
+        return pending.read()
+
+    assert fake.inside(send, is_step=False)(Steps()) == [0, 1, 2]
