@@ -315,6 +315,7 @@ def _engine(setting: Setting, config: EngineConfig) -> Engine:
     config = replace(
         config,
         max_batch_size=num_slots,
+        max_num_tokens=256,
         tokens_per_block=16,
         max_tokens_in_paged_kv_cache=16 * 8 * num_slots,
     )
