@@ -1,15 +1,15 @@
 """Everything we claim of a GPU, in one command: checks, ceilings, K1-K3, E1-E4, O1.
 
     python benchmarks/gpu.py              all parts, at most 9 minutes, made for one H200
-    python benchmarks/gpu.py --quick      at most 3 minutes: ceilings, checks, E1 and O1, some of K1
+    python benchmarks/gpu.py --quick      at most 3 minutes: checks, ceilings, E1 and O1, some of K1
     python benchmarks/gpu.py --parts E3   one part with all the time to itself
     python benchmarks/gpu.py --parts tiles   the ranked attention tiles, for benchmarks.best_tiles
     python benchmarks/gpu.py --dry-run    every part on a CPU with tiny shapes; reports no figures
 
-Each part is a process of its own with a time limit: one that fails, hangs or breaks the CUDA
-context leaves the rows it made and a row that says so. The JSON goes to ``--output``, else to
-``$OUT/gpu.json``, else nowhere; the table comes last. Needs torch, triton and numpy only. Weights
-are random (seeded, made on the device): no checkpoint is read.
+Each part has processes of its own and a time limit: one that fails, hangs or breaks the CUDA
+context leaves the rows it made and a row that says so, with the end of its stderr. The JSON goes to
+``--output``, else to ``$OUT/gpu.json``, else nowhere; the table comes last. Needs torch, triton and
+numpy only. Weights are random (seeded, made on the device): no checkpoint is read.
 """
 
 from __future__ import annotations
@@ -22,26 +22,41 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 
-# Name -> module and function of `gpu_parts`; seconds of a full run and of a quick one (0: left
-# out). Sums: 530 and 170. What later work depends on most comes first; time that a part leaves
-# over goes to the parts behind it, and the whole run ends in time whatever a part does.
+
+class Part(NamedTuple):
+    """Module and function of `gpu_parts`, and seconds of a full and a quick run (0: left out)."""
+
+    function: str
+    full: int
+    quick: int
+    num_processes: int = 1
+    """Beside one another: for what compiles much and times nothing."""
+    named: int = 0
+    """What it wants where parts are named, if that is more than `full`."""
+
+
+# What later work depends on most comes first; time that a part leaves over goes to the parts behind
+# it, and the whole run ends in time whatever a part does. An empty Triton cache is allowed for.
 PARTS = {
-    "ceilings": ("ceilings.rows", 35, 20),
-    "checks": ("checks.rows", 70, 50),
-    "E1/O1": ("steps.rows", 80, 70),
-    "K1": ("kernel_rows.generation_attention", 50, 30),
-    "E3": ("offline.inflight", 100, 0),
-    "E2": ("offline.static", 75, 0),
-    "K2": ("kernel_rows.context_attention", 35, 0),
-    "E4": ("offline.ragged", 50, 0),
-    "K3": ("kernel_rows.token_kernels", 35, 0),
-    "tiles": ("kernel_rows.tiles", 0, 0),  # only when named
+    "checks": Part("checks.kernels", 55, 40, num_processes=8),
+    "engines": Part("checks.engines", 60, 40, num_processes=8),
+    "ceilings": Part("ceilings.rows", 30, 18),
+    "compile": Part("compiling.rows", 40, 22, num_processes=4),
+    "E1/O1": Part("steps.rows", 70, 35),
+    "K1": Part("kernel_rows.generation_attention", 40, 15),
+    "E3": Part("offline.inflight", 90, 0),
+    "E4": Part("offline.ragged", 40, 0),
+    "K2": Part("kernel_rows.context_attention", 25, 0),
+    "E2": Part("offline.static", 55, 0, named=170),
+    "K3": Part("kernel_rows.token_kernels", 25, 0),
+    "tiles": Part("kernel_rows.tiles", 0, 0, named=300),
 }
+_CHECKS = ("checks", "engines")
 _FULL_SECONDS, _QUICK_SECONDS = 530, 170
 
 Row = dict[str, Any]
@@ -63,7 +78,7 @@ def main() -> None:
 
     report: dict[str, Any] = {**describe(options.dry_run, "gpu.py"), "parts": {}}
     names = [name for name in options.parts or PARTS if _seconds(name, options) > 0]
-    stop_at = time.monotonic() + (_QUICK_SECONDS if options.quick else _FULL_SECONDS)
+    stop_at = time.monotonic() + _all_seconds(options)
     for number, name in enumerate(names):
         later = sum(_seconds(other, options) for other in names[number + 1 :])
         seconds = max(_seconds(name, options), stop_at - time.monotonic() - later)
@@ -77,20 +92,31 @@ def main() -> None:
         print(f"{name}: {len(rows)} rows in {time.monotonic() - start:.0f} s", flush=True)
         write(report, options.output)
     _print(report)
-    failed = [row for row in report["parts"].get("checks", []) if not row.get("ok", False)]
+    failed = [row for name in _CHECKS for row in report["parts"].get(name, []) if _is_bad(row)]
     if failed:
         sys.exit(f"{len(failed)} checks failed")
 
 
+def _is_bad(row: Row) -> bool:
+    """Of a check's rows: it failed, or its process did."""
+    return not row["ok"] if "ok" in row else "error" in row
+
+
+def _all_seconds(options: argparse.Namespace) -> float:
+    return float(options.seconds or (_QUICK_SECONDS if options.quick else _FULL_SECONDS))
+
+
 def _seconds(name: str, options: argparse.Namespace) -> float:
     """Time limit of a part, 0 to leave it out. Parts that are named share the whole time."""
-    _, full, quick = PARTS[name]
+    part = PARTS[name]
     if options.parts:
-        shares = {part: PARTS[part][1] or _FULL_SECONDS for part in options.parts}
-        return _FULL_SECONDS * shares[name] / sum(shares.values())
+        shares = {other: PARTS[other].named or PARTS[other].full for other in options.parts}
+        return _all_seconds(options) * shares[name] / sum(shares.values())
     if options.dry_run:
-        return full or 1
-    return quick if options.quick else full
+        return part.full or 1
+    if options.quick:
+        return part.quick * _all_seconds(options) / _QUICK_SECONDS
+    return part.full * _all_seconds(options) / _FULL_SECONDS
 
 
 def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:
@@ -104,8 +130,9 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator
         is_quick=options.quick,
         stop_at=time.monotonic() + seconds,
         ceilings=Ceilings(**json.loads(options.ceilings)) if options.ceilings else Ceilings(),
+        share=_share(options.share),
     )
-    module, function = PARTS[name][0].split(".")
+    module, function = PARTS[name].function.split(".")
     try:
         part: Callable[[Setting], Iterator[Row]] = getattr(
             import_module(f"gpu_parts.{module}"), function
@@ -119,15 +146,24 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator
         yield {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
+def _share(text: str | None) -> tuple[int, int]:
+    """Number and count of the processes of the part, as `isolated` gives them."""
+    if text is None:
+        return 0, 1
+    number, count = text.split("/")
+    return int(number), int(count)
+
+
 def run_isolated(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:
-    """The rows of a part run in a process of its own, which is ended when its time is over."""
+    """The rows of a part run in processes of its own, which are ended when its time is over."""
     from gpu_parts import isolated
 
     arguments = ["--part", name]
     arguments += ["--ceilings", options.ceilings] if options.ceilings else []
     arguments += ["--quick"] if options.quick else []
     arguments += ["--dry-run"] if options.dry_run else []
-    yield from isolated.run_isolated(Path(__file__).resolve(), arguments, seconds)
+    script, num_processes = Path(__file__).resolve(), PARTS[name].num_processes
+    yield from isolated.run_isolated(script, arguments, seconds, num_processes=num_processes)
 
 
 def _parse() -> argparse.Namespace:
@@ -135,10 +171,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, no figures")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
+    parser.add_argument("--seconds", type=float, help="for all parts together")
     out = Path(os.environ["OUT"]) / "gpu.json" if os.environ.get("OUT") else None
     parser.add_argument("--output", type=Path, default=out, help="write JSON here")
-    for name, kind in (("part", str), ("rows", Path), ("until", float), ("ceilings", str)):
-        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    for name in ("part", "ceilings", "share"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.dry_run:
         import torch
@@ -167,7 +206,7 @@ def _ceilings(rows: list[Row]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
-    """Checks that failed, then a line per row; what matters most last, where a tail shows it."""
+    """A line per row but for good checks; what matters most last, where a tail shows it."""
     for name, rows in reversed(report["parts"].items()):
         good = [row for row in rows if row.get("ok")]
         print(f"\n{name}" + (f": {len(good)} of {len(rows)} good" if good else ""))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 # Triton reads this when it is first imported, whoever does that: without a GPU, kernels run on the
-# CPU in the tests.
+# CPU in the tests. (A machine that shows its GPU elsewhere sets it to 0.)
 if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The largest pieces of work: with several processes they start first, so that no process waits for
 # another's at the end.

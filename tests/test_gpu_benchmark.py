@@ -65,13 +65,14 @@ def test_dry_run(tmp_path: Path, gpu: ModuleType) -> None:
     assert set(report["parts"]) == set(gpu.PARTS)
     rows = [row for part in report["parts"].values() for row in part]
     assert not [row for row in rows if "error" in row and "check" not in row]
-    assert all(row["ok"] for row in report["parts"]["checks"])
+    assert all(row["ok"] for name in gpu._CHECKS for row in report["parts"][name])
     assert not [row for row in rows if any(figure in row for figure in FIGURES)]
 
 
 def options(**changes: object) -> argparse.Namespace:
     """Options of a dry run."""
-    values = {"dry_run": True, "quick": False, "ceilings": None, "parts": None}
+    values = {"dry_run": True, "quick": False, "ceilings": None, "parts": None, "share": None}
+    values["seconds"] = None
     return argparse.Namespace(**{**values, **changes})
 
 
@@ -80,17 +81,20 @@ def test_a_part_that_hangs_or_dies_is_a_row(
 ) -> None:
     [row] = gpu.run_isolated("ceilings", options(), seconds=0.1)
     assert row["error"].startswith("killed after")
-    monkeypatch.setitem(gpu.PARTS, "broken", ("nowhere.rows", 1, 1))
+    monkeypatch.setitem(gpu.PARTS, "broken", gpu.Part("nowhere.rows", 1, 1))
     [row] = gpu.run_part("broken", options(), seconds=1)
     assert "nowhere" in row["error"]
-    # The child knows no such part and ends with a status.
+    # The child knows no such part and ends with a status; its stderr says why.
     [row] = gpu.run_isolated("broken", options(), seconds=60)
     assert "status 1" in row["error"]
+    assert "KeyError: 'broken'" in row["stderr"]
 
 
-def test_a_part_alone_in_its_process(gpu: ModuleType) -> None:
-    rows = list(gpu.run_isolated("ceilings", options(), seconds=120))
-    assert [row["what"] for row in rows[:2]] == ["copy", "read (sum)"]
+def test_a_part_in_two_processes(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu.PARTS, "compile", gpu.PARTS["compile"]._replace(num_processes=2))
+    rows = list(gpu.run_isolated("compile", options(), seconds=240))
+    models = [row["model"] for row in rows if "model" in row]
+    assert models == ["8B", "13B fp8", "8B fp8", "14B"]
     assert not [row for row in rows if "error" in row]
 
 
@@ -120,6 +124,10 @@ def test_times_add_up(gpu: ModuleType) -> None:
     alone = options(parts=["E3"], dry_run=False)
     assert gpu._seconds("E3", alone) == gpu._seconds("tiles", options(parts=["tiles"])) == 530
     assert gpu._seconds("tiles", options(dry_run=False)) == 0, "only when it is named"
+    both = options(parts=["checks", "engines"], seconds=115, dry_run=False)
+    assert [gpu._seconds(name, both) for name in ("checks", "engines")] == [55, 60]
+    short = options(seconds=265, dry_run=False)
+    assert gpu._seconds("E1/O1", short) == 35
 
 
 def test_ceilings_are_the_largest_that_were_measured(gpu: ModuleType) -> None:

@@ -1,4 +1,7 @@
-"""Every kernel against the torch reference on the device, then whole engines against each other.
+"""Every kernel against the torch reference on the device, and whole engines against each other.
+
+They are shared out among processes that run beside one another: most of the time of a check goes
+into compiling, and one that breaks the CUDA context takes few others with it.
 
 The error is ‖out - ref‖ / ‖ref‖ in float32, the reference computed in float32 from the same
 rounded inputs. Limits: bf16 results are rounded to 8 bits once or twice (half a unit is 2e-3),
@@ -18,7 +21,7 @@ from gpu_parts import engine_checks
 from gpu_parts.common import TINY, Row, Setting, make_engine
 from torch import Tensor
 
-from inflight_backend.engine import EngineConfig
+from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.layers import Fp8Linear, quantize
 from inflight_kernels import reference
 from inflight_scheduler import BlockAssignment, ContextChunk, SamplingParams, ScheduledBatch
@@ -37,17 +40,41 @@ class _Check:
     run: Callable[[], tuple[Tensor, Tensor]]
 
 
-def rows(setting: Setting) -> Iterator[Row]:
-    """One row per check; a check that raises is a row too."""
+def kernels(setting: Setting) -> Iterator[Row]:
+    """The kernels, one row per check."""
+    yield from rows(setting, _kernel_checks(setting))
+
+
+def engines(setting: Setting) -> Iterator[Row]:
+    """Whole engines, one row per check."""
+    yield from rows(setting, _engine_checks(setting))
+
+
+def rows(setting: Setting, checks: Iterator[_Check]) -> Iterator[Row]:
+    """A check that raises is a row too; behind one that broke the context, none can run."""
     torch.manual_seed(0)
-    for check in _checks(setting):
+    broken_by = ""
+    for check in setting.own(checks):
+        row: Row = {"check": check.name, "ok": False}
+        if broken_by:
+            yield {**row, "error": f"did not run: '{broken_by}' broke the CUDA context"}
+            continue
+        torch.manual_seed(0)  # the same numbers whatever ran before it
         try:
             out, expected = check.run()
             error = _error(out, expected)
-            is_good = error <= check.limit
-            yield {"check": check.name, "ok": is_good, "error": f"{error:.1e}"}
+            yield {**row, "ok": error <= check.limit, "error": f"{error:.1e}"}
         except Exception as error:  # the next check may still say something
-            yield {"check": check.name, "ok": False, "error": f"{type(error).__name__}: {error}"}
+            broken_by = "" if _has_context(setting) else check.name
+            yield {**row, "error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def _has_context(setting: Setting) -> bool:
+    try:
+        setting.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _error(out: Tensor, expected: Tensor) -> float:
@@ -57,7 +84,7 @@ def _error(out: Tensor, expected: Tensor) -> float:
     return float((out - expected).norm() / expected.norm().clamp(min=1e-12))
 
 
-def _checks(setting: Setting) -> Iterator[_Check]:
+def _kernel_checks(setting: Setting) -> Iterator[_Check]:
     yield from _token_checks(setting)
     yield from _rope_checks(setting)
     for num_heads, num_kv_heads in ((4, 2),) if setting.is_dry else ((32, 8), (40, 40)):
@@ -71,17 +98,16 @@ def _checks(setting: Setting) -> Iterator[_Check]:
     yield _Check("sample", 0.0, partial(_sample, setting))
     yield _Check("copy_blocks", 0.0, partial(_copy, setting))
     yield _Check("fp8 linear", 1e-2, partial(_fp8_linear, setting))
-    yield _Check("engine: triton against torch, float32", 0.0, partial(_engines, setting))
-    yield from _engine_checks(setting)
-    if not setting.is_dry:
-        yield _Check("engine: graphs against eager, bf16", 0.0, partial(_graphs, setting, "none"))
-        yield _Check("engine: graphs against eager, fp8", 0.0, partial(_graphs, setting, "fp8"))
 
 
 def _engine_checks(setting: Setting) -> Iterator[_Check]:
     """Limits: bf16 keeps 8 bits, so a perplexity moves by 1e-3; e4m3 keeps 4, and the logits of a
     random model of two layers come out 8 % away (measured on a CPU), so 15 % is a fault."""
     run = engine_checks
+    yield _Check("triton against torch, float32", 0.0, partial(_engines, setting))
+    if not setting.is_dry:
+        yield _Check("recorded against eager, bf16", 0.0, partial(_graphs, setting, "none"))
+        yield _Check("recorded against eager, fp8", 0.0, partial(_graphs, setting, "fp8"))
     if _is_there("transformers"):
         yield _Check("float32 tokens are transformers'", 0.0, partial(run.equal_tokens, setting))
     yield _Check("perplexity in bf16", 1e-2, partial(run.perplexity, setting, "bfloat16"))
@@ -264,36 +290,46 @@ def _fp8_linear(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def _engines(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Greedy tokens of the same weights on both backends, with graphs where there is a GPU."""
-    answers = [
-        _generate(setting, EngineConfig(dtype="float32", attention_backend=backend))
-        for backend in ("triton", "torch")
-    ]
-    return answers[0], answers[1]
+    """Greedy tokens of the same weights on both backends, recorded where there is a GPU."""
+    found, expected = (
+        _generate(setting, _engine(setting, EngineConfig(dtype="float32", attention_backend=name)))
+        for name in ("triton", "torch")
+    )
+    return found, expected
 
 
 def _graphs(setting: Setting, quantization: str) -> tuple[Tensor, Tensor]:
-    """Greedy tokens with and without recorded steps."""
+    """Greedy tokens with and without recorded steps; an engine that has none compares nothing."""
     kv_cache = "fp8" if quantization == "fp8" else "auto"
     config = EngineConfig(dtype="bfloat16", quantization=quantization, kv_cache_dtype=kv_cache)
-    answers = [
-        _generate(setting, replace(config, cuda_graph_mode=is_captured))
-        for is_captured in (True, False)
-    ]
-    return answers[0], answers[1]
+    recorded = _engine(setting, config)
+    if not recorded.num_recordings:
+        raise RuntimeError("no step could be recorded; stderr says why")
+    eager = _engine(setting, replace(config, cuda_graph_mode=False))
+    return _generate(setting, recorded), _generate(setting, eager)
 
 
-def _generate(setting: Setting, config: EngineConfig) -> Tensor:
-    """Greedy tokens of a few prompts of the tiny model."""
-    lengths = [3, 9] if setting.is_dry else [1, 7, 16, 17, 40, 100]
-    num_tokens = 2 if setting.is_dry else 24
+def _engine(setting: Setting, config: EngineConfig) -> Engine:
+    """With the tiny model and as many slots as there are prompts."""
+    num_slots = len(_lengths(setting))
     config = replace(
         config,
-        max_batch_size=len(lengths),
+        max_batch_size=num_slots,
+        max_num_tokens=256,
         tokens_per_block=16,
-        max_tokens_in_paged_kv_cache=16 * 8 * len(lengths),
+        max_tokens_in_paged_kv_cache=16 * 8 * num_slots,
     )
-    engine = make_engine(setting, TINY, config)
+    return make_engine(setting, TINY, config)
+
+
+def _lengths(setting: Setting) -> list[int]:
+    return [3, 9] if setting.is_dry else [1, 7, 16, 17, 40, 100]
+
+
+def _generate(setting: Setting, engine: Engine) -> Tensor:
+    """Greedy tokens of a few prompts."""
+    lengths = _lengths(setting)
+    num_tokens = 2 if setting.is_dry else 24
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(TINY.vocab_size, (length,), generator=generator).tolist()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from inflight_backend.engine.model_config import RopeConfig
 from inflight_backend.engine.parameters import decoder_parameters
 
 Row = dict[str, Any]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ class Setting:
     is_quick: bool
     stop_at: float
     ceilings: Ceilings = field(default_factory=Ceilings)
+    share: tuple[int, int] = (0, 1)
+    """Which of how many processes this is, where a part has several."""
 
     @property
     def seconds_left(self) -> float:
         """Time until the part must be done."""
         return self.stop_at - time.monotonic()
+
+    def own(self, items: Iterable[_T]) -> Iterator[_T]:
+        """Of all that the part has to do, what this process does."""
+        number, count = self.share
+        return islice(items, number, None, count)
 
     def figures(self, **values: float) -> Row:
         """Measured values, rounded; none in a dry run, which measures nothing."""
@@ -58,7 +67,7 @@ class Setting:
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if not self.is_dry:
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
 
 
@@ -126,17 +135,42 @@ TINY = replace(
 
 
 def make_engine(setting: Setting, model: ModelConfig, config: EngineConfig) -> Engine:
-    """An engine with seeded random weights made on the device; ``config`` may hold "auto".
-
-    An engine that nobody holds any more is part of a cycle (its recordings call it) and would keep
-    its pool until the collector happens to run: it is collected first.
-    """
-    gc.collect()
+    """An engine with seeded random weights made on the device; ``config`` may hold "auto"."""
+    free_memory(setting.device)
     config = resolve(replace(config, device=setting.device.type), model)
     with torch.inference_mode():
         is_fp8 = config.quantization == "fp8"
         parameters = random_parameters(model, config.torch_dtype, setting.device, is_fp8=is_fp8)
         return Engine(config, model, parameters)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give the device's memory back that engines held which are gone.
+
+    Such an engine is part of a cycle (its recordings call it) and keeps its pool until the
+    collector runs. Torch in turn keeps what the collector frees: the first small tensor of the
+    next engine would lie in the segment of the old pool and hold all of it, and a pool that is
+    sized by what the device has free would do without.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def start_row(setting: Setting, name: str, engine: Engine, seconds: float) -> Row:
+    """What an engine became. On a GPU it is an error that no step was recorded: what is measured
+    then is the host."""
+    row: Row = {
+        "model": name,
+        "what": "start",
+        "types": engine.dtype_name,
+        "kv_blocks": engine.num_blocks,
+        "recordings": engine.num_recordings,
+        **setting.figures(seconds=seconds),
+    }
+    if not setting.is_dry and not engine.num_recordings:
+        row["error"] = "no step could be recorded: the rows of this engine are of eager steps"
+    return row
 
 
 def random_parameters(

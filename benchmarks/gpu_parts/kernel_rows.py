@@ -6,86 +6,85 @@ bf16 rate; whatever runs on FP8 caches multiplies in bf16 or float16 all the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 from gpu_parts.ceilings import time_seconds
 from gpu_parts.common import Row, Setting
 
+# Batches and contexts of the generation attention that we have targets for.
+_TARGETS = {(1, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (8, 16_384)}
+_DRY_ROWS = 2  # of an op: `benchmarks.run_all` runs them all dry
+
 
 def generation_attention(setting: Setting) -> Iterator[Row]:
     """K1; a quick run takes the batches and contexts of the targets only."""
-    wanted = {(1, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (8, 16384)}
-
-    def is_wanted(labels: dict[str, Any]) -> bool:
-        return not setting.is_quick or (labels["batch"], labels["context"]) in wanted
-
-    yield from _measured(setting, ["bench_paged_attention_generation"], is_wanted)
+    yield from _measured(setting, ["paged_attention_generation"], setting.is_quick)
 
 
 def context_attention(setting: Setting) -> Iterator[Row]:
     """K2."""
-    yield from _measured(setting, ["bench_paged_attention_context"])
+    yield from _measured(setting, ["paged_attention_context"])
 
 
 def token_kernels(setting: Setting) -> Iterator[Row]:
     """K3."""
     names = ("rms_norm", "rope_write_kv", "silu_mul", "quantize_fp8", "sample", "copy_blocks")
-    yield from _measured(setting, [f"bench_{name}" for name in names])
+    yield from _measured(setting, names)
 
 
 def tiles(setting: Setting) -> Iterator[Row]:
     """The ranked tiles beside the chosen ones at the shapes of the targets; the report is what
     ``python -m benchmarks.best_tiles`` reads."""
-
-    def is_wanted(labels: dict[str, Any]) -> bool:
-        return setting.is_dry or (labels["batch"], labels["context"]) in _TARGETS
-
-    names = ["bench_paged_attention_generation"]
-    yield from _measured(setting, names, is_wanted, has_sweep=True)
-    yield from _measured(setting, ["bench_paged_attention_context"], has_sweep=True)
-
-
-_TARGETS = {(8, 16_384), (32, 4096), (64, 1024), (128, 1024), (256, 1024)}
+    names = ("paged_attention_generation", "paged_attention_context")
+    yield from _measured(setting, names, only_targets=True, has_sweep=True)
 
 
 def _measured(
-    setting: Setting,
-    modules: list[str],
-    is_wanted: Callable[[dict[str, Any]], bool] = lambda _: True,
-    *,
-    has_sweep: bool = False,
+    setting: Setting, ops: Sequence[str], only_targets: bool = False, *, has_sweep: bool = False
 ) -> Iterator[Row]:
+    """The rows of some ops; an op that fails leaves the others."""
     harness = import_module("benchmarks.harness")
+
+    def is_wanted(batch: int, context: int) -> bool:
+        return not only_targets or setting.is_dry or (batch, context) in _TARGETS
+
+    where = harness.Setting(setting.device, setting.is_dry, has_sweep, is_wanted)
+    for op in ops:
+        rows = import_module(f"benchmarks.bench_{op}").rows(where)
+        if setting.is_dry:
+            rows = islice(rows, _DRY_ROWS)
+        try:
+            # A map holds no row while the next is made: of some, two do not fit the GPU.
+            yield from map(partial(_row, setting, op, not has_sweep), rows)
+        except Exception as error:  # while a row was made
+            yield {"op": op, "error": f"{type(error).__name__}: {error}"[:200]}
+
+
+def _row(setting: Setting, op: str, has_peers: bool, row: Any) -> Row:
+    """Our figures; then a peer's, or why it has none."""
     ceilings = setting.ceilings
-    for name in modules:
-        module = import_module(f"benchmarks.{name}")
-        for row in module.rows(harness.Setting(setting.device, setting.is_dry, has_sweep)):
-            if not is_wanted(row.parameters):
-                continue
-            floor = max(row.num_bytes / ceilings.read_bytes, row.num_flops / ceilings.bf16_flops)
-            labels = {"op": name.removeprefix("bench_"), **_labels(row.parameters)}
-            try:
-                seconds = time_seconds(setting, row.call)
-                peers = {
-                    f"{peer}_us": 1e6 * time_seconds(setting, call)
-                    for peer, call in row.baselines.items()
-                    if not has_sweep
-                }
-            except Exception as error:  # one tile or peer that fails leaves the others
-                yield {**labels, "error": f"{type(error).__name__}: {error}"[:200]}
-                continue
-            yield {
-                **labels,
-                **setting.figures(
-                    us=1e6 * seconds,
-                    gb_per_s=row.num_bytes / seconds / 1e9,
-                    tflop_per_s=row.num_flops / seconds / 1e12,
-                    of_floor=floor / seconds,
-                    **peers,
-                ),
-            }
+    floor = max(row.num_bytes / ceilings.read_bytes, row.num_flops / ceilings.bf16_flops)
+    made: Row = {"op": op, **_labels(row.parameters)}
+    try:
+        seconds = time_seconds(setting, row.call)
+    except Exception as error:  # a tile that does not compile leaves the others
+        return {**made, "error": f"{type(error).__name__}: {error}"[:200]}
+    made |= setting.figures(
+        us=1e6 * seconds,
+        gb_per_s=row.num_bytes / seconds / 1e9,
+        tflop_per_s=row.num_flops / seconds / 1e12,
+        of_floor=floor / seconds,
+    )
+    for peer, call in row.baselines.items() if has_peers else ():
+        try:
+            made |= setting.figures(**{f"{peer}_us": 1e6 * time_seconds(setting, call)})
+        except Exception as error:
+            made[peer] = f"{type(error).__name__}: {error}"[:200]
+    return made
 
 
 def _labels(parameters: dict[str, Any]) -> Row:

@@ -12,8 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from gpu_parts.common import LLAMA_8B, LLAMA_13B, QWEN_14B, TINY, Row, Setting, make_engine
-from gpu_parts.whole_requests import run_requests
+from gpu_parts.common import (
+    LLAMA_8B,
+    LLAMA_13B,
+    QWEN_14B,
+    TINY,
+    Row,
+    Setting,
+    make_engine,
+    start_row,
+)
+from gpu_parts.whole_requests import run_requests, warm_up
 
 from inflight_backend.engine import Engine, EngineConfig, ModelConfig
 
@@ -88,28 +97,36 @@ _INFLIGHT = (
 )
 # The workload of mini-sglang and nano-vllm, of which only charts are published.
 RAGGED = Work(256, (100, 1024), (100, 1024), expected=9_000)
-_DRY = (Work(3, (9, 9), (4, 4), 1), Work(3, (3, 9), (2, 5), expected=1))
+DRY = (Work(3, (9, 9), (4, 4), 1), Work(3, (3, 9), (2, 5), expected=1))
 
 
 def static(setting: Setting) -> Iterator[Row]:
     """E2: the headline rows of Llama-2-13B in FP8, the batch as large as the number of requests."""
-    works = _DRY if setting.is_dry else _STATIC
-    yield from _rows(setting, "13B", LLAMA_13B, works, _config(setting, 1024, is_fp8=True))
+    yield from _rows(setting, "13B fp8", _STATIC)
 
 
 def inflight(setting: Setting) -> Iterator[Row]:
     """E3: Llama-3.1-8B in FP8."""
-    works = _DRY if setting.is_dry else _INFLIGHT
-    yield from _rows(setting, "8B", LLAMA_8B, works, _config(setting, 2048, is_fp8=True))
+    yield from _rows(setting, "8B fp8", _INFLIGHT)
 
 
 def ragged(setting: Setting) -> Iterator[Row]:
     """E4: ragged requests on an 8B and a 14B in bf16; `peers.py` runs the same beside others."""
-    works = _DRY if setting.is_dry else (RAGGED,)
-    config = _config(setting, 256, is_fp8=False)
-    yield from _rows(setting, "8B", LLAMA_8B, works, config)
-    if not setting.is_dry:
-        yield from _rows(setting, "14B", QWEN_14B, works, config)
+    for name in ("8B", "14B"):
+        yield from _rows(setting, name, (RAGGED,))
+
+
+def engines(setting: Setting) -> dict[str, tuple[ModelConfig, EngineConfig]]:
+    """Name -> model and configuration, of all that run here; a dry run's are all tiny."""
+    found = {
+        "8B": (LLAMA_8B, _config(setting, 256, is_fp8=False)),
+        "8B fp8": (LLAMA_8B, _config(setting, 2048, is_fp8=True)),
+        "13B fp8": (LLAMA_13B, _config(setting, 1024, is_fp8=True)),
+        "14B": (QWEN_14B, _config(setting, 256, is_fp8=False)),
+    }
+    return (
+        {name: (TINY, config) for name, (_, config) in found.items()} if setting.is_dry else found
+    )
 
 
 def _config(setting: Setting, max_batch_size: int, *, is_fp8: bool) -> EngineConfig:
@@ -124,14 +141,11 @@ def _config(setting: Setting, max_batch_size: int, *, is_fp8: bool) -> EngineCon
     )
 
 
-def _rows(
-    setting: Setting, name: str, model: ModelConfig, works: tuple[Work, ...], config: EngineConfig
-) -> Iterator[Row]:
+def _rows(setting: Setting, name: str, works: tuple[Work, ...]) -> Iterator[Row]:
     start = time.monotonic()
-    engine = make_engine(setting, TINY if setting.is_dry else model, config)
-    started = setting.figures(seconds=time.monotonic() - start)
-    yield {"model": name, "what": "start", "kv_blocks": engine.num_blocks, **started}
-    for work in works:
+    engine = make_engine(setting, *engines(setting)[name])
+    yield start_row(setting, name, engine, time.monotonic() - start)
+    for work in DRY if setting.is_dry else works:
         needed = work.expected_seconds
         if setting.is_dry or needed < setting.seconds_left:
             yield {"model": name, **_row(setting, engine, work)}
@@ -142,6 +156,7 @@ def _rows(
 
 def _row(setting: Setting, engine: Engine, work: Work) -> Row:
     prompts, output_lens = work.draw(engine.vocab_size)
+    warm_up(engine, prompts, output_lens)
     stop_at = float("inf") if setting.is_dry else setting.stop_at
     done = run_requests(engine, prompts, output_lens, stop_at)
     made, wanted = done.num_tokens, sum(output_lens)

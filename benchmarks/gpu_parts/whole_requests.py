@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from inflight_backend.engine import Engine
 from inflight_scheduler import (
@@ -33,6 +34,14 @@ class Finished:
     def num_tokens(self) -> int:
         """Tokens generated in all."""
         return sum(map(len, self.tokens))
+
+
+def warm_up(engine: Engine, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]) -> None:
+    """The beginning of the work, two full steps of prompts, with answers of at most 16 tokens: its
+    steps of prompts alone, of both kinds and of generations alone have then run once."""
+    room = 2 * engine.max_num_tokens
+    few = 1 + sum(total <= room for total in accumulate(map(len, prompts)))
+    run_requests(engine, prompts[:few], [min(length, 16) for length in output_lens[:few]])
 
 
 def run_requests(

@@ -36,8 +36,8 @@ def main() -> None:
 def _serve(name: str, fields: dict[str, Any], answers: TextIO) -> None:
     from peer_parts.work import Budget
 
-    start = time.perf_counter()
-    engine = import_module(f"peer_parts.engines.{name}").Engine(Budget(**fields))
+    start, budget = time.perf_counter(), Budget(**fields)
+    engine = import_module(f"peer_parts.engines.{name}").Engine(budget)
     facts = {**engine.facts(), "start_seconds": round(time.perf_counter() - start, 1)}
     answers.write(json.dumps({"facts": facts}, default=str) + "\n")
     for line in sys.stdin:

@@ -29,17 +29,20 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Uniform batches over the matrix, then ragged ones."""
     shapes = [TINY] if setting.is_dry else [LLAMA_8B, LLAMA_13B]
     contexts = [70] if setting.is_dry else [256, 1024, 4096, 16384]
-    batches = [1, 2] if setting.is_dry else [1, 8, 32, 128, 256]
+    batches = [1, 2] if setting.is_dry else [1, 8, 32, 64, 128, 256]
     for heads in shapes:
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
             for context in contexts:
                 for batch in batches:
                     lengths = [context] * batch
+                    if not setting.is_wanted(batch, context):
+                        continue
                     if _cache_bytes(heads, lengths, dtype) <= _MAX_CACHE_BYTES:
                         yield from _variants(setting, heads, lengths, dtype, "uniform")
         longest = contexts[-1]
         ragged = [longest] + [contexts[0] + 37 * row % 1000 for row in range(batches[-1] - 1)]
-        yield from _variants(setting, heads, ragged, torch.bfloat16, "ragged")
+        if setting.is_wanted(batches[-1], longest):
+            yield from _variants(setting, heads, ragged, torch.bfloat16, "ragged")
 
 
 def _cache_bytes(heads: Heads, lengths: list[int], dtype: torch.dtype) -> int:

@@ -12,15 +12,20 @@ import importlib
 import json
 import os
 import platform
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Call = Callable[[], object]
+_L2_BYTES = 2**28  # written between two calls: several times any GPU's L2
+_SLEEP_CYCLES = 300_000  # some 150 µs
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Setting:
     device: torch.device
     is_dry: bool
     has_sweep: bool
+    is_wanted: Callable[[int, int], bool] = lambda batch, context: True
+    """Of the generation attention: (batch, context) that are made at all."""
 
 
 Rows = Callable[[Setting], Iterator[Row]]
@@ -71,7 +78,8 @@ def run_all(benchmarks: Mapping[str, Rows], description: str | None) -> None:
     report = {**environment(setting), "ops": {}}
     for op, rows in benchmarks.items():
         sys.stdout.write(f"{op}\n")
-        report["ops"][op] = [_measured(row, setting) for row in rows(setting)]
+        # A map holds no row while the next is made: of some, two do not fit the GPU.
+        report["ops"][op] = list(map(partial(_measured, setting), rows(setting)))
     if arguments.output:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
@@ -93,13 +101,41 @@ def environment(setting: Setting) -> dict[str, Any]:
     return facts
 
 
-def time_us(call: Call) -> float:
-    """Median microseconds of a call on the device, L2 cleared before each."""
-    testing = importlib.import_module("triton.testing")
-    return 1e3 * float(testing.do_bench(call, warmup=20, rep=100, return_mode="median"))
+def time_us(call: Call, seconds: float = 0.1) -> float:
+    """Median microseconds of a call on the device, L2 cleared before each.
+
+    Before each the device also sleeps until all of its launches are queued: `do_bench` does not,
+    and with it a call of two launches and many checked arguments is as long as the host takes.
+    """
+    scratch = torch.empty(_L2_BYTES, dtype=torch.uint8, device="cuda")
+
+    def run(count: int) -> list[float]:
+        pairs = []
+        for _ in range(count):
+            start, end = (_timing_event() for _ in range(2))
+            scratch.zero_()
+            torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            start.record()
+            call()
+            end.record()
+            pairs.append((start, end))
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) for start, end in pairs]
+
+    run(1)  # compiles
+    began = time.perf_counter()
+    run(3)
+    each = (time.perf_counter() - began) / 3
+    count = min(max(int(seconds / each), 5), 300)
+    run(count // 5)  # clocks rise
+    return statistics.median(run(count))
 
 
-def _measured(row: Row, setting: Setting) -> dict[str, Any]:
+def _timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _measured(setting: Setting, row: Row) -> dict[str, Any]:
     """Run a row; figures only where a device was timed."""
     result: dict[str, Any] = dict(row.parameters)
     if setting.is_dry:

@@ -51,16 +51,23 @@ def make_batch(
     for row, blocks in enumerate(order.split(per_row)):  # type: ignore[no-untyped-call]
         tables[row, : len(blocks)] = blocks
     shape = (sum(per_row), tokens_per_block, heads.num_kv_heads, heads.head_dim)
-    # Zeros would run faster than real numbers do: fewer bits change.
-    caches = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2)]
     query = torch.randn(
         sum(query_lens), heads.num_heads, heads.head_dim, dtype=torch.bfloat16, device=device
     )
     return PagedBatch(
         query,
-        caches[0].to(cache_dtype),
-        caches[1].to(cache_dtype),
+        _random(shape, cache_dtype, device),
+        _random(shape, cache_dtype, device),
         tables.to(device),
         torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
         torch.tensor(context_lens, dtype=torch.int32, device=device),
     )
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Normal numbers, drawn part by part: all of a large FP8 cache in bfloat16 would take twice its
+    own memory. (Zeros would run faster than real numbers do: fewer bits change.)"""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    for part in made.view(-1).split(2**28):  # type: ignore[no-untyped-call]
+        part.copy_(torch.randn(len(part), dtype=torch.bfloat16, device=device))
+    return made

@@ -31,11 +31,12 @@ class Engine:
         self._engine = make_engine(setting, TINY if budget.is_dry else LLAMA_8B, config)
 
     def facts(self) -> dict[str, Any]:
-        """Types and the size of the pool."""
+        """Types, the size of the pool, and how many steps are recorded (0: all run eagerly)."""
         engine = self._engine
         return {
             "types": engine.dtype_name,
             "kv_tokens": engine.num_blocks * engine.tokens_per_block,
+            "recordings": engine.num_recordings,
             "loop": "overlapped",
         }
 

@@ -1,0 +1,259 @@
+"""The parts of `benchmarks/gpu.py`, where they can be wrong without a GPU being there."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield
+
+
+def full_size(device: str = "cpu") -> Any:
+    """The setting of a run that is not dry."""
+    from gpu_parts.common import Setting
+
+    return Setting(torch.device(device), is_dry=False, is_quick=False, stop_at=float("inf"))
+
+
+def test_engine_checks_stay_within_their_block_tables() -> None:
+    from gpu_parts import engine_checks
+
+    found, expected = engine_checks.adversarial(full_size())
+    assert torch.equal(found, expected)
+
+
+def test_an_engine_without_recordings_is_not_taken_for_one_with() -> None:
+    from gpu_parts import checks
+    from gpu_parts.common import TINY, make_engine, start_row
+
+    from inflight_backend.engine import EngineConfig
+
+    with pytest.raises(RuntimeError, match="no step could be recorded"):
+        checks._graphs(full_size(), "none")
+    config = EngineConfig(max_batch_size=2, max_tokens_in_paged_kv_cache=256)
+    row = start_row(full_size(), "tiny", make_engine(full_size(), TINY, config), 1.0)
+    assert row["recordings"] == 0
+    assert "no step could be recorded" in row["error"]
+
+
+def test_behind_a_broken_context_no_check_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_parts import checks
+
+    def breaks() -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("device-side assert")
+
+    def works() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(1), torch.ones(1)
+
+    made = [checks._Check("a", 0, works), checks._Check("b", 0, breaks)]
+    made += [checks._Check(name, 0, works) for name in "cd"]
+    assert [row["ok"] for row in checks.rows(full_size(), iter(made))] == [True, False, True, True]
+    monkeypatch.setattr(checks, "_has_context", lambda setting: False)
+    rows = list(checks.rows(full_size(), iter(made)))
+    assert [row["ok"] for row in rows] == [True, False, False, False]
+    assert "device-side assert" in rows[1]["error"]
+    assert rows[2]["error"] == "did not run: 'b' broke the CUDA context"
+
+
+def test_processes_share_the_work() -> None:
+    from dataclasses import replace
+
+    shares = [replace(full_size(), share=(number, 3)) for number in range(3)]
+    assert [list(setting.own(range(7))) for setting in shares] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert list(full_size().own("ab")) == ["a", "b"]
+
+
+def test_the_rows_and_the_stderr_of_all_processes_come_back(tmp_path: Path) -> None:
+    from gpu_parts.isolated import run_isolated
+
+    script = tmp_path / "part.py"
+    script.write_text(
+        "import json, sys\n"
+        "share = sys.argv[sys.argv.index('--share') + 1] if '--share' in sys.argv else ''\n"
+        "with open(sys.argv[sys.argv.index('--rows') + 1], 'a') as rows:\n"
+        "    rows.write(json.dumps({'share': share}) + '\\n')\n"
+        "print('a warning', file=sys.stderr)\n"
+        "sys.exit(share == '1/2')\n",
+        encoding="utf-8",
+    )
+    assert list(run_isolated(script, [], 60)) == [{"share": ""}, {"stderr": "a warning"}]
+    assert list(run_isolated(script, [], 60, num_processes=2)) == [
+        {"share": "0/2"},
+        {"stderr": "a warning"},
+        {"share": "1/2"},
+        {"error": "process 1 of 2 ended with status 1", "stderr": "a warning"},
+    ]
+
+
+def test_memory_is_collected_before_torch_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other way round the 8B's pool stayed in torch's hands, and the 14B had a quarter."""
+    from gpu_parts.common import free_memory
+
+    calls: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: calls.append("collect"))
+        patch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+        free_memory(torch.device("cuda"))
+    assert calls == ["collect", "empty"]
+
+
+def test_a_warm_up_has_steps_of_every_kind() -> None:
+    """Prompts of more than one step, so that some come beside generations."""
+    from gpu_parts.common import TINY, make_engine
+    from gpu_parts.whole_requests import warm_up
+
+    from inflight_backend.engine import Engine, EngineConfig
+    from inflight_scheduler import ScheduledBatch
+
+    config = EngineConfig(
+        max_batch_size=16, max_num_tokens=32, max_seq_len=64, max_tokens_in_paged_kv_cache=1024
+    )
+    engine = make_engine(full_size(), TINY, config)
+    kinds = set()
+    submit = engine.submit
+
+    def watch(batch: ScheduledBatch) -> Any:
+        kinds.add((bool(batch.context_chunks), bool(batch.generation_slots)))
+        return submit(batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "submit", watch)
+        warm_up(engine, [[1] * 10] * 16, [50] * 16)
+    assert isinstance(engine, Engine)
+    assert kinds == {(True, False), (True, True), (False, True)}
+
+
+class Counted:
+    """Patches `make_batch`: how many batches live at once, and what was asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, module: Any) -> None:
+        self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.most = 0
+        self.made: list[tuple[int, int]] = []
+        make = module.make_batch
+
+        def counted(heads: Any, query_lens: list[int], context_lens: list[int], **more: Any) -> Any:
+            batch = make(heads, query_lens, context_lens, **more)
+            self.alive.add(batch)
+            self.most = max(self.most, len(self.alive))
+            self.made.append((len(context_lens), max(context_lens)))
+            return batch
+
+        patch.setattr(module, "make_batch", counted)
+
+
+def test_one_batch_of_the_attention_at_a_time_and_none_in_vain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All rows of K1 and of the tiles, on tensors without memory."""
+    from gpu_parts import kernel_rows
+
+    from benchmarks import bench_paged_attention_context, bench_paged_attention_generation
+
+    monkeypatch.setattr(kernel_rows, "time_seconds", lambda setting, call: 1.0)
+    generation = Counted(monkeypatch, bench_paged_attention_generation)
+    context = Counted(monkeypatch, bench_paged_attention_context)
+    rows = list(kernel_rows.tiles(full_size("meta")))
+    assert not [row for row in rows if "error" in row]
+    assert {row["op"] for row in rows} == {"paged_attention_generation", "paged_attention_context"}
+    assert set(generation.made) == kernel_rows._TARGETS
+    assert generation.most == context.most == 1
+    generation.made.clear()
+    assert len(list(kernel_rows.generation_attention(full_size("meta")))) == len(generation.made)
+    assert {batch for batch, _ in generation.made} == {1, 8, 32, 64, 128, 256}
+    assert generation.most == 1
+
+
+def test_a_large_cache_is_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.paged_batch import LLAMA_13B, make_batch
+
+    drawn: list[int] = []
+    randn = torch.randn
+
+    def watch(*sizes: int, **more: Any) -> torch.Tensor:
+        made = randn(*sizes, **more)
+        drawn.append(made.numel())
+        return made
+
+    monkeypatch.setattr(torch, "randn", watch)
+    batch = make_batch(
+        LLAMA_13B, [1] * 256, [16_384] * 256, tokens_per_block=64,
+        cache_dtype=torch.float8_e4m3fn, device=torch.device("meta"),
+    )  # fmt: skip
+    assert sum(drawn) == 2 * batch.key_cache.numel() + batch.query.numel()
+    assert max(drawn) == 2**28
+
+
+def test_what_fails_leaves_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_parts import kernel_rows
+
+    from benchmarks import bench_silu_mul, harness
+
+    def fails() -> object:
+        raise RuntimeError("out of memory")
+
+    def two_rows(setting: object) -> Iterator[harness.Row]:
+        yield harness.Row({"row": 1}, lambda: 0, 8, 0, {"peer": fails, "other": lambda: 0})
+        fails()
+
+    def timed(setting: object, call: harness.Call) -> float:
+        call()
+        return 1e-6
+
+    monkeypatch.setattr(kernel_rows, "time_seconds", timed)
+    monkeypatch.setattr(bench_silu_mul, "rows", two_rows)
+    first, second, *others = kernel_rows._measured(full_size("meta"), ["silu_mul", "copy_blocks"])
+    assert (first["us"], first["other_us"]) == (1.0, 1.0)
+    assert first["peer"] == second["error"] == "RuntimeError: out of memory"
+    assert others
+
+
+def test_the_device_sleeps_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what the host needs for a call lies before the first event."""
+    from benchmarks import harness
+
+    calls: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            calls.append("event")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 0.25
+
+    class Scratch:
+        def zero_(self) -> None:
+            calls.append("clear")
+
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **more: Scratch())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert harness.time_us(lambda: calls.append("call"), seconds=0.001) == 250.0
+    assert calls == ["clear", "sleep", "event", "call", "event"] * (len(calls) // 5)
+
+
+def test_another_package_named_benchmarks_is_not_ours(tmp_path: Path) -> None:
+    """A wheel may bring one: a folder without ``__init__.py`` would lose to it."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    found = PathFinder.find_spec("benchmarks", [str(ROOT / "kernels"), str(tmp_path)])
+    assert found is not None
+    assert found.origin == str(ROOT / "kernels" / "benchmarks" / "__init__.py")
