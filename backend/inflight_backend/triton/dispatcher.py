@@ -87,9 +87,13 @@ _Message = _Item | _Stats | _Answer | _Opening
 
 
 def _num_bytes_of(message: _Message | None) -> int:
-    """What a message holds; small things around that do not count."""
+    """What a message holds; small things around that do not count, nor a token with its length: it
+    comes for every stream in every step, and of these messages the number is bounded."""
     if isinstance(message, tuple):
-        return sum([tensor.nbytes for _, tensor in message[1]])
+        tensors = message[1]
+        if len(tensors) == 2 and tensors[0].tensor.size == 1:
+            return 0
+        return sum([tensor.nbytes for _, tensor in tensors])
     return len(message.text) if isinstance(message, _Stats | _Answer) else 0
 
 
@@ -169,7 +173,8 @@ class ResponseDispatcher:
             self.unsubscribe(stream)
 
     def _put(self, message: _Message | None) -> None:
-        self._count(_num_bytes_of(message))
+        if (num_bytes := _num_bytes_of(message)) > 0:
+            self._count(num_bytes)
         self._queue.put(message)
 
     def _count(self, num_bytes: int) -> None:
