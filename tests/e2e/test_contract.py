@@ -390,7 +390,8 @@ def test_200_streams_count_without_a_gap_with_a_quarter_of_the_kv_they_need(
     for i in range(num_streams):
         assert_counts(texts[str(i)], 10 * i + 4, num_tokens)
     num_blocks = stats[0]["Max KV cache blocks"]
-    assert max(each["Used KV cache blocks"] for each in stats) > 0.9 * num_blocks
+    # Who is never evicted has room for tokens to come, which nobody uses yet.
+    assert max(each["Used KV cache blocks"] for each in stats) > 0.75 * num_blocks
     assert max(each["Active Request Count"] for each in stats) > num_streams // 2
     assert (sum(each["Paused Requests"] for each in stats) > 0) == (policy == "max_utilization")
     counters = [each["Iteration Counter"] for each in stats]  # the feed may open after the first
