@@ -237,6 +237,10 @@ def test_metrics_have_the_peers_names(server: Server) -> None:
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
 
 
+def last_line() -> dict[str, Any]:
+    return dict(json.loads(FakePbUtils.Logger.lines[-1]))
+
+
 def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Server) -> None:
     """Each line is the JSON from which the gauges were set; lengths count in their buckets."""
     families = FakePbUtils.families
@@ -251,8 +255,9 @@ def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Serv
     for name in ("nv_llm_input_token_len", "nv_llm_output_token_len"):
         assert families[name].buckets == [10, 50, 100, 500, 1000]
     assert families["nv_trt_llm_disaggregated_serving_metrics"].kind == "counter"
+    wait_until(lambda: last_line()["Iteration Counter"] == 5 + 60 + 1 + 3)
     server.model._housekeeper.close()  # nothing moves any more
-    last = json.loads(FakePbUtils.Logger.lines[-1])
+    last = last_line()
     compared = 0
     for family in METRICS:
         for value, key in family.values.items():
@@ -261,7 +266,6 @@ def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Serv
                 assert families[family.name].values[label] == last[key], (family.name, value)
                 compared += 1
     assert compared == 18
-    assert last["Iteration Counter"] == 5 + 60 + 1 + 3
 
 
 def test_v1_has_its_own_metrics_and_answers_whole(
