@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.model_limits import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    check_fp8_linears,
+    choose_seq_len,
+    has_attention_kernels,
+)
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.slot_memory import reserved_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
@@ -32,9 +39,6 @@ _CPU_DEFAULT_TOKENS = 65_536
 _DEFAULT_NUM_TOKENS = 8192
 _ROPE_BYTES = 4
 _SCALE_BYTES = 4
-# What FP8 needs on a GPU; `engine.config.resolve` has the same rules, and a test compares them.
-_LINEAR_STEP = 16
-_HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
                 f"config.json asks for {list(shape)}"
             )
     dtype = _resolve_dtype(settings, model)
-    max_seq_len = _max_seq_len(settings, model)
+    max_seq_len = choose_seq_len(settings.max_seq_len, model)
     num_parameters = sum(map(prod, shapes.values()))
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
@@ -179,34 +183,18 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
 def check_fp8(model: ModelConfig, settings: PlanSettings) -> None:
     """`ConfigurationError` where a server with these settings refuses FP8, if it chooses its
     attention backend itself."""
-    fits = model.head_dim % _HEAD_DIM_STEP == 0 and model.head_dim <= _MAX_HEAD_DIM
     if _is_fp8("kv_cache_dtype", settings):
         if settings.gpu_memory is None:
             raise ConfigurationError(
                 "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or use auto"
             )
-        if not fits:
+        if not has_attention_kernels(model):
             raise ConfigurationError(
-                f"kv_cache_dtype fp8 needs a head_dim that is a multiple of {_HEAD_DIM_STEP} up to "
-                f"{_MAX_HEAD_DIM}; the checkpoint's is {model.head_dim}; use auto"
+                f"kv_cache_dtype fp8 needs a head_dim that is a multiple of {HEAD_DIM_STEP} up to "
+                f"{MAX_HEAD_DIM}; the checkpoint's is {model.head_dim}; use auto"
             )
-    if not _is_fp8("quantization", settings) or settings.gpu_memory is None:
-        return
-    dtype = _resolve_dtype(settings, model)
-    if dtype != "bfloat16":
-        raise ConfigurationError(f"quantization fp8 needs dtype bfloat16, not {dtype}")
-    sizes = {
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_attention_heads * head_dim": model.query_size,
-        "num_key_value_heads * head_dim": model.kv_size,
-    }
-    for name, size in sizes.items():
-        if size % _LINEAR_STEP:
-            raise ConfigurationError(
-                f"quantization fp8 needs a {name} that is a multiple of {_LINEAR_STEP}; the "
-                f"checkpoint's is {size}; use none"
-            )
+    if _is_fp8("quantization", settings) and settings.gpu_memory is not None:
+        check_fp8_linears(model, _resolve_dtype(settings, model))
 
 
 def check_pool(folder: Path, engine: Engine) -> bool:
@@ -283,18 +271,6 @@ def usual_shapes(max_seq_len: int) -> list[tuple[int, int]]:
         lengths.append(lengths[-1] * 4)
     lengths = [length for length in lengths if length < max_seq_len] + [max_seq_len]
     return [(length - max(length // 5, 1), max(length // 5, 1)) for length in lengths]
-
-
-def _max_seq_len(settings: PlanSettings, model: ModelConfig) -> int:
-    """As `engine.config.resolve` says."""
-    max_positions = model.max_position_embeddings
-    max_seq_len = settings.max_seq_len or max_positions
-    if max_seq_len > max_positions:
-        raise ConfigurationError(
-            f"max_seq_len ({max_seq_len}) is above the checkpoint's "
-            f"max_position_embeddings ({max_positions})"
-        )
-    return max_seq_len
 
 
 def _resolve_dtype(settings: PlanSettings, model: ModelConfig) -> str:

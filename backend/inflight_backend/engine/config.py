@@ -9,6 +9,13 @@ import torch
 
 from inflight_backend.engine.attention import ATTENTION_BACKENDS
 from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.model_limits import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    check_fp8_linears,
+    choose_seq_len,
+    has_attention_kernels,
+)
 from inflight_backend.errors import ConfigurationError
 
 _DEVICES = ("auto", "cpu", "cuda")
@@ -20,8 +27,6 @@ _NAME_TO_DTYPE = {
 _DEFAULT_NUM_TOKENS = 8192
 MAX_BEAM_WIDTH = 64
 _FP8 = "fp8"
-# Bounds of the Triton kernels, checked here so that the error can name the way out.
-_HEAD_DIM_STEP, _MAX_HEAD_DIM = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +123,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device == "cpu" else model.dtype
-    max_positions = model.max_position_embeddings
-    max_seq_len = config.max_seq_len or max_positions
-    if max_seq_len > max_positions:
-        raise ConfigurationError(
-            f"max_seq_len ({max_seq_len}) is above the checkpoint's "
-            f"max_position_embeddings ({max_positions})"
-        )
+    max_seq_len = choose_seq_len(config.max_seq_len, model)
     backend = _choose_backend(config, model, device)
-    if config.quantization == _FP8:
-        _check_fp8_linears(model, device, dtype)
+    if config.quantization == _FP8 and device == "cuda":
+        check_fp8_linears(model, dtype)
     return replace(
         config,
         device=device,
@@ -139,15 +138,14 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def _choose_backend(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    backend, head_dim = config.attention_backend, model.head_dim
-    fits = head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _MAX_HEAD_DIM
+    backend, fits = config.attention_backend, has_attention_kernels(model)
     if backend == "auto":
         is_triton = device == "cuda" and fits and find_spec("triton") is not None
         backend = "triton" if is_triton else "torch"
     if backend == "triton" and not fits:
         raise ConfigurationError(
-            f"attention_backend triton needs a head_dim that is a multiple of {_HEAD_DIM_STEP} up "
-            f"to {_MAX_HEAD_DIM}; the checkpoint's is {head_dim}; use torch or auto"
+            f"attention_backend triton needs a head_dim that is a multiple of {HEAD_DIM_STEP} up "
+            f"to {MAX_HEAD_DIM}; the checkpoint's is {model.head_dim}; use torch or auto"
         )
     if backend == "triton" and find_spec("triton") is None:
         raise ConfigurationError(
@@ -163,26 +161,6 @@ def _choose_backend(config: EngineConfig, model: ModelConfig, device: str) -> st
             f"kv_cache_dtype fp8 needs attention_backend triton, and {backend} was chosen; use auto"
         )
     return backend
-
-
-def _check_fp8_linears(model: ModelConfig, device: str, dtype: str) -> None:
-    """On CUDA the product takes bfloat16 out and dimensions that are multiples of 16 only."""
-    if device != "cuda":
-        return
-    if dtype != "bfloat16":
-        raise ConfigurationError(f"quantization fp8 needs dtype bfloat16, not {dtype}")
-    sizes = {
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_attention_heads * head_dim": model.query_size,
-        "num_key_value_heads * head_dim": model.kv_size,
-    }
-    for name, size in sizes.items():
-        if size % 16:
-            raise ConfigurationError(
-                f"quantization fp8 needs a {name} that is a multiple of 16; the checkpoint's is "
-                f"{size}; use none"
-            )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

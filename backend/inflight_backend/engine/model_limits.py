@@ -1,0 +1,45 @@
+"""What a checkpoint allows: rules for the engine, and for a plan that is made without torch."""
+
+from __future__ import annotations
+
+from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.errors import ConfigurationError
+
+# Bounds of the Triton kernels, checked before they run so that the error can name the way out.
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
+_LINEAR_STEP = 16
+
+
+def choose_seq_len(max_seq_len: int | None, model: ModelConfig) -> int:
+    """``max_seq_len``, or the checkpoint's positions; `ConfigurationError` if it has fewer."""
+    max_positions = model.max_position_embeddings
+    chosen = max_seq_len or max_positions
+    if chosen > max_positions:
+        raise ConfigurationError(
+            f"max_seq_len ({chosen}) is above the checkpoint's "
+            f"max_position_embeddings ({max_positions})"
+        )
+    return chosen
+
+
+def has_attention_kernels(model: ModelConfig) -> bool:
+    """Whether the Triton kernels take the model's heads."""
+    return model.head_dim % HEAD_DIM_STEP == 0 and model.head_dim <= MAX_HEAD_DIM
+
+
+def check_fp8_linears(model: ModelConfig, dtype: str) -> None:
+    """On CUDA the product takes bfloat16 out and dimensions that are multiples of 16 only."""
+    if dtype != "bfloat16":
+        raise ConfigurationError(f"quantization fp8 needs dtype bfloat16, not {dtype}")
+    sizes = {
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_attention_heads * head_dim": model.query_size,
+        "num_key_value_heads * head_dim": model.kv_size,
+    }
+    for name, size in sizes.items():
+        if size % _LINEAR_STEP:
+            raise ConfigurationError(
+                f"quantization fp8 needs a {name} that is a multiple of {_LINEAR_STEP}; the "
+                f"checkpoint's is {size}; use none"
+            )
