@@ -195,6 +195,8 @@ class Story:
 
     def abandon(self) -> None:
         """What the watchdog does when nothing moves."""
+        for _, sender in self.sent:  # whose text may be that of an error of its own
+            sender.what_it_holds = list
         self.server.model._frontend.fail_all(NOTHING_MOVES)
 
     def step(self, kind: str) -> None:
