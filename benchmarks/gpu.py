@@ -3,13 +3,15 @@
     python benchmarks/gpu.py              all parts, at most 9 minutes, made for one H200
     python benchmarks/gpu.py --quick      at most 3 minutes: checks, ceilings, E1 and O1, some of K1
     python benchmarks/gpu.py --parts E3   one part with all the time to itself
-    python benchmarks/gpu.py --parts tiles   the ranked attention tiles, for benchmarks.best_tiles
+    python benchmarks/gpu.py --parts compile/tiles tiles   ranked tiles, for benchmarks.best_tiles
     python benchmarks/gpu.py --dry-run    every part on a CPU with tiny shapes; reports no figures
 
 Each part has processes of its own and a time limit: one that fails, hangs or breaks the CUDA
 context leaves the rows it made and a row that says so, with the end of its stderr. The JSON goes to
-``--output``, else to ``$OUT/gpu.json``, else nowhere; the table comes last. Needs torch, triton and
-numpy only. Weights are random (seeded, made on the device): no checkpoint is read.
+``--output``, else to ``$OUT/gpu.json``, else nowhere; the table comes last. The parts append every
+row to a file beside it, ``gpu.rows.jsonl``, as soon as they have it: a call that is killed leaves
+all it measured there. Needs torch, triton and numpy only. Weights are random (seeded, made on the
+device): no checkpoint is read.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where nobody has read it yet
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 
@@ -42,22 +45,27 @@ class Part(NamedTuple):
 
 # What later work depends on most comes first; time that a part leaves over goes to the parts behind
 # it, and the whole run ends in time whatever a part does. An empty Triton cache is allowed for.
+# What an error would cost besides itself is a part of its own.
 PARTS = {
     "checks": Part("checks.kernels", 55, 40, num_processes=8),
     "engines": Part("checks.engines", 60, 40, num_processes=8),
     "ceilings": Part("ceilings.rows", 30, 18),
-    "compile": Part("compiling.rows", 40, 22, num_processes=4),
-    "E1/O1": Part("steps.rows", 70, 35),
+    "compile": Part("compiling.rows", 40, 22, num_processes=12),
+    "E1/O1": Part("steps.bf16", 40, 35),
+    "E1/fp8": Part("steps.fp8", 35, 0),
     "K1": Part("kernel_rows.generation_attention", 40, 15),
-    "E3": Part("offline.inflight", 90, 0),
-    "E4": Part("offline.ragged", 40, 0),
+    "E3": Part("offline.inflight", 85, 0, named=130),
+    "E4": Part("offline.ragged", 40, 0, named=50),
     "K2": Part("kernel_rows.context_attention", 25, 0),
     "E2": Part("offline.static", 55, 0, named=170),
-    "K3": Part("kernel_rows.token_kernels", 25, 0),
+    "K3": Part("kernel_rows.token_kernels", 25, 0, named=70),
+    "E4/14B": Part("offline.ragged_14b", 0, 0, named=60),
+    "compile/tiles": Part("compiling.tiles", 0, 0, num_processes=12, named=60),
     "tiles": Part("kernel_rows.tiles", 0, 0, named=300),
 }
 _CHECKS = ("checks", "engines")
 _FULL_SECONDS, _QUICK_SECONDS = 530, 170
+_LEAST_SECONDS = 10  # with less a part would be ended before it has imported torch
 
 Row = dict[str, Any]
 
@@ -69,22 +77,20 @@ def main() -> None:
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
     if options.part:
-        with options.rows.open("a", encoding="utf-8") as stream:
-            for row in run_part(options.part, options, options.until - time.time()):
-                stream.write(json.dumps(row) + "\n")
-                stream.flush()
+        _run_as_child(options)
         return
     from gpu_parts.report import describe, write
 
-    report: dict[str, Any] = {**describe(options.dry_run, "gpu.py"), "parts": {}}
+    facts = describe(options.dry_run, "gpu.py")
+    report: dict[str, Any] = {**facts, "parts": {}}
+    write(report, options.output)
+    if options.output:
+        options.rows = options.output.with_suffix(".rows.jsonl")
+        options.rows.write_text(json.dumps({"part": "run", **facts}) + "\n", encoding="utf-8")
     names = [name for name in options.parts or PARTS if _seconds(name, options) > 0]
-    stop_at = time.monotonic() + _all_seconds(options)
     for number, name in enumerate(names):
-        later = sum(_seconds(other, options) for other in names[number + 1 :])
-        seconds = max(_seconds(name, options), stop_at - time.monotonic() - later)
         start = time.monotonic()
-        run = run_part if options.dry_run else run_isolated
-        rows = list(run(name, options, seconds))
+        rows = list(_rows(name, names[number + 1 :], options))
         report["parts"][name] = rows
         if name == "ceilings":
             options.ceilings = _ceilings(rows)
@@ -95,6 +101,29 @@ def main() -> None:
     failed = [row for name in _CHECKS for row in report["parts"].get(name, []) if _is_bad(row)]
     if failed:
         sys.exit(f"{len(failed)} checks failed")
+
+
+def _run_as_child(options: argparse.Namespace) -> None:
+    """What `run_isolated` starts: a part, or this process's share of it."""
+    from gpu_parts.isolated import keep_row
+
+    number, _ = _share(options.share)
+    for row in run_part(options.part, options, options.until - time.time()):
+        keep_row(options.rows, options.part, number, row)
+
+
+def _rows(name: str, later: list[str], options: argparse.Namespace) -> Iterator[Row]:
+    """The rows of a part, which gets all the time that those behind it can spare."""
+    seconds = _seconds(name, options)
+    if options.dry_run:
+        yield from run_part(name, options, seconds)
+        return
+    left = _all_seconds(options) - (time.monotonic() - _BEGAN)
+    spare = left - sum(_seconds(other, options) for other in later)
+    if left < _LEAST_SECONDS:
+        yield {"error": "no time was left"}
+    else:
+        yield from run_isolated(name, options, min(left, max(seconds, spare)))
 
 
 def _is_bad(row: Row) -> bool:
@@ -158,12 +187,13 @@ def run_isolated(name: str, options: argparse.Namespace, seconds: float) -> Iter
     """The rows of a part run in processes of its own, which are ended when its time is over."""
     from gpu_parts import isolated
 
-    arguments = ["--part", name]
-    arguments += ["--ceilings", options.ceilings] if options.ceilings else []
+    arguments = ["--ceilings", options.ceilings] if options.ceilings else []
     arguments += ["--quick"] if options.quick else []
     arguments += ["--dry-run"] if options.dry_run else []
     script, num_processes = Path(__file__).resolve(), PARTS[name].num_processes
-    yield from isolated.run_isolated(script, arguments, seconds, num_processes=num_processes)
+    yield from isolated.run_isolated(
+        script, name, arguments, seconds, options.rows, num_processes=num_processes
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -171,7 +201,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU, no figures")
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
-    parser.add_argument("--seconds", type=float, help="for all parts together")
+    parser.add_argument("--seconds", type=float, help="of the whole run, imports included")
     out = Path(os.environ["OUT"]) / "gpu.json" if os.environ.get("OUT") else None
     parser.add_argument("--output", type=Path, default=out, help="write JSON here")
     for name in ("part", "ceilings", "share"):

@@ -9,13 +9,13 @@ Attention kernels: FlashAttention 3 and FlashInfer on the same tensors. Engines:
 process of its own and stays there while ours runs, and they take turns: ours, theirs, ours,
 theirs. Whoever is missing, fails or takes too long has a row that says why. ``pack_peers.py`` puts
 their packages into one archive; unpacked, it is given as ``--site FOLDER`` (default: ``$PEERS``).
-The JSON is written after every peer, to ``--output``, else to ``$OUT/peers.json``.
+The JSON is written after every row, to ``--output``, else to ``$OUT/peers.json``; those of the
+attention kernels are in ``peers.rows.jsonl`` beside it as soon as they are made.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_BEGAN = time.monotonic()  # before torch is imported: up to 40 s where nobody has read it yet
 ROOT = Path(__file__).resolve().parents[1]
 _FOLDERS = ("backend", "scheduler", "kernels", "client", "benchmarks")
 sys.path[:0] = [str(ROOT / folder) for folder in _FOLDERS]
@@ -71,7 +72,7 @@ def main() -> None:
     if options.part:
         _run_part(options)
         return
-    stop_at = time.monotonic() + (_QUICK_SECONDS if options.quick else _FULL_SECONDS)
+    stop_at = _BEGAN + _all_seconds(options)
     env = _environment(options)
     report: dict[str, Any] = {**describe(options.dry_run, "peers.py"), "rows": []}
     for row in _all_rows(options, env, stop_at):
@@ -83,12 +84,13 @@ def main() -> None:
 def _all_rows(options: argparse.Namespace, env: Mapping[str, str], stop_at: float) -> Iterator[Row]:
     names = options.peers or [_ATTENTION, *PEERS]
     if _ATTENTION in names:
-        seconds = _ATTENTION_SECONDS[options.quick]
-        arguments = ["--part", _ATTENTION, *_flags(options)]
+        seconds = _ATTENTION_SECONDS[options.quick] * _scale(options)
+        seconds = 600 if options.dry_run else min(seconds, stop_at - time.monotonic())
+        kept = options.output.with_suffix(".rows.jsonl") if options.output else None
+        if kept:
+            kept.write_bytes(b"")
         script = Path(__file__).resolve()
-        for row in isolated.run_isolated(
-            script, arguments, 600 if options.dry_run else seconds, env
-        ):
+        for row in isolated.run_isolated(script, _ATTENTION, _flags(options), seconds, kept, env):
             yield {"peer": _ATTENTION, **row}
     chosen = [name for name in names if name in PEERS and (options.peers or _time(name, options))]
     if chosen:
@@ -136,7 +138,10 @@ def _beside(
         facts = peer.facts(end - time.monotonic())
         yield {"peer": name, **(facts if not options.dry_run else {"is_ready": True})}
         for work in _works(options):
-            yield {"peer": name, **_turns(options, ours, peer, work, end)}
+            row = _turns(options, ours, peer, work, end)
+            yield {"peer": name, **row}
+            if "error" in row:
+                break
     except PeerError as error:
         yield {"peer": name, "error": str(error)}
     finally:
@@ -154,27 +159,35 @@ def _works(options: argparse.Namespace) -> list[Any]:
 
 
 def _turns(options: argparse.Namespace, ours: Worker, peer: Worker, work: Any, end: float) -> Row:
-    """Both warmed up, then in turns while there is time: medians and the spread of all turns."""
+    """Both warmed up, then in turns while there is time: medians and the spread of all turns. One
+    that is not finished leaves those before it, and its error."""
     from peer_parts.work import Budget
 
     shape = Budget(options.dry_run, "").shape
     prompts, output_lens = work.draw(shape["vocab_size"])
     speeds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    row: Row = {"what": work.label}
     num_rounds = 1 if options.dry_run else _MAX_ROUNDS
     took = 0.0
     for number in range(-1, num_rounds):
         if number > 0 and time.monotonic() + took > end:
             break
         start = time.monotonic()
-        for side, worker in (("ours", ours), ("theirs", peer)):
-            lens = [min(length, 16) for length in output_lens] if number < 0 else output_lens
-            done = worker.ask(prompts, lens, end - time.monotonic())
-            if done["num_tokens"] != sum(lens):
-                raise PeerError(f"{side}: {done['num_tokens']} tokens instead of {sum(lens)}")
-            if number >= 0:
-                speeds[side].append(done["num_tokens"] / done["seconds"])
+        lens = [min(length, 16) for length in output_lens] if number < 0 else output_lens
+        try:
+            for side, worker in (("ours", ours), ("theirs", peer)):
+                done = worker.ask(prompts, lens, end - time.monotonic())
+                if done["num_tokens"] != sum(lens):
+                    raise PeerError(f"{side}: {done['num_tokens']} tokens instead of {sum(lens)}")
+                if number >= 0:
+                    speeds[side].append(done["num_tokens"] / done["seconds"])
+        except PeerError as error:
+            if not speeds["theirs"]:
+                raise
+            row["error"] = str(error)
+            break
         took = time.monotonic() - start
-    row: Row = {"what": work.label, "rounds": len(speeds["ours"])}
+    row["rounds"] = len(speeds["theirs"])
     return row if options.dry_run else {**row, **_figures(speeds)}
 
 
@@ -224,18 +237,26 @@ def _run_part(options: argparse.Namespace) -> None:
     left = options.until - time.time()
     device = torch.device("cpu" if options.dry_run else "cuda")
     setting = Setting(device, options.dry_run, options.quick, time.monotonic() + left)
-    with options.rows.open("a", encoding="utf-8") as stream:
-        for row in rows(setting):
-            stream.write(json.dumps(row) + "\n")
-            stream.flush()
-            if setting.seconds_left < 0:
-                stream.write(json.dumps({"error": "its time was over"}) + "\n")
-                return
+    for row in rows(setting):
+        isolated.keep_row(options.rows, options.part, 0, row)
+        if setting.seconds_left < 0:
+            late = {"error": "its time was over"}
+            isolated.keep_row(options.rows, options.part, 0, late)
+            return
 
 
-def _time(name: str, options: argparse.Namespace) -> int:
+def _time(name: str, options: argparse.Namespace) -> float:
     peer = PEERS[name]
-    return peer.quick if options.quick else peer.full
+    return (peer.quick if options.quick else peer.full) * _scale(options)
+
+
+def _all_seconds(options: argparse.Namespace) -> float:
+    return float(options.seconds or (_QUICK_SECONDS if options.quick else _FULL_SECONDS))
+
+
+def _scale(options: argparse.Namespace) -> float:
+    """Of all times, where a run gets other seconds than it is made for."""
+    return _all_seconds(options) / (_QUICK_SECONDS if options.quick else _FULL_SECONDS)
 
 
 def _flags(options: argparse.Namespace) -> list[str]:
@@ -248,6 +269,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="three minutes instead of nine")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU, no figures")
     parser.add_argument("--peers", nargs="+", choices=[_ATTENTION, *PEERS], help="only these")
+    parser.add_argument("--seconds", type=float, help="of the whole run, imports included")
     site = Path(os.environ["PEERS"]) if os.environ.get("PEERS") else None
     parser.add_argument("--site", type=Path, default=site, help="folder of the peers' packages")
     out = Path(os.environ["OUT"]) / "peers.json" if os.environ.get("OUT") else None

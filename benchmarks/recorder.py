@@ -13,6 +13,7 @@ with thousands of requests, which no CPU serves in time: the scheduler alone, wi
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -65,6 +66,25 @@ def timed_recorder(costs: list[int]) -> type[FlightRecorder]:
 
     methods = {name: timed(getattr(FlightRecorder, name)) for name in CALLS}
     return type("TimedRecorder", (FlightRecorder,), methods)
+
+
+@contextmanager
+def timed_collections(pauses: list[int]) -> Iterator[None]:
+    """Add the nanoseconds of each garbage collection to ``pauses``, whoever brought it about."""
+    start = 0
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        nonlocal start
+        if phase == "start":
+            start = time.perf_counter_ns()
+        else:
+            pauses.append(time.perf_counter_ns() - start)
+
+    gc.callbacks.append(note)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(note)
 
 
 @contextmanager
@@ -171,7 +191,10 @@ def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str
 
 def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) -> dict[str, Any]:
     """The loop of the server without its model: all generate, and in each iteration some end and
-    as many come, so that an answer has 256 tokens."""
+    as many come, so that an answer has 256 tokens.
+
+    A garbage collection counts as the recorder's where it began in one of its calls.
+    """
     settings = Settings(
         CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
         16 * num_requests,
@@ -187,8 +210,11 @@ def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) ->
     costs: list[int] = []
     recorder = timed_recorder(costs)(settings, cache_state=manager.cache_state)
     turns = []
+    pauses: list[int] = []
     num_arrived = 0
-    for _ in range(num_iterations):
+
+    def turn() -> None:
+        nonlocal num_arrived
         while len(active) < num_requests:
             num_new = 256 if num_arrived >= num_requests else 1 + num_arrived % 256
             prompt = [num_arrived % 100, num_arrived // 100, 3, 4]
@@ -196,7 +222,6 @@ def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) ->
             active.add(request)
             recorder.arrived(request)
             num_arrived += 1
-        start = time.perf_counter_ns()
         lists = scheduler.schedule_request(active, ())
         recorder.decided(active, *lists)
         batch = planner.plan(*lists)
@@ -207,15 +232,25 @@ def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) ->
                 active.remove(request)
                 recorder.ended(request)
         recorder.finish_iteration()
-        turns.append(time.perf_counter_ns() - start)
+
+    with timed_collections(pauses):
+        for _ in range(num_iterations):
+            start = time.perf_counter_ns()
+            turn()
+            turns.append(time.perf_counter_ns() - start)
     return {
         "requests": num_requests,
         "reuse": reuse,
         "iterations": num_iterations,
         "turn_us_median": round(statistics.median(turns) / 1000, 1),
+        "turn_us_mean": round(statistics.fmean(turns) / 1000, 1),
         "recorder_us_median": round(statistics.median(costs) / 1000, 1),
         "recorder_us_mean": round(statistics.fmean(costs) / 1000, 1),
+        "recorder_us_p99": round(statistics.quantiles(costs, n=100)[-1] / 1000, 1),
         "recorder_us_max": round(max(costs) / 1000, 1),
+        "share_percent": round(100 * sum(costs) / sum(turns), 1),
+        "collections_us_mean": round(sum(pauses) / num_iterations / 1000, 1),
+        "collections_us_max": round(max(pauses) / 1000, 1),
         "iterations_in_ring": sum(not line.startswith('{"inf') for line in recorder.lines()),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ if not Path("/dev/nvidiactl").exists():
 
 # The largest pieces of work: with several processes they start first, so that no process waits for
 # another's at the end.
-_FIRST = ("e2e", "test_compile.py", "engine", "kernels")
+_FIRST = (
+    "e2e",
+    "test_compile.py",
+    "test_peers_benchmark.py",
+    "test_gpu_benchmark.py",
+    "engine",
+    "kernels",
+)
 
 
 def pytest_configure() -> None:
@@ -37,6 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     if hasattr(config, "workerinput"):
         items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Where tests interpret kernels: faster."""
+    if "triton.runtime.interpreter" in sys.modules:
+        from interpreter import patch_once_per_launch
+
+        patch_once_per_launch()
 
 
 @pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist

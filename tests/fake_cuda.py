@@ -78,6 +78,7 @@ class FakeCuda:
             "memory_reserved": RESERVED_BYTES,
             "get_device_name": "Fake GPU",
             "get_device_properties": SimpleNamespace(multi_processor_count=132),
+            "get_device_capability": (9, 0),
             "current_stream": SimpleNamespace(cuda_stream=0),
             "empty_cache": None,
             "reset_peak_memory_stats": None,
@@ -255,6 +256,8 @@ class _Places(TorchFunctionMode):
                 self._wait(f"{name} with a list, which is copied from {_PAGEABLE},")
             if any(index.dtype == torch.bool for index in _tensors(indices)):
                 self._wait(f"{name} with a mask")
+            if name == "__setitem__" and list(_tensors(indices)) and not _is_on_device(args[2]):
+                self._wait(f"{name} at a tensor copies a number of the host, and")  # inside torch
 
     def _wait(self, what: str) -> None:
         assert self._may_wait, f"{what} waits for the device"
@@ -284,6 +287,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _place(tensor: Tensor) -> str:
     place: str = getattr(tensor, "_fake_cuda_place", _PAGEABLE)
     return place
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and _place(value) == _DEVICE
 
 
 def _put(result: Any, place: str) -> Any:

@@ -72,7 +72,7 @@ def test_dry_run(tmp_path: Path, gpu: ModuleType) -> None:
 def options(**changes: object) -> argparse.Namespace:
     """Options of a dry run."""
     values = {"dry_run": True, "quick": False, "ceilings": None, "parts": None, "share": None}
-    values["seconds"] = None
+    values["seconds"] = values["rows"] = None
     return argparse.Namespace(**{**values, **changes})
 
 
@@ -122,12 +122,12 @@ def test_times_add_up(gpu: ModuleType) -> None:
     quick = options(quick=True, dry_run=False)
     assert sum(gpu._seconds(name, quick) for name in gpu.PARTS) <= 180
     alone = options(parts=["E3"], dry_run=False)
-    assert gpu._seconds("E3", alone) == gpu._seconds("tiles", options(parts=["tiles"])) == 530
+    assert gpu._seconds("E3", alone) == gpu._seconds("E4/14B", options(parts=["E4/14B"])) == 530
     assert gpu._seconds("tiles", options(dry_run=False)) == 0, "only when it is named"
     both = options(parts=["checks", "engines"], seconds=115, dry_run=False)
     assert [gpu._seconds(name, both) for name in ("checks", "engines")] == [55, 60]
     short = options(seconds=265, dry_run=False)
-    assert gpu._seconds("E1/O1", short) == 35
+    assert gpu._seconds("E1/O1", short) == 20
 
 
 def test_ceilings_are_the_largest_that_were_measured(gpu: ModuleType) -> None:

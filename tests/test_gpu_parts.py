@@ -82,21 +82,28 @@ def test_the_rows_and_the_stderr_of_all_processes_come_back(tmp_path: Path) -> N
 
     script = tmp_path / "part.py"
     script.write_text(
-        "import json, sys\n"
+        "import sys\n"
+        "from pathlib import Path\n"
+        f"sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+        "from gpu_parts.isolated import keep_row\n"
         "share = sys.argv[sys.argv.index('--share') + 1] if '--share' in sys.argv else ''\n"
-        "with open(sys.argv[sys.argv.index('--rows') + 1], 'a') as rows:\n"
-        "    rows.write(json.dumps({'share': share}) + '\\n')\n"
+        "rows = Path(sys.argv[sys.argv.index('--rows') + 1])\n"
+        "keep_row(rows, 'a part', int(share[:1] or 0), {'share': share})\n"
         "print('a warning', file=sys.stderr)\n"
         "sys.exit(share == '1/2')\n",
         encoding="utf-8",
     )
-    assert list(run_isolated(script, [], 60)) == [{"share": ""}, {"stderr": "a warning"}]
-    assert list(run_isolated(script, [], 60, num_processes=2)) == [
+    kept = tmp_path / "rows.jsonl"
+    alone = [{"share": ""}, {"stderr": "a warning"}]
+    assert list(run_isolated(script, "a part", [], 60)) == alone
+    assert list(run_isolated(script, "a part", [], 60, kept)) == alone
+    assert list(run_isolated(script, "a part", [], 60, kept, num_processes=2)) == [
         {"share": "0/2"},
         {"stderr": "a warning"},
         {"share": "1/2"},
         {"error": "process 1 of 2 ended with status 1", "stderr": "a warning"},
     ]
+    assert len(kept.read_text(encoding="utf-8").splitlines()) == 3, "rows of earlier parts stay"
 
 
 def test_memory_is_collected_before_torch_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +230,8 @@ def test_what_fails_leaves_what_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_device_sleeps_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what the host needs for a call lies before the first event."""
+    """So that what the host needs for a call lies before the first event. The L2 is read full:
+    written lines would go back to memory while the call is timed."""
     from benchmarks import harness
 
     calls: list[str] = []
@@ -239,15 +247,21 @@ def test_the_device_sleeps_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
             return 0.25
 
     class Scratch:
-        def zero_(self) -> None:
-            calls.append("clear")
+        def amax(self) -> None:
+            calls.append("read")
 
-    monkeypatch.setattr(torch, "empty", lambda *sizes, **more: Scratch())
+        def zero_(self) -> None:
+            calls.append("write")
+
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, **more: Scratch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert harness.time_us(lambda: calls.append("call"), seconds=0.001) == 250.0
-    assert calls == ["clear", "sleep", "event", "call", "event"] * (len(calls) // 5)
+    assert calls == ["read", "sleep", "event", "call", "event"] * (len(calls) // 5)
+    calls.clear()
+    harness.time_us(lambda: calls.append("call"), seconds=0.001, clears_by_writing=True)
+    assert calls[:5] == ["write", "sleep", "event", "call", "event"]
 
 
 def test_another_package_named_benchmarks_is_not_ours(tmp_path: Path) -> None:

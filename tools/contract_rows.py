@@ -34,6 +34,7 @@ _TYPED = f"{_B}test_parameters.py::test_values_are_typed"
 
 REFUSALS = {
     "input": ("backend/test_compatibility.py::test_every_refused_input_is_refused_by_name",),
+    "vllm input": (f"{_T}test_vllm_model.py::test_log_probabilities_of_tokens_are_refused",),
     "output": ("backend/test_compatibility.py::test_every_refused_output_is_refused_by_name",),
     "parameter": (
         "backend/test_compatibility.py::test_every_refused_parameter_is_refused_by_name",
@@ -99,7 +100,12 @@ _LLM_INPUTS = (
     *rows(
         "bad_words_list", _ARRIVES, _ORACLE, f"{SAMPLING}a_bad_word_that_is_every_token_is_an_error"
     ),
-    *rows("embedding_bias", _ARRIVES, f"{_T}test_sequences.py::test_words_become_tokens"),
+    *rows(
+        "embedding_bias",
+        _ARRIVES,
+        f"{_T}test_sequences.py::test_words_become_tokens",
+        f"{_B}test_beam_search.py::test_the_beams_are_those_of_transformers_whatever_runs_beside_them",
+    ),
     *rows(
         "beam_width",
         f"{_B}test_beam_search.py::test_the_beams_are_those_of_transformers_whatever_runs_beside_them",

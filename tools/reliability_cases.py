@@ -163,7 +163,7 @@ SECTIONS = (
             "a step that never returns: streams ended, readiness false, restart",
             "anything that escapes the loop: error finals, readiness false, a fresh batch manager",
             "model process killed: clients get an error (within 10 s beside other tests), new "
-            "requests are served again; how soon on a machine of its own: the soak above",
+            "requests are served again; how soon both: the soak above",
             "get callback raises, blocks, returns rubbish, too many or the same twice",
             "send callback raises or blocks",
             "statistics callback raises",

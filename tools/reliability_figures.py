@@ -11,6 +11,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 _MODEL, _SERVER = "triton_python_backend_stub", "tritonserver"
+_LAUNCHER = "inflight serve"
 
 
 def render() -> str:
@@ -40,13 +41,22 @@ def _soak(result: dict[str, Any]) -> str:
         ("tritonserver, MB after it", *(_memory(part, _SERVER, "steady") for part in parts)),
         ("seconds until served again", *(_recoveries(part) for part in parts)),
     ]
+    if "max_bytes_per_request" in result:
+        rows += [
+            (
+                "launcher, MB after the warm-up",
+                *(_memory(part, _LAUNCHER, "steady") for part in parts),
+            ),
+            ("more threads / descriptors of the launcher after kills", *map(_launcher, parts)),
+            ("seconds until open streams ended, median / most", *map(_ends, parts)),
+        ]
     failures = _shortened(result["failures"])
     return (
         f"### {result['minutes']:g} minutes of mixed load\n\n"
         f"{result['workers']} clients on {result['settings']['max_batch_size']} places and a "
         "quarter of the KV cache that those can need. The warm-up lasts until the recorder's ring "
         "has been filled four times; "
-        f"flat means less than {result['max_slope_mb_per_hour']:g} MB/h after it.\n\n"
+        f"flat means less than {_flat(result)} after it.\n\n"
         + _table(("", *(part["policy"] for part in parts)), rows)
         + f"\nBroken promises: **{failures}**. {_origin(result, 'soak')}\n"
     )
@@ -118,7 +128,11 @@ def _leaks(part: dict[str, Any]) -> str:
 
 def _threads(part: dict[str, Any]) -> str:
     held = [part["leaks"][name] for name in (_MODEL, _SERVER)]
-    return ", ".join(f"{each['threads']:+d} / {each['descriptors']:+d}" for each in held)
+    told = ", ".join(f"{each['threads']:+d} / {each['descriptors']:+d}" for each in held)
+    kinds = Counter[str]()
+    for each in held:
+        kinds.update(each.get("more_of", {}))
+    return told + (f" ({', '.join(f'{n} {kind}' for kind, n in kinds.items())})" if kinds else "")
 
 
 def _memory(part: dict[str, Any], program: str, phase: str) -> str:
@@ -127,12 +141,36 @@ def _memory(part: dict[str, Any], program: str, phase: str) -> str:
     if phase == "warm_up":
         return told
     judged = "" if part["memory"]["is_judged"] else " (too short to be judged)"
-    return f"{told}, {held['slope_mb_per_hour']:+.1f} MB/h{judged}"
+    slope = (
+        f"{held['slope_mb_per_hour']:+.1f} MB/h, {held['bytes_per_request']:+.0f} bytes a request"
+    )
+    return f"{told}, {slope}{judged}"
 
 
 def _recoveries(part: dict[str, Any]) -> str:
     return "<br>".join(
         f"{each['what']}: {each['seconds_until_served_again']:.0f}" for each in part["recoveries"]
+    )
+
+
+def _flat(result: dict[str, Any]) -> str:
+    told = f"{result['max_slope_mb_per_hour']:g} MB/h"
+    if "max_bytes_per_request" in result:
+        told += f" and {result['max_bytes_per_request']:g} bytes per request"
+    return told
+
+
+def _launcher(part: dict[str, Any]) -> str:
+    more = part["leaks"]["launcher after the kills"]
+    return f"{more['threads']:+d} / {more['descriptors']:+d}"
+
+
+def _ends(part: dict[str, Any]) -> str:
+    return "<br>".join(
+        f"{each['what']}: {each['seconds_until_they_ended_p50']:.1f} / "
+        f"{each['seconds_until_they_ended_max']:.1f}"
+        for each in part["recoveries"]
+        if each["open_streams"]
     )
 
 

@@ -22,6 +22,7 @@ from page import ROOT, TESTS, all_tests, table, write_or_check
 from tritonclient.grpc import model_config_pb2
 
 from inflight_backend.serve.repository import DEFAULTS
+from inflight_backend.triton.vllm_model import REFUSED_FLAGS
 from inflight_client import protocol
 
 HEAD = """\
@@ -36,9 +37,10 @@ value in brackets asks for nothing and passes. *Not there* means that a model ha
 Triton names it, and settings are named when the server starts. Of fields in an HTTP body that are
 no tensors Triton makes request parameters, and of HTTP and gRPC headers that it is told to forward.
 `vllm_model` takes those, and parameters that a gRPC client sends, as vLLM's settings; the others
-refuse them by name, all but `inflight_error_codes`. So start Triton without
-`--http-header-forward-pattern` and `--grpc-header-forward-pattern`. Each row has a test, below
-`tests/`. What the tensors mean: [protocol.md](protocol.md).
+refuse them by name, all but `inflight_error_codes`, and on `tensorrt_llm` the `Streaming` of the
+peer's own client, which must say what input `streaming` says (on a stop request: true or false). So
+start Triton without `--http-header-forward-pattern` and `--grpc-header-forward-pattern`. Each row
+has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md).
 
 **Same name, another default.** `normalize_log_probs` is false, as in TensorRT-LLM since March 2026
 (its pull request 12366): log probabilities are the model's own. Before, it was true:
@@ -74,6 +76,8 @@ def judge(model: str, part: str, name: str) -> Verdict:
     if part == "outputs":
         spec = protocol.OUTPUT_BY_NAME.get(name)
         return Verdict() if spec is None or spec.is_honoured else Verdict("output")
+    if model == "vllm_model" and name in REFUSED_FLAGS:
+        return Verdict("vllm input", False)
     inner = protocol.ENSEMBLE_INPUT_MAP.get(name, name) if model in _TEXT_MODELS else name
     found = protocol.INPUT_BY_NAME.get(inner)
     return Verdict() if found is None or found.is_honoured else Verdict("input", found.neutral)

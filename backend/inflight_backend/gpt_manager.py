@@ -405,6 +405,7 @@ class GptManager:
             iteration=self._iteration,
             num_paused=self._num_paused,
             num_waiting=self._num_waiting,
+            num_repairs=self._idle_check.num_repairs,
             static_batch=self._static_stats,
         )
 

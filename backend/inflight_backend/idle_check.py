@@ -22,6 +22,8 @@ class IdleCheck:
         self._clock = clock
         self._is_due = False
         self._next_full = clock()
+        self.num_repairs = 0
+        """How often a fault was found, and the books made anew."""
 
     def finds_fault(self, batcher: InflightBatcher, *, is_running: bool) -> bool:
         """Call it in every turn. True, with a line in the log, if nobody is active, no step
@@ -37,6 +39,7 @@ class IdleCheck:
             self._next_full = self._clock() + FULL_SECONDS
         if batcher.is_idle_and_intact() if is_full else batcher.is_idle_and_free():
             return False
+        self.num_repairs += 1
         _logger.error(
             "with nobody active %d blocks and %d places are taken, or the books do not agree: "
             "they are made anew",

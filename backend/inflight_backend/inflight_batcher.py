@@ -256,6 +256,7 @@ class InflightBatcher:
         iteration: int,
         num_paused: int,
         num_waiting: int,
+        num_repairs: int,
         static_batch: StaticBatchStats | None,
     ) -> IterationStats:
         """The statistics of the iteration that ran ``batch``, as things stand now."""
@@ -270,6 +271,7 @@ class InflightBatcher:
             num_generation_requests=num_generation,
             num_paused_requests=num_paused,
             num_waiting_requests=num_waiting,
+            num_repairs=num_repairs,
             num_context_tokens=batch.num_context_tokens,
             max_num_blocks=blocks.num_blocks,
             num_free_blocks=blocks.num_free_blocks,

@@ -8,6 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
+
 _Result = TypeVar("_Result")
 
 
@@ -49,7 +53,18 @@ class Questions:
 
 
 def _answer(future: Future[_Result], question: Callable[[], _Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # who has asked waits no more
     try:
-        future.set_result(question())
+        _settle(future, question)
+    except BaseException:  # only from a callback of who has asked: the future is done by then
+        _logger.exception("a callback of a question has failed")
+
+
+def _settle(future: Future[_Result], question: Callable[[], _Result]) -> None:
+    try:
+        result = question()
     except BaseException as error:  # a question may fail, the loop goes on
         future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -2,8 +2,8 @@
 
 Only requests that asked for something are known here; for the others nothing is kept, computed or
 sent. Times are those of `time.monotonic_ns`. The rows of log probabilities and generation logits
-are those of the tokens sent; ``cum_log_probs`` is the sum of the former so far. The logits of the
-prompt go with the first response.
+are those of the tokens sent, and ``num_output_tokens`` counts these; ``cum_log_probs`` is the sum
+of the log probabilities so far. The logits of the prompt go with the first response.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class _Gathered:
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
     context_logits: Logits | None = None
+    num_context_rows: int = 0  # of those logits, from the first
     num_sent: int = 0
     cum_log_prob: float = 0.0
 
@@ -228,6 +229,7 @@ def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
     end = min(context.start + len(context.logits), prompt_len)
     if end > context.start:
         gathered.context_logits[context.start : end] = context.logits[: end - context.start]
+        gathered.num_context_rows = max(gathered.num_context_rows, end)
 
 
 def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
@@ -251,7 +253,7 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
         logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
         tensors.append(NamedTensor("generation_logits", logits[None, None]))
     if gathered.is_asked_for_more:
-        tensors += _take_of_request(gathered, end)
+        tensors += _take_of_request(gathered, num_tokens)
     return tensors
 
 
@@ -259,8 +261,13 @@ def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedT
     """What is the same however many beams there are."""
     outputs = gathered.request.outputs
     tensors: list[NamedTensor] = []
-    if gathered.context_logits is not None:
-        tensors.append(NamedTensor("context_logits", gathered.context_logits[None]))
+    if gathered.awaits_context:
+        logits = gathered.context_logits
+        if logits is None:  # stopped before its first step
+            logits = np.empty((0, 0), dtype=np.float32)
+        # Who is stopped in the middle of the prompt gets the logits that were computed.
+        logits = logits[: gathered.num_context_rows]
+        tensors.append(NamedTensor("context_logits", logits[None]))
         gathered.context_logits, gathered.awaits_context = None, False
     if outputs.num_input_tokens:
         tensors.append(_integer("num_input_tokens", gathered.request.orig_prompt_len))

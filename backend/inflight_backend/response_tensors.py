@@ -54,6 +54,14 @@ def make_tensors(
     return tensors
 
 
+def make_unstarted_tensors(request: LlmRequest, arrival_ns: int) -> list[NamedTensor]:
+    """The end of a request that was stopped in the queue: as if before its first step."""
+    request.finish(FinishReason.CANCELLED)
+    gatherer = OutputGatherer(vocab_size=0)  # no row of logits comes
+    gatherer.add(request, arrival_ns)
+    return make_tensors(request, True, gatherer)
+
+
 @lru_cache
 def finish_reason_tensor(reason: FinishReason) -> npt.NDArray[np.object_]:
     """[[reason]] in lower case; read-only."""

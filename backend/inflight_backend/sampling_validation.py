@@ -114,6 +114,8 @@ def _read_bias(request: InferenceRequest, vocab_size: int) -> tuple[tuple[int, f
     # -inf is how a client forbids a token.
     if np.isnan(bias).any() or np.isposinf(bias).any():
         raise InvalidRequest("'embedding_bias' holds NaN or +inf; give finite numbers or -inf")
+    if np.isneginf(bias).all():
+        raise InvalidRequest("'embedding_bias' is -inf for every token: none is left to draw")
     ids = bias.nonzero()[0]
     return tuple(zip(ids.tolist(), bias[ids].tolist(), strict=True))
 

@@ -32,7 +32,8 @@ class TextCodec:
         except Exception as error:  # the library raises bare Exception for a bad file
             raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
         self.end_id = self._find_id(folder, "eos")
-        self.pad_id = self._find_id(folder, "pad")
+        pad_id = self._find_id(folder, "pad")
+        self.pad_id = pad_id if pad_id < self.vocab_size else -1  # some name one that is not there
 
     @classmethod
     def load(cls, checkpoint: Path, tokenizer_dir: str | None) -> TextCodec | None:
@@ -53,11 +54,17 @@ class TextCodec:
         return text
 
     def check_fits(self, num_rows: int) -> None:
-        """`CheckpointError` if the tokenizer can produce ids the model has no embedding for."""
+        """`CheckpointError` if the tokenizer can produce ids the model has no embedding for, or
+        the checkpoint ends texts with such an id."""
         if self.vocab_size > num_rows:
             raise CheckpointError(
                 f"the tokenizer has {self.vocab_size} tokens, the model's embedding "
                 f"only {num_rows} rows: they do not belong together"
+            )
+        if self.end_id >= num_rows:
+            raise CheckpointError(
+                f"the checkpoint's end id, {self.end_id}, is outside the model's embedding, "
+                f"which has {num_rows} rows"
             )
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
@@ -70,12 +77,15 @@ class TextCodec:
                 f"'text_input' has {len(text)} characters, "
                 f"more than can fit max_input_len = {max_tokens} tokens"
             )
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return self.encode_raw(text, add_special_tokens=True)
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text, of any length."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batch call gives the interpreter lock back: a long text stops nobody's tokens.
+        [encoding] = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_word(self, text: str) -> list[int]:
@@ -100,6 +110,11 @@ class TextCodec:
             value = _read_json(folder, name).get(f"{kind}_token_id")
             if isinstance(value, list) and value:
                 value = value[0]
+            if isinstance(value, bool) or (isinstance(value, int) and value < -1):
+                raise CheckpointError(
+                    f"{name}: '{kind}_token_id' must be a token id, or -1 for none, "
+                    f"not {json.dumps(value)}"
+                )
             if isinstance(value, int):
                 return value
         return -1
@@ -223,6 +238,6 @@ def _read_json(folder: Path, name: str) -> dict[str, object]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} cannot be read: {error}") from None
     return content if isinstance(content, dict) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
+from inflight_backend.errors import CapacityText
 from inflight_scheduler import LlmRequest, WaitReason
 
 if TYPE_CHECKING:
@@ -81,15 +82,19 @@ def describe_queued(place: int, num_waiting: int, reason: str) -> dict[str, Any]
 def expiry_error(expired: Expired, reason: WaitReason | None) -> str:
     """What a client whose deadline has passed is told, with numbers; "" if it has tokens instead.
 
+    It is the server that had no room in time: UNAVAILABLE, as where Triton's own queue lets a
+    request expire.
+
     ``reason``: why it does not run, as it was before anybody was ended.
     """
     request = expired.request
     if expired.is_queue_deadline or not request.has_started:
-        return f"not started before its deadline: {reason or 'its turn has just come'}"
+        why = reason or "its turn has just come"
+        return CapacityText(f"not started before its deadline: {why}")
     if request.num_generated_tokens > 0:
         return ""
     progress = f"{request.context_current_position} of {request.prompt_len} prompt tokens computed"
-    return f"no token before its run deadline: {reason or progress}"
+    return CapacityText(f"no token before its run deadline: {reason or progress}")
 
 
 def describe_load(stats: IterationStats) -> str:

@@ -44,6 +44,13 @@ def _bandwidth(setting: Setting) -> Iterator[Row]:
     ):
         seconds = time_seconds(setting, call)
         yield {"what": name, **setting.figures(gb_per_s=moved / seconds / 1e9)}
+    # As small as what generation attention reads at batch 8. Were the L2 cleared by writing, what
+    # is written back would show here: all other rows clear it by reading.
+    small = source[: 2**23]
+    for name, is_written in (("reading", False), ("writing", True)):
+        seconds = time_seconds(setting, small.amax, clears_by_writing=is_written)
+        figures = setting.figures(us=1e6 * seconds, gb_per_s=small.nbytes / seconds / 1e9)
+        yield {"what": f"33 MB, L2 cleared by {name}", **figures}
 
 
 def _products(
@@ -72,11 +79,13 @@ def _products(
             }
 
 
-def time_seconds(setting: Setting, call: Callable[[], object]) -> float:
+def time_seconds(
+    setting: Setting, call: Callable[[], object], *, clears_by_writing: bool = False
+) -> float:
     """Median time on the device, L2 cleared before each call; a dry run only calls."""
     from benchmarks.harness import time_us
 
     if setting.is_dry:
         call()
         return 1.0
-    return time_us(call) / 1e6
+    return time_us(call, clears_by_writing=clears_by_writing) / 1e6

@@ -5,7 +5,8 @@ into compiling, and one that breaks the CUDA context takes few others with it.
 
 The error is ‖out - ref‖ / ‖ref‖ in float32, the reference computed in float32 from the same
 rounded inputs. Limits: bf16 results are rounded to 8 bits once or twice (half a unit is 2e-3),
-e4m3 to 4 bits (3e-2); what must be exact has limit 0.
+e4m3 to 4 bits (3e-2); a product of 4096 terms in FP8 is summed up by the tensor cores in less than
+float32 (estimated at 5e-3); what must be exact has limit 0.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _kernel_checks(setting: Setting) -> Iterator[_Check]:
                 yield _Check(f"context {label}", _LIMIT[_BF16], run)
     yield _Check("sample", 0.0, partial(_sample, setting))
     yield _Check("copy_blocks", 0.0, partial(_copy, setting))
-    yield _Check("fp8 linear", 1e-2, partial(_fp8_linear, setting))
+    yield _Check("fp8 linear", 2e-2, partial(_fp8_linear, setting))
 
 
 def _engine_checks(setting: Setting) -> Iterator[_Check]:

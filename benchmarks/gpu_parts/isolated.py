@@ -1,4 +1,8 @@
-"""A part of a benchmark in processes of its own: what it breaks or hangs on costs itself only."""
+"""A part of a benchmark in processes of its own: what it breaks or hangs on costs itself only.
+
+They append their rows to one file, a line each, the moment a row is made: whatever is killed, the
+processes or whoever started them, the file has what was measured.
+"""
 
 from __future__ import annotations
 
@@ -12,63 +16,87 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_GRACE = 5  # seconds a part gets to end by itself
+GRACE = 5  # seconds a part gets to end by itself
 _TAIL = 800  # characters of what it wrote to stderr
 
 Row = dict[str, Any]
 
 
+def keep_row(file: Path, part: str, process: int, row: Row) -> None:
+    """Append a row to a file that other processes append to as well, in one write."""
+    line = json.dumps({"part": part, "process": process, **row}) + "\n"
+    with file.open("ab", buffering=0) as stream:
+        stream.write(line.encode())
+
+
 def run_isolated(
     script: Path,
+    part: str,
     arguments: Sequence[str],
     seconds: float,
+    rows: Path | None = None,
     env: Mapping[str, str] | None = None,
     num_processes: int = 1,
 ) -> Iterator[Row]:
     """The rows that ``script`` writes with these arguments; it is ended when its time is over.
 
-    It gets ``--rows FILE``, to which it appends JSON lines, and ``--until TIME``, when it should
-    stop; of several processes each gets ``--share NUMBER/COUNT`` of the work. A last row of each
-    has the end of its stderr, if it wrote there, and says what went wrong, if anything did: the
-    rows made before are kept.
+    It gets ``--part``, ``--rows FILE`` for `keep_row`, and ``--until TIME``, when it should stop;
+    of several processes each gets ``--share NUMBER/COUNT`` of the work. A last row of each has the
+    end of its stderr, if it wrote there, and says what went wrong, if anything did. ``rows`` is
+    kept, and may hold those of earlier parts; without it the file goes when the part has ended.
     """
     end = time.monotonic() + seconds
-    command = [sys.executable, str(script), *arguments]
-    command += ["--until", str(time.time() + seconds - _GRACE)]
     env = dict(os.environ if env is None else env)
     if num_processes > 1:  # beside one another, each has its part of the cores
         num_threads = len(os.sched_getaffinity(0)) // num_processes
         env.setdefault("OMP_NUM_THREADS", str(max(1, num_threads)))
     processes: list[_Process] = []
     with tempfile.TemporaryDirectory() as folder:
+        rows = rows or Path(folder) / "rows.jsonl"
+        rows.touch()
+        start = rows.stat().st_size
+        command = [sys.executable, str(script), "--part", part, *arguments]
+        command += ["--until", str(time.time() + seconds - GRACE), "--rows", str(rows)]
         try:
             for number in range(num_processes):
                 share = ["--share", f"{number}/{num_processes}"] if num_processes > 1 else []
-                processes.append(_Process([*command, *share], Path(folder) / str(number), env))
+                log = Path(folder) / f"{number}.log"
+                processes.append(_Process([*command, *share], log, env))
             for number, process in enumerate(processes):
                 label = f"process {number} of {num_processes} " if num_processes > 1 else ""
-                yield from process.rows(end, seconds, label)
+                last = process.last_row(end, seconds, label)
+                yield from _kept(rows, start, number)
+                if last:
+                    yield last
         finally:
             for process in processes:
                 process.stop()
 
 
-class _Process:
-    """One run of the script, its rows and its stderr in files."""
+def _kept(file: Path, start: int, process: int) -> Iterator[Row]:
+    """The rows of a process behind the first ``start`` bytes."""
+    for line in file.read_bytes()[start:].splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # not whole: the disk is full, and the process says so
+            continue
+        del row["part"]
+        if row.pop("process") == process:
+            yield row
 
-    def __init__(self, command: Sequence[str], path: Path, env: Mapping[str, str]) -> None:
-        self._rows, self._log = path.with_suffix(".jsonl"), path.with_suffix(".log")
-        self._rows.touch()
-        with self._log.open("wb") as log:
+
+class _Process:
+    """One run of the script, with its stderr in a file."""
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str]) -> None:
+        self._log = log
+        with log.open("wb") as stream:
             self._process = subprocess.Popen(
-                [*command, "--rows", str(self._rows)],
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=dict(env),
+                command, stdout=subprocess.DEVNULL, stderr=stream, env=dict(env)
             )
 
-    def rows(self, end: float, seconds: float, label: str) -> Iterator[Row]:
-        """What it wrote until it ended, or until ``end``, when it is killed."""
+    def last_row(self, end: float, seconds: float, label: str) -> Row:
+        """What went wrong and what it said, once it has ended; at ``end`` it is killed."""
         problem = ""
         try:
             status = self._process.wait(max(0.0, end - time.monotonic()))
@@ -76,17 +104,9 @@ class _Process:
         except subprocess.TimeoutExpired:
             self.stop()
             problem = f"{label}killed after {seconds:.0f} seconds"
-        for line in self._rows.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:  # cut off when its process was ended
-                problem = problem or f"{label}wrote a last row that is not whole"
         last: Row = {"error": problem} if problem else {}
         said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
-        if said:
-            last["stderr"] = said
-        if last:
-            yield last
+        return {**last, "stderr": said} if said else last
 
     def stop(self) -> None:
         """End it if it runs."""

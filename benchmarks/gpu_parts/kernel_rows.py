@@ -18,6 +18,9 @@ from gpu_parts.common import Row, Setting
 # Batches and contexts of the generation attention that we have targets for.
 _TARGETS = {(1, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (8, 16_384)}
 _DRY_ROWS = 2  # of an op: `benchmarks.run_all` runs them all dry
+TILED_OPS = ("paged_attention_generation", "paged_attention_context")
+# The draw first: the least is known of it. Then what runs once per layer and token.
+_TOKEN_OPS = ("sample", "rope_write_kv", "rms_norm", "silu_mul", "quantize_fp8", "copy_blocks")
 
 
 def generation_attention(setting: Setting) -> Iterator[Row]:
@@ -32,31 +35,40 @@ def context_attention(setting: Setting) -> Iterator[Row]:
 
 def token_kernels(setting: Setting) -> Iterator[Row]:
     """K3."""
-    names = ("rms_norm", "rope_write_kv", "silu_mul", "quantize_fp8", "sample", "copy_blocks")
-    yield from _measured(setting, names)
+    yield from _measured(setting, _TOKEN_OPS)
 
 
 def tiles(setting: Setting) -> Iterator[Row]:
     """The ranked tiles beside the chosen ones at the shapes of the targets; the report is what
     ``python -m benchmarks.best_tiles`` reads."""
-    names = ("paged_attention_generation", "paged_attention_context")
-    yield from _measured(setting, names, only_targets=True, has_sweep=True)
+    yield from _measured(setting, TILED_OPS, only_targets=True, has_sweep=True)
 
 
-def _measured(
-    setting: Setting, ops: Sequence[str], only_targets: bool = False, *, has_sweep: bool = False
-) -> Iterator[Row]:
-    """The rows of some ops; an op that fails leaves the others."""
+def timed_ops(setting: Setting) -> tuple[str, ...]:
+    """What K1, K2 and K3 run; in a quick run there is K1 alone."""
+    return TILED_OPS[:1] if setting.is_quick else (*TILED_OPS, *_TOKEN_OPS)
+
+
+def made_rows(
+    setting: Setting, op: str, *, only_targets: bool = False, has_sweep: bool = False
+) -> Iterator[Any]:
+    """The rows of an op, `benchmarks.harness.Row`, on the device of ``setting``."""
     harness = import_module("benchmarks.harness")
 
     def is_wanted(batch: int, context: int) -> bool:
         return not only_targets or setting.is_dry or (batch, context) in _TARGETS
 
     where = harness.Setting(setting.device, setting.is_dry, has_sweep, is_wanted)
+    rows = import_module(f"benchmarks.bench_{op}").rows(where)
+    return islice(rows, _DRY_ROWS) if setting.is_dry else rows
+
+
+def _measured(
+    setting: Setting, ops: Sequence[str], only_targets: bool = False, *, has_sweep: bool = False
+) -> Iterator[Row]:
+    """The rows of some ops; an op that fails leaves the others."""
     for op in ops:
-        rows = import_module(f"benchmarks.bench_{op}").rows(where)
-        if setting.is_dry:
-            rows = islice(rows, _DRY_ROWS)
+        rows = made_rows(setting, op, only_targets=only_targets, has_sweep=has_sweep)
         try:
             # A map holds no row while the next is made: of some, two do not fit the GPU.
             yield from map(partial(_row, setting, op, not has_sweep), rows)

@@ -1,14 +1,16 @@
-"""E1 and O1: the time of one generation step of the 8B, and what the host spends on it.
+"""E1 and O1: the time of one generation step of the 8B, and how much of it the device idles.
 
-256 prompts are computed for real, then steps of the first 256, 128, ... 1 slots are timed: all of
-them queued behind one another (the time of the device, unless the host is slower), and one by one
-with the tokens read in between (the plain loop). The difference is time the device idles.
+256 prompts are computed for real, then steps of the first 256, 128, ... 1 slots are timed in three
+ways, each from the same context on: recordings replayed behind one another with nothing of the host
+in between (the device alone); one step submitted while the one before it runs, as the server does;
+and one by one. The device idles for the difference of the first two.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from gpu_parts.common import (
@@ -35,10 +37,14 @@ _NUM_STEPS = 20
 _BLOCK = 64
 
 
-def rows(setting: Setting) -> Iterator[Row]:
-    """bf16, then FP8 weights and cache, which a quick run leaves out."""
-    for quantization in ("none",) if setting.is_quick else ("none", "fp8"):
-        yield from _precision(setting, quantization)
+def bf16(setting: Setting) -> Iterator[Row]:
+    """Weights and cache in bf16."""
+    yield from _precision(setting, "none")
+
+
+def fp8(setting: Setting) -> Iterator[Row]:
+    """Weights and cache in FP8."""
+    yield from _precision(setting, "fp8")
 
 
 def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
@@ -46,7 +52,7 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
     model = TINY if setting.is_dry else LLAMA_8B
     batches = [2, 1] if setting.is_dry else [256, 128, 64, 32, 8, 1]
     context = 20 if setting.is_dry else 1024
-    length = context + 3 * _NUM_STEPS  # room for everything that is timed between two rewinds
+    length = context + 2 * _NUM_STEPS  # room for what is timed between two rewinds
     num_blocks = -(-length // _BLOCK)
     config = EngineConfig(
         max_batch_size=batches[0],
@@ -71,11 +77,12 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
 def _prompt(setting: Setting, engine: Engine, length: int, is_fp8: bool) -> Row:
     """Time to the token of one prompt, in the last slot: median of three after a warm-up."""
     slot = engine.config.max_batch_size - 1
+    batch = _context_batch(engine, [slot], length, _blocks([slot], length))
     times = []
     for _ in range(4):
         setting.synchronize()
         start = time.perf_counter()
-        engine.execute(_context_batch(engine, [slot], length, _blocks([slot], length)))
+        engine.execute(batch)
         times.append(1e3 * (time.perf_counter() - start))
     floor = context_floor_ms(setting, engine.model_config, is_fp8, length)
     measured = sorted(times[1:])[1]
@@ -86,18 +93,20 @@ def _prompt(setting: Setting, engine: Engine, length: int, is_fp8: bool) -> Row:
 def _fill(setting: Setting, engine: Engine, num_slots: int, length: int, num_blocks: int) -> float:
     """Compute a prompt in every slot, the first ones once more before; tokens per second."""
     per_step = max(1, engine.max_num_tokens // length)
-    start = 0.0
-    for first in (0, *range(0, num_slots, per_step)):
+    batches = []
+    for first in range(0, num_slots, per_step):
         slots = list(range(first, min(first + per_step, num_slots)))
         blocks = tuple(
             BlockAssignment(slot, index, slot * num_blocks + index)
             for slot in slots
             for index in range(num_blocks)
         )
-        engine.enqueue(_context_batch(engine, slots, length, blocks))
-        if not start:
-            setting.synchronize()
-            start = time.perf_counter()
+        batches.append(_context_batch(engine, slots, length, blocks))
+    engine.enqueue(batches[0])
+    setting.synchronize()
+    start = time.perf_counter()
+    for batch in batches:
+        engine.enqueue(batch)
     setting.synchronize()
     return num_slots * length / (time.perf_counter() - start)
 
@@ -127,44 +136,88 @@ def _context_batch(
     )
 
 
-def _rewind(num_slots: int, context: int) -> ScheduledBatch:
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds per step; ``device`` is None for an engine without recordings."""
+
+    device: float | None
+    overlapped: float
+    plain: float
+    host: float
+    """To submit a step while the device is idle: with steps queued, the host waits for buffers."""
+
+    @property
+    def idle_percent(self) -> float:
+        """Of the time of the overlapped loop, which is the server's; 100 if nothing is known."""
+        return 100 * max(0.0, 1 - (self.device or 0.0) / self.overlapped)
+
+
+def time_steps(
+    setting: Setting, engine: Engine, batch: ScheduledBatch, context: int, num_steps: int
+) -> StepTimes:
+    """The three times of a step of generations alone, all from ``context`` on."""
+    runner, waited = engine._runner, 0.0
+
+    def timed(run: Callable[[], None]) -> float:
+        engine.execute(_rewind(batch, context))
+        for _ in range(3):
+            engine.execute(batch)
+        setting.synchronize()
+        start = time.perf_counter()
+        run()
+        setting.synchronize()
+        return (time.perf_counter() - start) / num_steps
+
+    @torch.inference_mode()
+    def replay() -> None:
+        """The slots of ``batch`` lie where recordings read them: `timed` has just run its step."""
+        assert runner is not None
+        for _ in range(num_steps):
+            runner.run(len(batch.generation_slots))
+
+    def overlap() -> None:
+        before = engine.submit(batch)
+        for _ in range(num_steps - 1):
+            running = engine.submit(batch)
+            before.read()
+            before = running
+        before.read()
+
+    def one_by_one() -> None:
+        nonlocal waited
+        for _ in range(num_steps):
+            pending = engine.submit(batch)
+            start = time.perf_counter()
+            pending.read()
+            waited += time.perf_counter() - start
+
+    device = timed(replay) if runner is not None else None
+    overlapped, plain = timed(overlap), timed(one_by_one)
+    return StepTimes(device, overlapped, plain, plain - waited / num_steps)
+
+
+def _rewind(batch: ScheduledBatch, context: int) -> ScheduledBatch:
     """Compute the last token of the context again: all slots are back at its end."""
-    chunks = (ContextChunk(slot, context - 1, (1,), is_last=True) for slot in range(num_slots))
+    slots = batch.generation_slots
+    chunks = (ContextChunk(slot, context - 1, (1,), is_last=True) for slot in slots)
     return ScheduledBatch(iteration=1, context_chunks=tuple(chunks))
 
 
 def _steps(setting: Setting, engine: Engine, batch_size: int, context: int, is_fp8: bool) -> Row:
     batch = ScheduledBatch(iteration=2, generation_slots=tuple(range(batch_size)))
-    num_steps = 2 if setting.is_dry else _NUM_STEPS
-    engine.execute(_rewind(batch_size, context))
-    for _ in range(3):
-        engine.execute(batch)
-    setting.synchronize()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        engine.enqueue(batch)
-    setting.synchronize()
-    queued = (time.perf_counter() - start) / num_steps
-    start = time.perf_counter()
-    host = 0.0  # taken while the device is idle: with steps queued, the host waits for buffers
-    for _ in range(num_steps):
-        begin = time.perf_counter()
-        pending = engine.submit(batch)
-        host += time.perf_counter() - begin
-        pending.read()
-    plain = (time.perf_counter() - start) / num_steps
-    floor = step_floor_ms(setting, engine.model_config, is_fp8, batch_size, context)
-    return {
-        "what": "step",
-        "batch": batch_size,
-        "context": context,
-        **setting.figures(
-            ms=1e3 * queued,
+    times = time_steps(setting, engine, batch, context, 2 if setting.is_dry else _NUM_STEPS)
+    row: Row = {"what": "step", "batch": batch_size, "context": context}
+    if times.device is not None:
+        floor = step_floor_ms(setting, engine.model_config, is_fp8, batch_size, context)
+        row |= setting.figures(
+            ms=1e3 * times.device,
             floor_ms=floor,
-            of_floor=floor / (1e3 * queued),
-            plain_ms=1e3 * plain,
-            host_us=1e6 * host / num_steps,
-            idle_percent=100 * max(0.0, 1 - queued / plain),
-            tokens_per_s=batch_size / queued,
-        ),
-    }
+            of_floor=floor / (1e3 * times.device),
+            idle_percent=times.idle_percent,
+        )
+    return row | setting.figures(
+        overlapped_ms=1e3 * times.overlapped,
+        plain_ms=1e3 * times.plain,
+        host_us=1e6 * times.host,
+        tokens_per_s=batch_size / times.overlapped,
+    )

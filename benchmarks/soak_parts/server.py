@@ -9,17 +9,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+LAUNCHER = "inflight serve"
 MODEL = "triton_python_backend_stub"
 TRITONSERVER = "tritonserver"
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 START_SECONDS = 240.0
 _STOP_SECONDS = 120.0
+_OURS = "connected to us"
+# What was lost and mended again, and what only our own bugs can cause.
+_REPAIRS = ("made anew", "the batch manager failed", "could not be read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,13 @@ class Footprint:
 
     resident_mb: float
     num_threads: int
-    num_descriptors: int
+    descriptors: Counter[str] = field(default_factory=Counter)
+    """How many by kind, without connections to the process that counts."""
+
+    @property
+    def num_descriptors(self) -> int:
+        """Of all kinds."""
+        return self.descriptors.total()
 
 
 class Served:
@@ -98,7 +109,7 @@ class Served:
         return [*self._command_lines().values(), *self.shared_memory(), *folders]
 
     def _pids(self) -> dict[str, int]:
-        return {
+        return {LAUNCHER: self._process.pid} | {
             Path(line.split("\0")[0]).name: pid
             for pid, line in self._command_lines().items()
             if Path(line.split("\0")[0]).name in (MODEL, TRITONSERVER)
@@ -120,22 +131,65 @@ class Served:
         self.shared_memory()
 
 
+def repairs(log: str) -> list[str]:
+    """The lines of the servers' log that tell of one, which nothing else may show."""
+    return [line for line in log.splitlines() if any(text in line for text in _REPAIRS)]
+
+
 def footprint(pid: int) -> Footprint:
     process = Path(f"/proc/{pid}")
     fields = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     return Footprint(
         resident_mb=int(fields["VmRSS"].split()[0]) / 1024,
         num_threads=int(fields["Threads"]),
-        num_descriptors=sum(map(_stays_open, (process / "fd").iterdir())),
+        descriptors=_descriptors(process),
     )
 
 
-def _stays_open(descriptor: Path) -> bool:
-    """Not what a process opens for an instant to read its own memory use."""
-    try:
-        return not os.readlink(descriptor).startswith("/proc/")
-    except FileNotFoundError:  # closed since it was listed
-        return False
+def _descriptors(process: Path) -> Counter[str]:
+    """By kind, without what a process opens for an instant to read its own memory use, and without
+    connections to us: our end of one may stay until the next collection of garbage."""
+    states = _socket_states()
+    kinds: Counter[str] = Counter()
+    for target in _targets(process):
+        kind, _, inode = target.rstrip("]").partition(":[")
+        if kind == "socket":
+            kind = f"socket, {states.get(inode, 'of another kind')}"
+        if not target.startswith("/proc/") and _OURS not in kind:
+            kinds[kind if inode else "file"] += 1
+    return kinds
+
+
+def _socket_states() -> dict[str, str]:
+    """Of the TCP sockets of the machine, by inode: the state, or `_OURS` if we have the other end.
+
+    Of the columns the second and third are the ends, the fourth is the state, the tenth the inode.
+    An end is told by the last four bytes of its address and the port: gRPC's are IPv4 within IPv6.
+    """
+    names = {"01": "connected", "08": "whose peer has closed", "0A": "listening"}
+    tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [
+        (row[1][-13:], row[2][-13:], row[3], f"socket:[{row[9]}]")
+        for table in tables
+        for row in map(str.split, table)
+    ]
+    own = set(_targets(Path("/proc/self")))
+    ours = {(here, there) for here, there, _, target in rows if target in own}
+    return {
+        target[len("socket:[") : -1]: (
+            _OURS if (there, here) in ours else names.get(state, "closing")
+        )
+        for here, there, state, target in rows
+    }
+
+
+def _targets(process: Path) -> list[str]:
+    """What the open descriptors of a process are."""
+    targets = []
+    for descriptor in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed since it was listed
+            targets.append(os.readlink(descriptor))
+    return targets
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Clients of every kind at once: those that read to the end, and those that do not.
 
 Each request has a gRPC stream of its own, which is read to its end, so that every final response
-of it is counted. The demo model counts up: a lost, doubled or foreign token shows in the answer.
+of it is counted. Every byte of an answer is known (`answers`).
 """
 
 from __future__ import annotations
@@ -10,38 +10,41 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import socket
 import struct
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
-import numpy as np
+from soak_parts.answers import OUT_OF_TIME, QUESTIONS, is_cut, is_whole
 from soak_parts.server import HOST
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import serialize_byte_tensor
+from soak_parts.wire import LLM_MODEL, Answer, encode, with_limit
+from tritonclient.grpc import service_pb2_grpc
 
 SILENCE_SECONDS = 300.0
 """A stream on which nothing comes for so long is silent: the failure that must not be."""
 
+SERVED_TWICE = "duplicate came late"
+
 _QUESTION_SECONDS = 120.0
 _PROBE_SECONDS = 20.0
-_MODEL = "tensorrt_llm"
 # What a server says that is full, stops, hangs, or has lost its model process.
 _REFUSALS = ("Maximum queue size", "shutting down", "makes no progress", "not healthy")
 # Share of requests by kind; three in ten are cancelled.
 _KINDS = {
-    "complete": 44,
+    "complete": 32,
     "cancelled": 30,
     "stopped": 10,
     "reset": 6,
     "bad": 8,
     "duplicate": 2,
+    "feature": 12,
 }
+_LONG = 2000  # tokens of answers that are not to be read to their end
 _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"text_input": "", "max_tokens": 5}, "'text_input' is empty"),
     ({"max_tokens": 5}, "the prompt is missing"),
@@ -52,6 +55,15 @@ _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"input_ids": [10**6], "max_tokens": 5}, "'input_ids' holds 1000000"),
     ({"text_input": b"\xff\xfe", "max_tokens": 5}, "not valid UTF-8"),
 )
+
+
+class Span(NamedTuple):
+    """When a request was sent and when its client heard of its end, and whether that was an error
+    of the transport."""
+
+    began: float
+    ended: float
+    is_broken: bool
 
 
 @dataclass
@@ -88,9 +100,14 @@ class Traffic:
     def __init__(self, grpc_url: str, http_port: int, seed: int) -> None:
         self.tally = Tally()
         self.names: list[str] = []
+        self.spans: deque[Span] = deque(maxlen=20_000)
+        """Of the last requests that came to some end."""
+        self.open_since: dict[int, float] = {}
+        """When those in flight were sent."""
         self._http_port = http_port
         self._draw = random.Random(seed)
         self._numbers = itertools.count(1)
+        self._keys = itertools.count(1)
         self._is_over = False
         options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
         options.append(("grpc.max_reconnect_backoff_ms", 1000))
@@ -113,35 +130,31 @@ class Traffic:
 
     async def try_once(self) -> bool:
         """True if a short request is answered correctly now."""
-        text = ""
+        values = {"text_input": "1 2 3", "max_tokens": 8, "stream": True}
         try:
-            call = self._call("", text_input="1 2 3", max_tokens=8, stream=True)
-            async for message in _with_limit(call, _PROBE_SECONDS):
-                if message.error_message:
-                    return False
-                text += _text_of(message)
+            answer = await self._answer("", values, seconds=_PROBE_SECONDS)
         except (grpc.RpcError, asyncio.TimeoutError):
             return False
-        return text == " 4 5 6 7"
+        return not answer.errors and is_whole("1 2 3", answer.text, 8)
+
+    async def why_held(self, name: str) -> str:
+        """Empty if a request with the id ``name`` is served, else what is said instead."""
+        answer = await self._answer(name, {"text_input": "1 2 3", "max_tokens": 1, "stream": True})
+        return "; ".join(answer.errors) or ("" if answer.text == " " else repr(answer.text))
 
     async def ask_json(self, name: str, output: str, **values: Any) -> dict[str, Any]:
         """The JSON that answers a question about the server; the stream is read to its end."""
-        answers: list[dict[str, Any]] = []
-        async for message in _with_limit(self._call(name, **values), _QUESTION_SECONDS):
-            for tensor, raw in zip(
-                message.infer_response.outputs,
-                message.infer_response.raw_output_contents,
-                strict=True,
-            ):
-                if tensor.name == output:
-                    answers.append(json.loads(raw[4:]))
-        [answer] = answers
-        return answer
+        answer = await self._answer(name, values, seconds=_QUESTION_SECONDS)
+        [told] = [each[output][0] for each in answer.responses if output in each]
+        parsed: dict[str, Any] = json.loads(told)
+        return parsed
 
     async def _work(self) -> None:
         kinds, weights = list(_KINDS), list(_KINDS.values())
         while not self._is_over:
             kind = self._draw.choices(kinds, weights)[0]
+            key, is_broken = next(self._keys), False
+            self.open_since[key] = began = time.monotonic()
             try:
                 await getattr(self, f"_{kind}")()
             except asyncio.TimeoutError:
@@ -149,46 +162,64 @@ class Traffic:
                 self.tally.wrong.append(f"a request ({kind}) heard nothing")
             except (grpc.RpcError, OSError, EOFError):
                 self.tally.outcomes["transport error"] += 1
+                is_broken = True
+            del self.open_since[key]
+            self.spans.append(Span(began, time.monotonic(), is_broken))
+            if is_broken:
                 await asyncio.sleep(1.0)  # as clients should: the server may be starting again
 
     async def _complete(self) -> None:
-        await self._read("completed")
+        values = self._values(self._draw.choice((4, 20, 60, 150)))
+        answer = await self._read(self._new_name(), values)
+        await self._judge("completed", values, answer, is_whole)
 
     async def _stopped(self) -> None:
         name = self._new_name()
-        num_read = 0
 
-        async def stop_soon() -> None:
-            nonlocal num_read
-            num_read += 1
-            if num_read == 3:
-                async for _ in _with_limit(self._call(name, stop=True), SILENCE_SECONDS):
-                    pass
+        async def stop_soon(answer: Answer) -> None:
+            if len(answer.responses) == 3:
+                stop = await self._answer(name, {"stop": True})
+                for error in stop.errors:
+                    await self._count_error(error)
 
-        await self._read("stopped", name, on_message=stop_soon, max_tokens=2000)
+        values = self._values(_LONG)
+        answer = await self._read(name, values, stop_soon)
+        await self._judge("stopped", values, answer, is_cut)
 
     async def _duplicate(self) -> None:
         name = self._new_name()
-        errors: list[str] = []
+        second: list[Answer] = []
 
-        async def again() -> None:
-            if not errors:
-                call = self._call(name, text_input="7", max_tokens=4, stream=True)
-                errors.extend([m.error_message async for m in _with_limit(call, SILENCE_SECONDS)])
+        async def again(_: Answer) -> None:
+            if not second:
+                values = {"text_input": "7", "max_tokens": 4, "stream": True}
+                second.append(await self._answer(name, values))
 
-        await self._read("completed beside a duplicate", name, on_message=again, max_tokens=300)
-        if errors and not any("still being processed" in error for error in errors):
+        values = self._values(300)
+        answer = await self._read(name, values, again)
+        await self._judge("completed beside a duplicate", values, answer, is_whole)
+        if second and not any("still being processed" in error for error in second[0].errors):
             # The first may have ended between its last message and the second request.
-            self.tally.outcomes["duplicate came late"] += 1
+            self.tally.outcomes[SERVED_TWICE] += 1
+
+    async def _feature(self) -> None:
+        what = self._draw.choice(list(QUESTIONS))
+        prompt = self._values(0)["text_input"]
+        question = self._draw.choice(QUESTIONS[what])(prompt)
+        answer = await self._read(self._new_name(), question.values)
+        if question.may_be_late and any(OUT_OF_TIME in error for error in answer.errors):
+            self.tally.outcomes[f"{what}: not started in time"] += 1
+        else:
+            await self._judge(what, question.values, answer, lambda *_: question.is_right(answer))
 
     async def _cancelled(self) -> None:
-        call = self._call(self._new_name(), **self._values(2000))
+        call = self._call(self._new_name(), self._values(_LONG))
         num_wanted = self._draw.randrange(6)
         num_read = 0
         if num_wanted == 0:
             await asyncio.sleep(self._draw.random() * 0.05)
         else:
-            async for message in _with_limit(call, SILENCE_SECONDS):
+            async for message in with_limit(call, SILENCE_SECONDS):
                 if message.error_message:
                     await self._count_error(message.error_message)
                     return
@@ -201,9 +232,9 @@ class Traffic:
     async def _reset(self) -> None:
         """An HTTP stream whose connection is reset after its first tokens."""
         reader, writer = await asyncio.open_connection(HOST, self._http_port)
-        body = json.dumps({"text_input": "1 2 3", "max_tokens": 2000, "stream": True}).encode()
+        body = json.dumps({"text_input": "1 2 3", "max_tokens": _LONG, "stream": True}).encode()
         head = (
-            f"POST /v2/models/{_MODEL}/generate_stream HTTP/1.1\r\nHost: {HOST}\r\n"
+            f"POST /v2/models/{LLM_MODEL}/generate_stream HTTP/1.1\r\nHost: {HOST}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -218,48 +249,59 @@ class Traffic:
 
     async def _bad(self) -> None:
         values, expected = self._draw.choice(_BAD)
-        errors = [
-            message.error_message
-            async for message in _with_limit(
-                self._call(self._new_name(), **values), SILENCE_SECONDS
-            )
-        ]
-        told = [error for error in errors if expected in error]
-        if len(told) == 1:
+        answer = await self._read(self._new_name(), values)
+        if len(answer.errors) == 1 and expected in answer.errors[0]:
             self.tally.outcomes["refused by name"] += 1
-        elif len(said := [error for error in errors if error]) == 1:
-            await self._count_error(said[0])  # wrong, unless it is a known refusal
+        elif len(answer.errors) == 1:
+            await self._count_error(answer.errors[0])  # wrong, unless it is a known refusal
         else:
-            self.tally.wrong.append(f"bad input was answered with {errors}")
+            told = answer.errors or answer.text
+            self.tally.wrong.append(f"bad input was answered with {told!r:.200}")
 
     async def _read(
         self,
+        name: str,
+        values: dict[str, Any],
+        on_message: Callable[[Answer], Any] | None = None,
+    ) -> Answer:
+        """Read a stream to its end and count its finals."""
+        answer = await self._answer(name, values, on_message)
+        self.tally.finals[answer.num_finals] += 1
+        return answer
+
+    async def _answer(
+        self,
+        name: str,
+        values: dict[str, Any],
+        on_message: Callable[[Answer], Any] | None = None,
+        seconds: float = SILENCE_SECONDS,
+    ) -> Answer:
+        answer = Answer()
+        async for message in with_limit(self._call(name, values), seconds):
+            answer.add(message)
+            if on_message is not None and not answer.errors:
+                await on_message(answer)
+        return answer
+
+    async def _judge(
+        self,
         outcome: str,
-        name: str | None = None,
-        on_message: Callable[[], Any] | None = None,
-        max_tokens: int | None = None,
+        values: dict[str, Any],
+        answer: Answer,
+        is_right: Callable[[str, str, int], bool],
     ) -> None:
-        """Read a stream to its end, counting its finals and checking its count."""
-        values = self._values(max_tokens or self._draw.choice((4, 20, 60, 150)))
-        call = self._call(self._new_name() if name is None else name, **values)
-        text, num_finals, error = "", 0, ""
-        async for message in _with_limit(call, SILENCE_SECONDS):
-            if message.error_message:
-                error = message.error_message
-                num_finals += 1
-                continue
-            text += _text_of(message)
-            num_finals += _is_final(message)
-            if on_message is not None:
-                await on_message()
-        self.tally.finals[num_finals] += 1
-        if error:
-            await self._count_error(error)
-        elif not _counts(values["text_input"], text):
-            self.tally.wrong.append(f"{values['text_input']!r} was continued with {text[:80]!r}")
-        else:
+        """Count an answer that was read to its end, or say what is wrong with it."""
+        if answer.errors:
+            await self._count_error(answer.errors[0])
+        elif is_right(values["text_input"], answer.text, values["max_tokens"]):
             self.tally.outcomes[outcome] += 1
-            self.tally.num_tokens += len(text)  # the demo model's tokens are bytes
+            self.tally.num_tokens += min(len(answer.text), values["max_tokens"])  # tokens are bytes
+        else:
+            asked = {key: value for key, value in values.items() if key != "text_input"}
+            self.tally.wrong.append(
+                f"{outcome}: {values['text_input']!r} with {asked} was continued with "
+                f"{len(answer.text)} tokens, ending in {answer.text[-80:]!r}"
+            )
 
     def _values(self, max_tokens: int) -> dict[str, Any]:
         first = self._draw.randrange(1, 5000)
@@ -280,58 +322,10 @@ class Traffic:
                 return
         self.tally.wrong.append(f"unexpected error: {error}")
 
-    def _call(self, name: str, **values: Any) -> Any:
-        request = _message(name, values)
+    def _call(self, name: str, values: dict[str, Any]) -> Any:
+        request = encode(name, values)
 
         async def requests() -> AsyncIterator[Any]:
             yield request
 
         return self._stub.ModelStreamInfer(requests())
-
-
-def _message(name: str, values: dict[str, Any]) -> Any:
-    request = service_pb2.ModelInferRequest(model_name=_MODEL, id=name)
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    for key, value in values.items():
-        if isinstance(value, str | bytes):
-            datatype, array = "BYTES", np.asarray([[value]], dtype=np.object_)
-            raw = serialize_byte_tensor(array).item()
-        else:
-            kind = {bool: ("BOOL", np.bool_), float: ("FP32", np.float32)}.get(type(value))
-            datatype, dtype = kind or ("INT32", np.int32)
-            array = np.asarray([np.ravel(value)], dtype=dtype)
-            raw = array.tobytes()
-        request.inputs.add(name=key, datatype=datatype, shape=array.shape)
-        request.raw_input_contents.append(raw)
-    return request
-
-
-async def _with_limit(call: Any, seconds: float) -> AsyncIterator[Any]:
-    """The messages of a call; ``asyncio.TimeoutError`` if one takes longer than ``seconds``."""
-    messages = call.__aiter__()
-    while True:
-        try:
-            yield await asyncio.wait_for(messages.__anext__(), seconds)
-        except StopAsyncIteration:
-            return
-
-
-def _is_final(message: Any) -> bool:
-    parameters = message.infer_response.parameters
-    return "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
-
-
-def _text_of(message: Any) -> str:
-    infer = message.infer_response
-    for tensor, raw in zip(infer.outputs, infer.raw_output_contents, strict=True):
-        if tensor.name == "text_output":
-            return str(raw[4:].decode())
-    return ""
-
-
-def _counts(prompt: str, text: str) -> bool:
-    """True if ``prompt + text`` counts up by one; the last number may be cut off."""
-    numbers = [int(word) for word in re.findall(r"\d+", prompt + text)]
-    expected = [numbers[0] + i for i in range(len(numbers))]
-    is_cut = str(expected[-1]).startswith(str(numbers[-1]))
-    return numbers[:-1] == expected[:-1] and is_cut

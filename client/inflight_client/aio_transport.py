@@ -28,8 +28,9 @@ from inflight_client.encoding import (
     stop_call,
 )
 from inflight_client.errors import InflightError, ServerError
+from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.sse import SseParser
-from inflight_client.transport import STOP_TIMEOUT
+from inflight_client.transport import FIRST_STOP_PAUSE, RELAYING_MODELS, STOP_TIMEOUT
 
 
 class AsyncResponses(Protocol):
@@ -57,28 +58,38 @@ class AsyncTransport(Protocol):
 
 async def takes_requests(transport: AsyncTransport, model: str, timeout: float) -> bool:
     """See `inflight_client.transport.takes_requests`."""
+    asked = LLM_MODEL_NAME if model in RELAYING_MODELS else model
     try:
-        async with aclosing(transport.infer(ready_call(model), timeout).receive()) as responses:
+        async with aclosing(transport.infer(ready_call(asked), timeout).receive()) as responses:
             async for _ in responses:
                 pass
     except ServerError as error:
         return is_unknown_question(error) and await transport.is_loaded(model, timeout)
-    return True
+    return asked == model or await transport.is_loaded(model, timeout)
 
 
 class AsyncGrpcTransport:
     """gRPC: one stream per call over one channel."""
 
     def __init__(self, address: Address) -> None:
-        self._address = address
+        self.address = address
+        self.is_closed = False
         self._channel = grpc.aio.insecure_channel(
             address.target, options=grpc_wire.channel_options(address)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self.open_stream = self._channel.stream_stream(
+            grpc_wire.STREAM_METHOD,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
 
     def infer(self, call: InferCall, timeout: float | None) -> AsyncResponses:
         """See `AsyncTransport`."""
-        return _GrpcResponses(self._stub, call, self._address, timeout)
+        return self.infer_encoded(grpc_wire.encode_bytes(call), timeout)
+
+    def infer_encoded(self, request: bytes, timeout: float | None) -> AsyncResponses:
+        """`infer` for a call that `encode_bytes` encoded, which may take long, in a thread."""
+        return _GrpcResponses(self, request, timeout)
 
     async def is_loaded(self, model: str, timeout: float) -> bool:
         """See `AsyncTransport`."""
@@ -86,18 +97,21 @@ class AsyncGrpcTransport:
         try:
             return bool((await self._stub.ModelReady(request, timeout=timeout)).ready)
         except grpc.RpcError as error:
-            raise grpc_wire.translate_error(error, self._address, timeout) from None
+            raise grpc_wire.translate_error(error, self.address, timeout) from None
 
     async def close(self) -> None:
         """See `AsyncTransport`."""
+        self.is_closed = True
         await self._channel.close()
 
 
 class _GrpcResponses:
-    def __init__(self, stub: Any, call: InferCall, address: Address, timeout: float | None) -> None:
-        self._stub = stub
-        self._request = grpc_wire.encode_request(call)
-        self._address = address
+    def __init__(
+        self, transport: AsyncGrpcTransport, request: bytes, timeout: float | None
+    ) -> None:
+        self._transport = transport
+        self._address = transport.address
+        self._request = request
         self._timeout = timeout
         self._stream: Any = None
         self._is_cancelled = False
@@ -110,7 +124,7 @@ class _GrpcResponses:
     async def receive(self) -> AsyncGenerator[Response, None]:
         if self._is_cancelled:
             return
-        stream = self._stub.ModelStreamInfer(iter((self._request,)), timeout=self._timeout)
+        stream = self._transport.open_stream(iter((self._request,)), timeout=self._timeout)
         self._stream = stream
         num_responses = 0
         try:
@@ -129,9 +143,12 @@ class _GrpcResponses:
                 error, self._address, self._timeout, num_responses
             ) from None
         except asyncio.CancelledError:
-            # A stream cancelled by `cancel` says so with the same exception as a cancelled task.
-            if not self._is_cancelled or _is_task_cancelled():
+            # A stream cancelled by `cancel`, or by `close`, says so with the same exception as a
+            # cancelled task.
+            if _is_task_cancelled() or not (self._is_cancelled or self._transport.is_closed):
                 raise
+            if not self._is_cancelled:
+                raise grpc_wire.cancelled(self._address, num_responses) from None
         finally:
             stream.cancel()  # does nothing once the stream has ended
 
@@ -196,13 +213,14 @@ class _HttpResponses:
         self._response: httpx.Response | None = None
         self._is_sent = False
         self._is_cancelled = False
+        self._is_answered = asyncio.Event()
 
     async def cancel(self) -> None:
         self._is_cancelled = True
         if self._response is not None:
             http_wire.cut_connection(self._response)
         elif self._is_sent:
-            await self._stop()
+            await self._stop_until_answered()
 
     async def receive(self) -> AsyncGenerator[Response, None]:
         if self._is_cancelled:
@@ -224,6 +242,7 @@ class _HttpResponses:
                     error, self._address, self._timeout, num_responses
                 ) from None
         finally:
+            self._is_answered.set()
             if self._is_sent and self._response is None and not self._is_cancelled:
                 await self._stop()
 
@@ -235,6 +254,7 @@ class _HttpResponses:
         try:
             async with self._client.stream("POST", path, json=body, timeout=limits) as response:
                 self._response = response
+                self._is_answered.set()
                 if response.status_code != httpx.codes.OK:
                     raise http_wire.error_of_status(response.status_code, await response.aread())
                 parser = SseParser()
@@ -244,6 +264,17 @@ class _HttpResponses:
         except httpx.ConnectError:
             self._is_sent = False  # there is nothing to stop
             raise
+
+    async def _stop_until_answered(self) -> None:
+        """See `inflight_client.transport`."""
+        pause, deadline = FIRST_STOP_PAUSE, time.monotonic() + STOP_TIMEOUT
+        await self._stop()
+        while time.monotonic() < deadline:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_answered.wait(), pause)
+                return
+            await self._stop()
+            pause *= 2
 
     async def _stop(self) -> None:
         if not self._call.is_generation:

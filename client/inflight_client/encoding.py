@@ -40,9 +40,10 @@ _FINISH_REASONS: dict[str, FinishReason] = {
     "cancelled": "cancelled",
 }
 
-# Triton's words for an input that a model does not have, or has not got.
+# Triton's words for an input that a model does not have, or has not got, and for no such model.
 _UNKNOWN_QUESTION = re.compile(
     r"unexpected inference input|missing required input|but got \d+ inputs"
+    r"|unknown model: '[^']*' is not found"
 )
 
 _QUESTIONS = frozenset({"stop", "stats", "describe", "ready", "why", "recording"})

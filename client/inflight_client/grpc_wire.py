@@ -31,6 +31,8 @@ _CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
 _INT32_MAX = 2**31 - 1
 _RECONNECT_MS = 1000
 
+STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+
 
 def channel_options(address: Address) -> list[tuple[str, int]]:
     """Messages of any size; no proxy from the environment for this machine; a connection again soon
@@ -62,6 +64,12 @@ def encode_request(call: InferCall) -> Any:
     request.parameters[ERROR_CODES_PARAMETER].bool_param = True
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
+
+
+def encode_bytes(call: InferCall) -> bytes:
+    """The same, ready to travel."""
+    message: bytes = encode_request(call).SerializeToString()
+    return message
 
 
 def decode_response(message: Any) -> tuple[Response, bool]:
@@ -104,7 +112,17 @@ def translate_error(
                 f"before the final one ({details}). Is the server still running?"
             )
         return _unreachable(address, details)
+    if status is grpc.StatusCode.CANCELLED:
+        return cancelled(address, num_responses)
     return ServerError(f"{details} ({status.name})")
+
+
+def cancelled(address: Address, num_responses: int) -> StreamInterrupted:
+    """The error for a stream that was cancelled, but not by who reads it."""
+    return StreamInterrupted(
+        f"the stream from {address} was cancelled after {num_responses} responses, before the "
+        "final one. Was the client closed?"
+    )
 
 
 def interrupted(address: Address, num_responses: int) -> StreamInterrupted:

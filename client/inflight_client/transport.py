@@ -7,6 +7,7 @@ the request on the server.
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Generator
@@ -28,8 +29,13 @@ from inflight_client.encoding import (
     stop_call,
 )
 from inflight_client.errors import InflightError, ServerError
+from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.sse import SseParser
 
+RELAYING_MODELS = frozenset({"ensemble", "tensorrt_llm_bls", "vllm_model"})
+"""Models of ours that pass requests on to `LLM_MODEL_NAME`, which is asked in their place."""
+
+FIRST_STOP_PAUSE = 0.05
 STOP_TIMEOUT = 5.0
 """Seconds that a stop on behalf of an abandoned request may take."""
 
@@ -60,17 +66,18 @@ class Transport(Protocol):
 def takes_requests(transport: Transport, model: str, timeout: float) -> bool:
     """Whether ``model`` says that it will serve a request sent now, within ``timeout`` seconds.
 
-    Triton's own word counts only for a model that does not know the question: Triton 24.10 says
-    that a model is ready while it refuses every request. Raises what `Responses.receive` raises
-    when nobody answers.
+    Triton's own word alone counts only where nobody knows the question: Triton 24.10 says that a
+    model is ready while it refuses every request. Raises what `Responses.receive` raises when
+    nobody answers.
     """
+    asked = LLM_MODEL_NAME if model in RELAYING_MODELS else model
     try:
-        with closing(transport.infer(ready_call(model), timeout).receive()) as responses:
+        with closing(transport.infer(ready_call(asked), timeout).receive()) as responses:
             for _ in responses:
                 pass
     except ServerError as error:
         return is_unknown_question(error) and transport.is_loaded(model, timeout)
-    return True
+    return asked == model or transport.is_loaded(model, timeout)
 
 
 class GrpcTransport:
@@ -203,13 +210,14 @@ class _HttpResponses:
         self._response: httpx.Response | None = None
         self._is_sent = False
         self._is_cancelled = False
+        self._is_answered = threading.Event()
 
     def cancel(self) -> None:
         self._is_cancelled = True
         if self._response is not None:
             http_wire.cut_connection(self._response)
         elif self._is_sent:
-            self._stop()
+            self._stop_until_answered()
 
     def receive(self) -> Generator[Response, None, None]:
         if self._is_cancelled:
@@ -231,6 +239,7 @@ class _HttpResponses:
                     error, self._address, self._timeout, num_responses
                 ) from None
         finally:
+            self._is_answered.set()
             if self._is_sent and self._response is None and not self._is_cancelled:
                 self._stop()
 
@@ -242,6 +251,7 @@ class _HttpResponses:
         try:
             with self._client.stream("POST", path, json=body, timeout=limits) as response:
                 self._response = response
+                self._is_answered.set()
                 if response.status_code != httpx.codes.OK:
                     raise http_wire.error_of_status(response.status_code, response.read())
                 parser = SseParser()
@@ -251,6 +261,14 @@ class _HttpResponses:
         except httpx.ConnectError:
             self._is_sent = False  # there is nothing to stop
             raise
+
+    def _stop_until_answered(self) -> None:
+        """A stop that overtakes its request on the way is forgotten by the server."""
+        pause, deadline = FIRST_STOP_PAUSE, time.monotonic() + STOP_TIMEOUT
+        self._stop()
+        while not self._is_answered.wait(pause) and time.monotonic() < deadline:
+            self._stop()
+            pause *= 2
 
     def _stop(self) -> None:
         if not self._call.is_generation:

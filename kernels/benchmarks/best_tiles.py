@@ -1,8 +1,9 @@
 """Writes ``tuned_tiles.json`` from reports of sweeps: per shape, the tile that loses least.
 
-python -m benchmarks.run_all --sweep --output sweep.json      or gpu.py --parts tiles
+python -m benchmarks.run_all --sweep --output sweep.json      or gpu.py --parts compile/tiles tiles
 python -m benchmarks.best_tiles sweep.json [--write]
 
+Of a gpu.py that was killed, gpu.rows.jsonl is read instead of gpu.json.
 A tile is judged by the geometric mean, over all rows of its shape, of its time over the best time
 in the row: one that is best here and twice as slow there does not win.
 """
@@ -57,7 +58,7 @@ def main() -> None:
     parser.add_argument("--capability", type=int, default=90, help="of the GPU that was measured")
     parser.add_argument("--write", action="store_true", help=f"write {PATH.name}")
     options = parser.parse_args()
-    report = json.loads(options.report.read_text(encoding="utf-8"))
+    report = read_report(options.report)
     rows = report["ops"] if "ops" in report else _by_op(report["parts"]["tiles"])
     device = report.get("device") or report.get("gpu", "unknown")
     content = {"measured_on": device, "tiles": best_tiles(rows, options.capability)}
@@ -65,6 +66,16 @@ def main() -> None:
     sys.stdout.write(text)
     if options.write:
         PATH.write_text(text, encoding="utf-8")
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """JSON of a run, or the lines that gpu.py wrote: facts about the run first, then rows."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        report: dict[str, Any] = json.loads(text)
+        return report
+    facts, *rows = map(json.loads, text.splitlines())
+    return {**facts, "parts": {"tiles": [row for row in rows if row["part"] == "tiles"]}}
 
 
 def _by_op(rows: list[Row]) -> dict[str, list[Row]]:

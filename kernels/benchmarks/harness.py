@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
-_L2_BYTES = 2**28  # written between two calls: several times any GPU's L2
+_L2_BYTES = 2**28  # read between two calls: several times any GPU's L2
 _SLEEP_CYCLES = 300_000  # some 150 µs
 
 
@@ -101,19 +101,22 @@ def environment(setting: Setting) -> dict[str, Any]:
     return facts
 
 
-def time_us(call: Call, seconds: float = 0.1) -> float:
+def time_us(call: Call, seconds: float = 0.1, *, clears_by_writing: bool = False) -> float:
     """Median microseconds of a call on the device, L2 cleared before each.
+
+    It is cleared by reading, as the weights of a step leave it. Written lines would go back to
+    memory while the call is timed: as many bytes again as a small call reads.
 
     Before each the device also sleeps until all of its launches are queued: `do_bench` does not,
     and with it a call of two launches and many checked arguments is as long as the host takes.
     """
-    scratch = torch.empty(_L2_BYTES, dtype=torch.uint8, device="cuda")
+    scratch = torch.zeros(_L2_BYTES // 4, dtype=torch.int32, device="cuda")
 
     def run(count: int) -> list[float]:
         pairs = []
         for _ in range(count):
             start, end = (_timing_event() for _ in range(2))
-            scratch.zero_()
+            scratch.zero_() if clears_by_writing else scratch.amax()
             torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
             start.record()
             call()

@@ -1,6 +1,6 @@
 """Device code that several kernels share, and where the interpreter of Triton 3.6 needs help.
 
-Four of its operations differ from a GPU's. The kernels hand it numbers it cannot get wrong;
+Five of its operations differ from a GPU's. The kernels hand it numbers it cannot get wrong;
 compiled code has none of this.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -57,3 +57,37 @@ def to_fp8(x):
         shift = step * 12582912.0  # 1.5 * 2^23: adding it rounds to a multiple of step
         x = (x + shift) - shift
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def unpack_fp8(words):
+    """int16 words of two float8_e4m3fn numbers each -> (the lower ones, the upper ones) in float16,
+    which holds them all. From sm_89 on, like all of Triton's float8_e4m3fn.
+
+    The instruction converts both numbers of a word into one register, and a matrix product wants
+    neighbours of the same kind in one: so two words are converted, and their halves sorted.
+    (The interpreter has no assembly, and reads NaN as 480.)
+    """
+    if INTERPRETED:
+        lower = (words & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        upper = (words >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        lower = tl.where(tl.abs(lower) > FP8_MAX, float("nan"), lower)
+        return lower, tl.where(tl.abs(upper) > FP8_MAX, float("nan"), upper)
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b16 first, second;
+            .reg .b32 pair, next;
+            mov.b32 {first, second}, $2;
+            cvt.rn.f16x2.e4m3x2 pair, first;
+            cvt.rn.f16x2.e4m3x2 next, second;
+            prmt.b32 $0, pair, next, 0x5410;
+            prmt.b32 $1, pair, next, 0x7632;
+        }
+        """,
+        "=r,=r,r",
+        [words],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )

@@ -16,6 +16,7 @@ CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 # ask: in the interpreter, and when compiling for another machine.
 _H200_NUM_SMS = 132
 _H200_CAPABILITY = 90
+_FP8_CAPABILITY = 89
 
 
 def next_power_of_2(value: int) -> int:
@@ -65,6 +66,15 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) 
         allowed = ", ".join(map(dtype_name, dtypes))
         got = dtype_name(tensor.dtype)
         raise ValueError(f"{name}: dtype must be one of {allowed}; got {got}")
+
+
+def check_fp8_device() -> None:
+    """Raise ValueError unless the GPU converts float8_e4m3fn."""
+    if capability() < _FP8_CAPABILITY:
+        raise ValueError(
+            f"float8_e4m3fn: needs a GPU of compute capability {_FP8_CAPABILITY / 10} or later, "
+            f"this one has {capability() / 10}"
+        )
 
 
 def check_rows(name: str, tensor: torch.Tensor) -> None:

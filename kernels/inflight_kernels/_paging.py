@@ -40,11 +40,11 @@ def tile_rows(
 
 
 @triton.jit
-def to_product_dtype(q, cache_ptr):
+def to_product_dtype(q, IS_FP8: tl.constexpr):
     """The query in the dtype of the matrix products. For an FP8 cache that is float16, which holds
     every e4m3 number and is one conversion away; by way of bfloat16 the conversions alone would
     take longer than the loads. A query beyond float16's range is clamped to it."""
-    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+    if IS_FP8:
         return tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     else:
         return q
@@ -83,9 +83,12 @@ def check_attention(
         )
     _host.check_shape("key_cache", key_cache, (None, None, None, head_dim))
     _host.check_shape("value_cache", value_cache, key_cache.shape)
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        _host.check_dtype(name, cache, (query.dtype, torch.float8_e4m3fn))
-        _host.check_rows(name, cache)
+    _host.check_dtype("key_cache", key_cache, (query.dtype, torch.float8_e4m3fn))
+    _host.check_dtype("value_cache", value_cache, (key_cache.dtype,))
+    if key_cache.dtype == torch.float8_e4m3fn:
+        _host.check_fp8_device()
+    _host.check_rows("key_cache", key_cache)
+    _host.check_rows("value_cache", value_cache)
     if num_heads % key_cache.shape[2]:
         raise ValueError(
             f"query: num_heads must be a multiple of the cache's {key_cache.shape[2]} KV heads, "

@@ -155,7 +155,7 @@ def _paged_attention_context_kernel(
     rows = (start + queries).to(tl.int64)
     q_rows = query_ptr + rows * stride_q_row + heads * stride_q_head
     q = tl.load(q_rows[:, None] + offs_d[None, :], mask=in_tile & is_query, other=0.0)
-    q = to_product_dtype(q, key_ptr)
+    q = to_product_dtype(q, key_ptr.dtype.element_ty == tl.float8e4nv)
 
     positions = length - num_queries + queries
     first_position = length - num_queries + first_query

@@ -12,6 +12,14 @@ row really uses is decided on the device from its length, and the other programs
 between those of the next row that work, not as a tail behind the last one. A row with one split is
 written straight to the output; the rest is combined by a second kernel.
 
+An FP8 cache is read as words of two numbers, neighbours of one token. V is multiplied along the
+tokens, so the matrix units want it transposed on its way from shared memory, which is done for 16
+bits at a time but not for 8: read as bytes, every number would be loaded alone. A word holds a
+number of an even column and one of an odd column. Put next to each other again, they would cross
+threads; so both products are taken over the even columns and over the odd ones apart:
+
+    q . K = q_even . K_even + q_odd . K_odd             out = interleave(p @ V_even, p @ V_odd)
+
 A row of length 0 (padding) gives zeros. Compiled code depends on the model and the tile only:
 neither on splits nor on the tables' stride, nor on where in a larger tensor tables and lengths lie.
 """
@@ -27,7 +35,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import dot, narrow
+from inflight_kernels._device import dot, narrow, unpack_fp8
 from inflight_kernels._paging import (
     cache_strides,
     check_attention,
@@ -46,7 +54,7 @@ _MAX_SPLITS = 128
 # Programs per multiprocessor that splitting aims for: two resident, two to even out the tail.
 _PROGRAMS_PER_SM = 4
 # With so many, others work beside a row four times as long as the one that is cut in a small batch.
-_MANY_PROGRAMS_PER_SM = 8
+_MANY_PROGRAMS_PER_SM = 7
 
 
 @triton.jit
@@ -64,16 +72,16 @@ def _row_splits(
 
 
 @triton.jit
-def _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP: tl.constexpr):
-    """One online-softmax step over a tile. q, acc [M, D]; k, v [N, D]; peak, total [M]."""
-    scores = scores_to_log2(dot(q, tl.trans(k.to(q.dtype))), scale, SOFTCAP)  # [M, N]
+def _weigh(scores, peak, total, visible, scale, SOFTCAP: tl.constexpr):
+    """Online softmax over a tile of scores [M, N]: their weights, the factor [M] that older results
+    take, and the new peak and total [M]."""
+    scores = scores_to_log2(scores, scale, SOFTCAP)
     # Finite, so that exp2 never sees inf - inf; every tile holds at least one visible token.
     scores = tl.where(visible[None, :], scores, -1.0e30)
     peak_new = tl.maximum(peak, tl.max(scores, axis=1))
     p = tl.exp2(scores - peak_new[:, None])
     alpha = tl.exp2(peak - peak_new)
-    acc = acc * alpha[:, None] + dot(narrow(p, q.dtype), v.to(q.dtype))
-    return peak_new, total * alpha + tl.sum(p, axis=1), acc
+    return p, alpha, peak_new, total * alpha + tl.sum(p, axis=1)
 
 
 @triton.jit(
@@ -85,7 +93,7 @@ def _paged_attention_generation_kernel(
     partial_ptr,  # [B, H, num_splits, D] float32: normalised output of each split
     log_sum_ptr,  # [B, H, num_splits] float32: log2 of each split's sum of exponentials
     query_ptr,  # [B, H, D]
-    key_ptr,
+    key_ptr,  # the cache: numbers of the query's dtype, or with IS_FP8 int16 words of two
     value_ptr,
     block_tables_ptr,  # [B, max_blocks]
     context_lengths_ptr,  # [B]
@@ -96,7 +104,7 @@ def _paged_attention_generation_kernel(
     stride_q_row,
     stride_q_head,
     stride_table,
-    stride_k_block,
+    stride_k_block,  # these six count numbers, not words
     stride_k_token,
     stride_k_head,
     stride_v_block,
@@ -105,6 +113,7 @@ def _paged_attention_generation_kernel(
     TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    IS_FP8: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
@@ -130,30 +139,52 @@ def _paged_attention_generation_kernel(
     q_mask = (offs_m < GROUP)[:, None] & in_head[None, :]
     q_rows = query_ptr + row * stride_q_row + heads * stride_q_head
     q = tl.load(q_rows[:, None] + offs_d[None, :], mask=q_mask, other=0.0)
-    q = to_product_dtype(q, key_ptr)
+    q = to_product_dtype(q, IS_FP8)
+    PER_WORD: tl.constexpr = 2 if IS_FP8 else 1
+    BLOCK_C: tl.constexpr = BLOCK_D // PER_WORD
+    offs_c = tl.arange(0, BLOCK_C)
+    if IS_FP8:  # q, k, v and acc are of the even columns now; each has a twin of the odd ones
+        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_C, 2]))
+        acc_odd = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
 
     peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     table_ptr = block_tables_ptr + row * stride_table
-    key_ptr += kv_head.to(tl.int64) * stride_k_head
-    value_ptr += kv_head.to(tl.int64) * stride_v_head
+    # Strides are halved here, not by the host: of a multiple of 16 the compiler then knows that it
+    # is one of 8 words, which a copy of 16 bytes asks for.
+    key_ptr += kv_head.to(tl.int64) * (stride_k_head // PER_WORD)
+    value_ptr += kv_head.to(tl.int64) * (stride_v_head // PER_WORD)
     for first in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         tokens = first + tl.arange(0, BLOCK_N)
         k_rows = tile_rows(
-            table_ptr, first, end, stride_k_block, stride_k_token, TOKENS_PER_BLOCK, BLOCK_N
-        )
+            table_ptr, first, end, stride_k_block // PER_WORD, stride_k_token // PER_WORD,
+            TOKENS_PER_BLOCK, BLOCK_N
+        )  # fmt: skip
         v_rows = tile_rows(
-            table_ptr, first, end, stride_v_block, stride_v_token, TOKENS_PER_BLOCK, BLOCK_N
-        )
-        mask = (tokens < end)[:, None] & in_head[None, :]
-        k = tl.load(key_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-        v = tl.load(value_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+            table_ptr, first, end, stride_v_block // PER_WORD, stride_v_token // PER_WORD,
+            TOKENS_PER_BLOCK, BLOCK_N
+        )  # fmt: skip
+        mask = (tokens < end)[:, None] & (offs_c < HEAD_DIM // PER_WORD)[None, :]
+        k = tl.load(key_ptr + k_rows[:, None] + offs_c[None, :], mask=mask, other=0)
+        v = tl.load(value_ptr + v_rows[:, None] + offs_c[None, :], mask=mask, other=0)
         visible = tokens < end
         if WINDOW > 0:
             visible &= tokens >= length - WINDOW
-        peak, total, acc = _attend(q, k, v, peak, total, acc, visible, scale, SOFTCAP)
+        if IS_FP8:
+            k, k_odd = unpack_fp8(k)
+            scores = dot(q, tl.trans(k)) + dot(q_odd, tl.trans(k_odd))  # [M, N]
+        else:
+            scores = dot(q, tl.trans(k))
+        p, alpha, peak, total = _weigh(scores, peak, total, visible, scale, SOFTCAP)
+        p = narrow(p, q.dtype)
+        if IS_FP8:
+            v, v_odd = unpack_fp8(v)
+            acc_odd = acc_odd * alpha[:, None] + dot(p, v_odd)
+        acc = acc * alpha[:, None] + dot(p, v)
 
+    if IS_FP8:
+        acc = tl.interleave(acc, acc_odd)
     # A padding row has total == 0; its zeros must not become 0 / 0.
     acc = acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
     if per_split >= num_tiles:
@@ -285,6 +316,16 @@ def _workspace(
     return workspace[:num_partial], workspace[num_partial:needed]
 
 
+def _words(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """An FP8 cache as int16, two neighbours of a token in each; ValueError where that cuts them."""
+    if any(size % 2 for size in (cache.storage_offset(), *cache.stride()[:-1])):
+        raise ValueError(
+            f"{name}: in FP8 its strides but the last, and its offset in memory, must be even, got "
+            f"strides {list(cache.stride())} and offset {cache.storage_offset()}"
+        )
+    return cache.view(torch.int16)
+
+
 def paged_attention_generation(
     query: torch.Tensor,  # [B, H, D] bfloat16, float16 or float32
     key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
@@ -332,7 +373,12 @@ def paged_attention_generation(
     partial, log_sum = _workspace(workspace, query, grid_splits)
     group = num_heads // num_kv_heads
     tile = tile or choose_tile(head_dim, key_cache.dtype, group)
-    block_d = _host.next_power_of_2(head_dim)
+    is_fp8 = key_cache.dtype == torch.float8_e4m3fn
+    strides = cache_strides(key_cache, value_cache)
+    if is_fp8:
+        key_cache, value_cache = _words("key_cache", key_cache), _words("value_cache", value_cache)
+    # A matrix product is 16 numbers deep at least: of words, half the head must be.
+    block_d = max(_host.next_power_of_2(head_dim), 32 if is_fp8 else 16)
     common: dict[str, Any] = {
         "num_splits": grid_splits,
         "base_splits": base_splits,
@@ -358,8 +404,9 @@ def paged_attention_generation(
         stride_q_head=query.stride(1),
         stride_table=block_tables.stride(0),
         GROUP=group,
+        IS_FP8=is_fp8,
         SOFTCAP=softcap or 0.0,
-        **cache_strides(key_cache, value_cache),
+        **strides,
         # A matrix product has 16 rows at least. Padded even for a single query head it takes a
         # third of the instructions of multiply-adds (334 per warp and 64 keys in sm_90 code).
         BLOCK_M=max(16, _host.next_power_of_2(group)),

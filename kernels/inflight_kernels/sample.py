@@ -8,8 +8,10 @@ batch. Filters keep ``{x >= t}`` for a threshold t, which is the largest t such 
     top-k:  number of x >= t            >=  k
     top-p:  sum of exp(x) over x >= t   >=  p * (the same sum over what top-k kept)
 
-and is found digit by digit in the ordered bits of a float: eight passes over the row, only in
-rows that ask for the filter. For min-p it is the best x plus log(min_p).
+and is found digit by digit in the ordered bits of a float, only in rows that ask for the filter.
+The first two of eight digits (sign and exponent) take a pass over the row each; one more pass
+copies the tokens that share them, if they are few (else it is tried again with the third digit),
+and the other digits are looked for among these. For min-p t is the best x plus log(min_p).
 
 Two launches. The first cuts each row into chunks, so that a small batch fills the machine, and
 leaves maximum, its index and the sum of exponentials of each; the second, one program per row,
@@ -31,6 +33,8 @@ _MAX_CHUNK = 4096
 # Sixteen sums per element are held in registers while a threshold is searched.
 _MAX_TILE = 1024
 _MAX_VOCABULARY = 2**20
+# Share of a row that may be copied for the lower digits of a threshold; more stay where they are.
+_COPIED_SHARE = 8
 
 
 @triton.jit
@@ -68,29 +72,62 @@ def _ordered_bits(x):
 
 
 @triton.jit
+def _is_in_question(bits, threshold, shift, floor):
+    """Whether a token's higher digits than those at ``shift`` are the threshold's."""
+    # (A shift by 32 would be undefined.)
+    return (((bits ^ threshold) >> shift) < 16) & (bits >= floor)
+
+
+@triton.jit
+def _copy_in_question(
+    copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift, floor,
+    BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy logits / temperature of the tokens in question, in order, as far as there are places;
+    returns how many such tokens there are."""
+    number = 0
+    for first in range(0, vocabulary, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        x = _scaled(logits_ptr, offs, vocabulary, temperature)
+        is_copied = _is_in_question(_ordered_bits(x), threshold, shift, floor) & (offs < vocabulary)
+        places = number + tl.cumsum(is_copied.to(tl.int32), axis=0) - 1
+        tl.store(copied_ptr + places, x, mask=is_copied & (places < num_places))
+        number += tl.sum(is_copied.to(tl.int32), axis=0)
+    tl.debug_barrier()  # what one thread has written is read by others
+    return number
+
+
+@triton.jit
 def _find_threshold(
-    logits_ptr, vocabulary, temperature, best, floor, target, BY_MASS: tl.constexpr,
-    TILE: tl.constexpr
+    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, target,
+    BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Ordered bits of the largest t with measure(x >= t) >= target.
 
     Measured are tokens whose ordered bits are at least ``floor``: counted, or, with BY_MASS,
     exp(x - best) summed. Each pass fixes four more bits of t, from the top.
+    copied_ptr [num_places] float32 is written.
     """
     digits = tl.arange(0, 16)
     threshold = tl.full([], 0, tl.uint32)
     above = tl.full([], 0.0, tl.float32)  # measure of what lies over the digits in question
+    num_read = vocabulary
     for step in range(8):
         shift = 28 - 4 * step
+        if ((step == 2) | (step == 3)) & (num_read == vocabulary):
+            num_left = _copy_in_question(
+                copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift,
+                floor, 2 * TILE
+            )  # fmt: skip
+            if num_left <= num_places:
+                logits_ptr, num_read, temperature = copied_ptr, num_left, 1.0
         # Summed per lane and only then across lanes: one reduction per pass.
         lanes = tl.zeros([TILE, 16], tl.float32)
-        for first in range(0, vocabulary, TILE):
+        for first in range(0, num_read, TILE):
             offs = first + tl.arange(0, TILE)
-            x = _scaled(logits_ptr, offs, vocabulary, temperature)
+            x = _scaled(logits_ptr, offs, num_read, temperature)
             bits = _ordered_bits(x)
-            # Same higher digits as the threshold so far. (A shift by 32 would be undefined.)
-            counted = ((bits ^ threshold) >> shift) < 16
-            counted = counted & (bits >= floor) & (offs < vocabulary)
+            counted = _is_in_question(bits, threshold, shift, floor) & (offs < num_read)
             weight = tl.exp(x - best) if BY_MASS else tl.full([TILE], 1.0, tl.float32)
             weight = tl.where(counted, weight, 0.0)
             digit = ((bits >> shift) & 15).to(tl.int32)
@@ -104,7 +141,12 @@ def _find_threshold(
     return threshold
 
 
-@triton.jit(do_not_specialize_on_alignment=["sums_ptr", "temperature_ptr"])
+# A column of one row lies wherever its table has it, and sums behind as many maxima as there are:
+# neither must take another compiled kernel.
+@triton.jit(
+    do_not_specialize=["stride_temperature"],
+    do_not_specialize_on_alignment=["sums_ptr", "temperature_ptr"],
+)
 def _chunk_kernel(
     maxima_ptr,  # [N, num_chunks] float32; +inf where a chunk holds a NaN
     tokens_ptr,  # [N, num_chunks] int32: index of the maximum
@@ -113,6 +155,7 @@ def _chunk_kernel(
     temperature_ptr,
     vocabulary,
     stride_logits,
+    stride_temperature,
     CHUNK: tl.constexpr,
 ):
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -126,7 +169,7 @@ def _chunk_kernel(
     slot = row * tl.num_programs(0) + chunk
     tl.store(maxima_ptr + slot, tl.where(broken, float("inf"), best))
     tl.store(tokens_ptr + slot, chunk * CHUNK + index)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * stride_temperature)
     if temperature > 0:
         x = _scaled(logits_ptr, offs, vocabulary, temperature)
         tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.max(x, axis=0)), axis=0))
@@ -134,15 +177,17 @@ def _chunk_kernel(
 
 @triton.jit
 def _filter_floor(
-    logits_ptr, vocabulary, temperature, best, mass, top_k, top_p, TILE: tl.constexpr
+    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, mass, top_k, top_p,
+    TILE: tl.constexpr
 ):  # fmt: skip
     """Ordered bits below which the row's filters drop a token; 0 keeps all."""
     floor = tl.full([], 0, tl.uint32)
     if top_k > 0:
         wanted = tl.minimum(top_k, vocabulary).to(tl.float32)
         floor = _find_threshold(
-            logits_ptr, vocabulary, temperature, best, floor, wanted, False, TILE
-        )
+            logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, wanted, False,
+            TILE
+        )  # fmt: skip
     if (top_p > 0) & (top_p < 1):
         if top_k > 0:
             lanes = tl.zeros([TILE], tl.float32)
@@ -151,8 +196,9 @@ def _filter_floor(
                 lanes += tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             mass = tl.sum(lanes, axis=0)
         floor = _find_threshold(
-            logits_ptr, vocabulary, temperature, best, floor, top_p * mass, True, TILE
-        )
+            logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, top_p * mass,
+            True, TILE
+        )  # fmt: skip
     return floor
 
 
@@ -161,8 +207,8 @@ def _draw(
     logits_ptr, vocabulary, temperature, best, floor, sums, noise, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr
 ):  # fmt: skip
-    """First token whose cumulative weight exceeds noise times the total. sums [BLOCK_C]: weight of
-    each chunk without filters; with a floor they are taken again."""
+    """First token whose cumulative weight exceeds noise times the total, and its log probability.
+    sums [BLOCK_C]: weight of each chunk without filters; with a floor they are taken again."""
     chunks = tl.arange(0, BLOCK_C)
     if floor > 0:
         sums = tl.zeros_like(sums)
@@ -170,7 +216,8 @@ def _draw(
             x = _scaled(logits_ptr, first + tl.arange(0, CHUNK), vocabulary, temperature)
             weight = tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             sums = tl.where(chunks == first // CHUNK, tl.sum(weight, axis=0), sums)
-    wanted = noise * tl.sum(sums, axis=0)
+    total = tl.sum(sums, axis=0)
+    wanted = noise * total
     cumulative = tl.cumsum(sums, axis=0)
     # Rounding may leave no chunk above ``wanted``: then the last one with any weight.
     last = tl.max(tl.where(sums > 0, chunks, 0), axis=0)
@@ -183,24 +230,33 @@ def _draw(
     is_beyond = (tl.cumsum(weight, axis=0) > wanted) & (weight > 0)
     first_beyond = tl.min(tl.where(is_beyond, offs, vocabulary), axis=0)
     last = tl.max(tl.where(weight > 0, offs, 0), axis=0)
-    return tl.where(first_beyond < vocabulary, first_beyond, last)
+    token = tl.where(first_beyond < vocabulary, first_beyond, last)
+    return token, tl.sum(tl.where(offs == token, x - best, 0.0), axis=0) - tl.log(total)
 
 
-# A column of one row lies wherever its table has it, and sums behind as many maxima as there are:
-# neither must take another compiled kernel.
 @triton.jit(
+    do_not_specialize=[
+        "stride_temperature",
+        "stride_top_k",
+        "stride_top_p",
+        "stride_seeds",
+        "stride_min_p",
+    ],
     do_not_specialize_on_alignment=[
         "sums_ptr",
         "temperature_ptr",
         "top_k_ptr",
         "top_p_ptr",
         "min_p_ptr",
+        "log_probs_ptr",
         "seeds_ptr",
         "positions_ptr",
-    ]
+    ],
 )
 def _sample_kernel(
     out_ptr,  # [N] int64
+    log_probs_ptr,  # [N] float32
+    copied_ptr,  # [N, num_places] float32: for the search of thresholds
     maxima_ptr,
     tokens_ptr,
     sums_ptr,
@@ -213,7 +269,13 @@ def _sample_kernel(
     vocabulary,
     stride_logits,
     num_chunks,
+    num_places,
     min_p_ptr,  # read with HAS_MIN_P only
+    stride_temperature,
+    stride_top_k,
+    stride_top_p,
+    stride_seeds,
+    stride_min_p,
     HAS_MIN_P: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -227,12 +289,14 @@ def _sample_kernel(
     best_logit = tl.max(maxima, axis=0)
     best_chunk = tl.argmax(maxima, axis=0, tie_break_left=True)
     token = tl.load(tokens_ptr + row * num_chunks + best_chunk).to(tl.int64)
+    log_prob = tl.full([], 0.0, tl.float32)
     is_finite = (best_logit > -float("inf")) & (best_logit < float("inf"))
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature = tl.load(temperature_ptr + row * stride_temperature)
+    top_k = tl.load(top_k_ptr + row * stride_top_k)
+    top_p = tl.load(top_p_ptr + row * stride_top_p)
     has_no_filter = (top_k == 0) & (top_p == 0)
     if HAS_MIN_P:
-        min_p = tl.load(min_p_ptr + row)
+        min_p = tl.load(min_p_ptr + row * stride_min_p)
         has_no_filter = has_no_filter & (min_p == 0)
     is_greedy = (temperature == 0) | (top_k == 1) | has_no_filter
     if is_finite & (is_greedy == 0):
@@ -243,18 +307,24 @@ def _sample_kernel(
         top = tl.max(tl.where(present, best, -float("inf")), axis=0)
         sums = tl.where(present, sums * tl.exp(best - top), 0.0)
         mass = tl.sum(sums, axis=0)
-        floor = _filter_floor(logits_ptr, vocabulary, temperature, top, mass, top_k, top_p, TILE)
+        floor = _filter_floor(
+            logits_ptr, copied_ptr + row * num_places, num_places, vocabulary, temperature, top,
+            mass, top_k, top_p, TILE
+        )  # fmt: skip
         if HAS_MIN_P:
             least = _ordered_bits(top + tl.log(tl.where(min_p > 0, min_p, 1.0)))
             floor = tl.maximum(floor, tl.where(min_p > 0, least, 0))
-        noise = _uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-        token = _draw(
+        seed = tl.load(seeds_ptr + row * stride_seeds)
+        noise = _uniform(seed, tl.load(positions_ptr + row))
+        drawn, log_prob = _draw(
             logits_ptr, vocabulary, temperature, top, floor, sums, noise, CHUNK, BLOCK_C
-        ).to(tl.int64)
+        )
+        token = drawn.to(tl.int64)
     tl.store(out_ptr + row, tl.where(is_finite, token, -1))
+    tl.store(log_probs_ptr + row, tl.where(is_finite, log_prob, float("nan")))
 
 
-def sample(
+def sample_with_log_probs(
     logits: torch.Tensor,  # [N, V] float32
     temperature: torch.Tensor,  # [N] float32, >= 0; 0: greedy
     top_k: torch.Tensor,  # [N] int32; 0: off, 1: greedy
@@ -262,10 +332,12 @@ def sample(
     seeds: torch.Tensor,  # [N] int64
     positions: torch.Tensor,  # [N] int64: the position the drawn token will take
     min_p: torch.Tensor | None = None,  # [N] float32, 0 to 1; 0: off
-) -> torch.Tensor:
-    """One token per row [N] int64; -1 where a row holds a NaN or a +inf, or nothing but -inf.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row [N] int64; -1 where a row holds a NaN or a +inf, or nothing but -inf. And
+    its log probability among what the filters left [N] float32: 0 if greedy, NaN with a -1.
 
-    Values of the parameters are not checked against their bounds: they live on the device.
+    Values of the parameters are not checked against their bounds: they live on the device. All but
+    positions may be columns of a table.
     Raises ValueError naming the argument that does not fit.
     """
     _host.check_shape("logits", logits, (None, None))
@@ -276,27 +348,31 @@ def sample(
         raise ValueError(
             f"logits: rows must have 1 to {_MAX_VOCABULARY} elements, got {vocabulary}"
         )
+    min_p_or_any = top_p if min_p is None else min_p
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
         ("top_p", top_p, torch.float32),
         ("seeds", seeds, torch.int64),
         ("positions", positions, torch.int64),
-        ("min_p", top_p if min_p is None else min_p, torch.float32),
+        ("min_p", min_p_or_any, torch.float32),
     ):
         _host.check_shape(name, tensor, (num_rows,))
         _host.check_dtype(name, tensor, (dtype,))
-        _host.check_contiguous(name, tensor)
         _host.check_same_device(logits=logits, **{name: tensor})
+    _host.check_contiguous("positions", positions)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    log_probs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     if num_rows == 0:
-        return out
+        return out, log_probs
     chunk = min(_host.next_power_of_2(vocabulary), _MAX_CHUNK)
     num_chunks = _host.cdiv(vocabulary, chunk)
     maxima, sums = torch.empty(
         (2, num_rows, num_chunks), dtype=torch.float32, device=logits.device
     ).unbind()
     tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
+    num_places = vocabulary // (16 * _COPIED_SHARE) * 16  # so that each row begins aligned
+    copied = torch.empty((num_rows, num_places), dtype=torch.float32, device=logits.device)
     _chunk_kernel[(num_chunks, num_rows)](
         maxima,
         tokens,
@@ -305,11 +381,14 @@ def sample(
         temperature,
         vocabulary,
         logits.stride(0),
+        temperature.stride(0),
         CHUNK=chunk,
         num_warps=8,
     )
     _sample_kernel[(num_rows,)](
         out,
+        log_probs,
+        copied,
         maxima,
         tokens,
         sums,
@@ -322,11 +401,30 @@ def sample(
         vocabulary,
         logits.stride(0),
         num_chunks,
-        top_p if min_p is None else min_p,
+        num_places,
+        min_p_or_any,
+        temperature.stride(0),
+        top_k.stride(0),
+        top_p.stride(0),
+        seeds.stride(0),
+        min_p_or_any.stride(0),
         HAS_MIN_P=min_p is not None,
         CHUNK=chunk,
         TILE=min(chunk, _MAX_TILE),
         BLOCK_C=_host.next_power_of_2(num_chunks),
         num_warps=16,
     )
-    return out
+    return out, log_probs
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    min_p: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The tokens of `sample_with_log_probs` alone."""
+    return sample_with_log_probs(logits, temperature, top_k, top_p, seeds, positions, min_p)[0]

@@ -117,7 +117,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     @overload
     def __getitem__(self, index: slice) -> list[LlmRequest]: ...
     def __getitem__(self, index: int | slice) -> LlmRequest | list[LlmRequest]:
-        return self._order.view()[index]
+        return self._order.requests[index]
 
     def get(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
@@ -186,6 +186,11 @@ class ActiveRequests(Sequence[LlmRequest]):
     def generation_slots(self) -> tuple[int | None, ...]:
         """The slots of `generation`, in that order; a slot does not change while one generates."""
         return tuple(self._generation.slots)
+
+    @property
+    def generation_ids(self) -> tuple[int, ...]:
+        """The request ids of `generation`, in that order."""
+        return tuple(self._generation.ids)
 
     @property
     def completing(self) -> Sequence[LlmRequest]:

@@ -57,7 +57,7 @@ class BlockPool:
         """For each block 1 if its content is kept, else 0."""
         return bytes(self._is_kept)
 
-    def idle_links(self) -> list[int]:
+    def idle_links(self) -> tuple[int, ...]:
         """A copy of the order of the idle blocks, to be read by `follow_links`."""
         return self._idle.links()
 
@@ -217,9 +217,9 @@ class _IdleList:
         assert len(forward) == self.size, "the idle list has lost count"
         return forward
 
-    def links(self) -> list[int]:
+    def links(self) -> tuple[int, ...]:
         """A copy of the links from older to newer."""
-        return self._newer[:]
+        return tuple(self._newer)
 
 
 def follow_links(links: Sequence[int]) -> list[int]:

@@ -104,9 +104,9 @@ class ReuseIndex:
                 del self._beginnings[parent, tokens[0]]
 
     @property
-    def beginnings(self) -> list[int]:
+    def beginnings(self) -> tuple[int, ...]:
         """The blocks that a partial match finds, in no special order."""
-        return list(self._beginnings.values())
+        return tuple(self._beginnings.values())
 
     def keep_beginnings(self, block_ids: Collection[int]) -> None:
         """Of all blocks in the index a partial match finds these, and no others.

@@ -46,6 +46,7 @@ class Case:
 
 # Bans come after transformers' log softmax and before ours, so there it must be done again.
 AGAIN = ("renormalize_logits", True)
+BIAS = {(9,): 1.5, (2,): -2.5, (40,): 3.0, (77,): -1.0}
 CASES = (
     Case(2, 8),
     Case(2, 1, has_end=False),
@@ -59,6 +60,12 @@ CASES = (
         12,
         ours=(("no_repeat_ngram_size", 2), ("bad_words_list", [[9, 2], [1, 2]])),
         theirs=(("no_repeat_ngram_size", 2), ("bad_words_ids", [[9], [2]]), AGAIN),
+    ),
+    Case(
+        3,
+        8,
+        ours=(("embedding_bias", [BIAS.get((token,), 0.0) for token in range(VOCAB_SIZE)]),),
+        theirs=(("sequence_bias", BIAS), AGAIN),
     ),
 )
 
@@ -324,7 +331,9 @@ def test_a_search_without_a_possible_token_disturbs_nobody(
 ) -> None:
     """Its first step brings no beam that could go on in the next one."""
     nothing = np.full((1, VOCAB_SIZE), -np.inf, dtype=np.float32)
-    broken = make_request(0, CASES[5], None, embedding_bias=nothing)
+    nothing[0, 7] = 0.0  # which is the bad word
+    rules: dict[str, Any] = {"embedding_bias": nothing, "bad_words_list": [[7], [1]]}
+    broken = make_request(0, CASES[5], None, **rules)
     others = [make_request(1, CASES[5], None), request(2, PROMPT, 6)]
     file = tmp_path / "recording.jsonl"
     recorder = run(folder, [broken, *others], overlap_scheduler=overlap, record_file=str(file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_client.protocol import METRICS
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 
 
@@ -101,6 +103,49 @@ def test_stop_gives_an_ordinary_final_with_the_tokens_so_far() -> None:
 
 
 @pytest.mark.case(57, 91)
+@pytest.mark.case(66)
+def test_a_paused_request_that_is_stopped_ends_in_the_next_iteration_and_never_runs_again() -> None:
+    engine = CountingEngine(num_blocks=8)
+    recorder = Recorder([request(i, [100 * i], 25) for i in (1, 2)])
+    managers: queue.SimpleQueue[GptManager] = queue.SimpleQueue()
+    at: dict[str, int] = {}
+    is_held: list[bool] = []
+
+    def poll() -> set[int]:
+        if "manager" not in found:
+            found["manager"] = managers.get(timeout=WAIT)
+        manager = found["manager"]
+        paused = [r for r in manager._active if r.num_pauses > 0 and r.seq_slot is None]
+        if not paused or "stop" in at:
+            return set()
+        at["stop"], at["id"] = manager._iteration, paused[0].request_id
+        at["batches"] = len(engine.batches)
+        return {paused[0].request_id}
+
+    def on_response(request_id: int, is_final: bool) -> None:
+        if is_final and request_id == at.get("id"):
+            manager = found["manager"]
+            at["final"] = manager._iteration
+            is_held.append(manager._active.get(request_id) is not None)
+            is_held.append(manager._batcher.block_manager.num_distinct_blocks_of(request_id) > 0)
+
+    found: dict[str, GptManager] = {}
+    recorder.poll, recorder.on_response = poll, on_response  # type: ignore[method-assign]
+    with running(recorder, engine, MAX_UTILIZATION) as manager:
+        managers.put(manager)
+        recorder.wait_for_finals(1, 2)
+    assert at["final"] - at["stop"] <= 1
+    assert is_held == [False, False]
+    [(_, _, error)] = recorder.responses[at["id"]][-1:]
+    assert error == "", "an ordinary end"
+    later = [
+        setup.request_id for batch in engine.batches[at["batches"] :] for setup in batch.setups
+    ]
+    assert at["id"] not in later
+    other = 3 - at["id"]
+    assert recorder.tokens(other) == list(range(100 * other + 1, 100 * other + 26))
+
+
 def test_an_id_in_flight_is_not_accepted_again_but_later_it_is() -> None:
     recorder = Recorder([request(1, [1], 5), request(1, [100], 5)])
     with running(recorder):
@@ -153,7 +198,8 @@ def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> Non
     recorder = Recorder([request(1, [1, 2, 3], 3)])
     with running(recorder):
         recorder.wait_for_finals(1)
-    assert sorted(recorder.stats[0]) == [
+    keys = sorted(recorder.stats[0])
+    assert keys == [
         "Active Request Count",
         "Context Requests",
         "Fraction used KV cache blocks",
@@ -161,10 +207,12 @@ def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> Non
         "Generation Requests",
         "Iteration Counter",
         "KV cache hit rate",
+        "KV cache transfer time",
         "Max KV cache blocks",
         "Max Request Count",
         "MicroBatch ID",
         "Paused Requests",
+        "Request count",
         "Reused KV cache blocks",
         "Runtime CPU Memory Usage",
         "Runtime GPU Memory Usage",
@@ -176,6 +224,9 @@ def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> Non
         "Used KV cache blocks",
         "Waiting Requests",
     ]
+    # The peer's CI wants as many keys as its metrics page has lines of this name.
+    gauges = [family for family in METRICS if family.name.startswith("nv_trt_llm")]
+    assert len(keys) == sum(len(family.values) for family in gauges) == 23
     first, last = recorder.stats[0], recorder.stats[-1]
     assert (first["Context Requests"], first["Total Context Tokens"]) == (1, 3)
     assert (first["Active Request Count"], last["Active Request Count"]) == (1, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, WAIT, Recorder, request, running
@@ -20,6 +22,11 @@ def when_idle(manager: GptManager) -> InflightBatcher:
     """The batcher of a loop that has come to rest: asked between two of its turns."""
     turns = [manager._ask(lambda: manager._batcher).result(WAIT) for _ in range(3)]
     return turns[-1]
+
+
+def repairs_of(manager: GptManager) -> int:
+    """As the statistics tell it."""
+    return int(json.loads(manager.stats_json).get("Repairs", 0))
 
 
 @pytest.mark.case(89)
@@ -56,6 +63,7 @@ def test_what_a_request_leaves_behind_is_free_when_the_loop_rests(
         recorder.wait_for_finals(3, 4)
         assert recorder.tokens(3) == [301, 302, 303]
         assert when_idle(manager) is batcher
+        assert repairs_of(manager) == 1
     assert caplog.text.count(MADE_ANEW) == 1
 
 
@@ -67,6 +75,7 @@ def test_an_idle_loop_that_lost_nothing_goes_on_with_its_books(
         batcher = manager._batcher
         recorder.wait_for_finals(1, 2, 3, 4)
         assert when_idle(manager) is batcher
+        assert repairs_of(manager) == 0
     assert MADE_ANEW not in caplog.text
 
 

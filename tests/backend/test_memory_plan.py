@@ -322,6 +322,7 @@ def test_fp8_is_refused_where_the_server_refuses_it(
 ) -> None:
     """The server needs torch to say so, and a GPU, which is claimed here."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     model = ModelConfig.from_folder(DEMO_MODEL)
     model = replace(
         model, head_dim=head_dim, intermediate_size=intermediate_size, num_heads=4, num_kv_heads=1

@@ -135,7 +135,7 @@ def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() ->
     assert (front.max_batch_size, front.backend) == (0, "python")
     assert front.model_transaction_policy.decoupled
     flags = "exclude_input_in_output return_finish_reason return_num_input_tokens"
-    flags = f"stream {flags} return_num_output_tokens return_cumulative_logprob"
+    flags = f"stream {flags} return_num_output_tokens return_cumulative_logprob return_logprobs"
     assert {signature(tensor): tensor.optional for tensor in front.input} == {
         ("text_input", "TYPE_STRING", (1,)): False,
         ("sampling_parameters", "TYPE_STRING", (1,)): True,

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import pytest
-from manager_harness import WAIT, Recorder, running
+from manager_harness import WAIT, GatedEngine, Recorder, request, running
 
 from inflight_backend.questions import Questions
 
@@ -37,6 +37,29 @@ def test_a_question_that_raises_ends_nothing_but_itself(error: BaseException) ->
     with running(Recorder()) as manager:
         assert manager._ask(fail).exception(WAIT) is error
         assert manager._ask(lambda: 1).result(WAIT) == 1
+
+
+def test_a_question_that_nobody_waits_for_any_more_is_left_out() -> None:
+    engine = GatedEngine()
+    recorder = Recorder([request(1, [100], 5)])
+    with running(recorder, engine) as manager:
+        assert engine.has_begun.wait(WAIT)
+        assert manager.why(1).cancel()
+        last = manager.why(1)
+        engine.go_on.set()
+        assert last.result(WAIT)["request"] == 1
+        recorder.wait_for_finals(1)
+
+
+def test_a_callback_that_raises_ends_no_thread_but_its_own() -> None:
+    def fail(_: object) -> None:
+        raise SystemExit
+
+    questions = Questions()
+    futures = [questions.ask(lambda: 1) for _ in range(2)]
+    futures[0].add_done_callback(fail)
+    questions.answer()
+    assert [future.result(0) for future in futures] == [1, 1]
 
 
 @pytest.mark.parametrize("attempt", range(5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -61,6 +62,32 @@ def test_stops_errors_and_failed_steps_replay_identically(tmp_path: Path) -> Non
     content = path.read_text()
     assert '"error"' in content
     assert '"cancelled"' in content
+
+
+@pytest.mark.case(114)
+def test_no_token_of_a_prompt_or_an_answer_is_in_a_recording(tmp_path: Path) -> None:
+    """Texts that others share, that pause and begin anew are told apart, but not told."""
+    path = tmp_path / "recording.jsonl"
+    tokens_of = {i: range(10**8 * (i % 9 + 1), 10**8 * (i % 9 + 1) + 70) for i in range(1, 31)}
+    requests = [
+        request(i, list(tokens[:20]), 50, stop_words_list=[[tokens[-1] + 9], [1]])
+        for i, tokens in tokens_of.items()
+    ]
+    engine = CountingEngine(num_blocks=40, vocab_size=2**31 - 1)
+    params = TrtGptModelOptionalParams(
+        KvCacheConfig(enable_block_reuse=True), max_batch_size=8, record_file=str(path)
+    )
+    recorder = Recorder(requests)
+    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+        recorder.wait_for_finals(*tokens_of)
+        ring = "".join(manager.recording().result())
+    for i, tokens in tokens_of.items():
+        assert recorder.tokens(i) == list(tokens[20:]), "they were served"
+    result = replay_file(path)
+    assert result.num_pauses > 0
+    numbers = {int(number) for number in re.findall(r"\d+", path.read_text() + ring)}
+    assert numbers
+    assert numbers.isdisjoint(token for tokens in tokens_of.values() for token in tokens)
 
 
 def test_what_if_follows_the_priorities_of_the_server(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import queue
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,20 @@ def assert_nothing_stays(manager: GptManager) -> None:
     manager._ask(check).result(WAIT)
 
 
+def what_stays_of(request_id: int, manager: GptManager) -> list[str]:
+    """Who still knows a request that has ended; on the manager's thread."""
+    flight_recorder = manager._batcher.recorder
+    who_knows: dict[str, Collection[Any]] = {
+        "active": [each.request_id for each in manager._active],
+        "gatherer": manager._gatherer._gathered,
+        "stop words": manager._stop_words._watched,
+        "processors": manager._rules.processors._chosen,
+        "recorder": [each.request_id for each in flight_recorder._arrivals],
+        "when it came": flight_recorder._came_ns,
+    }
+    return [who for who, ids in who_knows.items() if request_id in ids]
+
+
 @pytest.mark.case(89, 117, 118)
 @pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("place", PLACES)
@@ -145,11 +160,15 @@ def test_who_cannot_be_taken_ends_alone(
             recorder.pending += [demanding(2), victim, demanding(4)]
         if request_id == VICTIM and is_final and spoiler.num_left == 0:
             spoiler.num_left = -1
+            left.extend(what_stays_of(VICTIM, managers.get(timeout=WAIT)))
             recorder.pending.append(victim)
 
+    left: list[str] = []
+    managers: queue.SimpleQueue[GptManager] = queue.SimpleQueue()
     recorder.on_response = on_response
     path = tmp_path / "recording.jsonl"
     with running(recorder, EditingEngine(), params=params_with(path)) as manager:
+        managers.put(manager)
         wait_until(lambda: len(recorder.responses.get(VICTIM, ())) > 1)
         recorder.wait_for_finals(1, 2, VICTIM, 4)
         assert finals_of(recorder, VICTIM) == [NOT_TAKEN, ""]
@@ -157,6 +176,7 @@ def test_who_cannot_be_taken_ends_alone(
         for other, num_new in ((1, 40), (2, 6), (4, 6)):
             assert finals_of(recorder, other) == [""]
             assert recorder.tokens(other) == list(range(100 * other + 1, 100 * other + num_new + 1))
+        assert left == [], "before it came again, which makes good for much"
         assert manager.health.is_healthy
         assert_nothing_stays(manager)
     with open_recording(path) as reader:

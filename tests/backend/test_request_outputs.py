@@ -47,10 +47,9 @@ def make_engine(folder: Path, num_tokens: int = 1024, **more: Any) -> Engine:
             device="cpu",
             max_batch_size=8,
             tokens_per_block=4,
-            max_num_tokens=64,
+            **{"max_num_tokens": 64, **more},
             max_seq_len=64,
             max_tokens_in_paged_kv_cache=num_tokens,
-            **more,
         ),
     )
 
@@ -183,6 +182,32 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
         np.testing.assert_allclose(recorder.joined(i, "generation_logits")[0, 0], logits, atol=2e-4)
 
 
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_steps: int) -> None:
+    prompt = (PROMPT * 3)[:40]
+    wants = {"return_context_logits": True, "return_log_probs": True}
+    recorder = TensorRecorder([request(1, prompt, NUM_NEW, **wants)])
+    recorder.stops = {1} if num_steps == 1 else set()  # asked for after a step
+
+    def count(text: str) -> None:
+        recorder.stats.append({})
+        if len(recorder.stats) == num_steps - 1:
+            recorder.stops = {1}
+
+    recorder.return_stats = count  # type: ignore[method-assign]
+    params = TrtGptModelOptionalParams(max_batch_size=8, enable_chunked_context=True)
+    with running(recorder, make_engine(folder, max_num_tokens=8), params=params):
+        recorder.wait_for_finals(1)
+    [sent] = recorder.named_tensors[1]
+    assert sent["finish_reason"].item() == b"cancelled"
+    logits = sent["context_logits"]
+    assert logits.shape[:2] == (1, 8 * num_steps)
+    context, _ = oracle(folder, prompt, [1])
+    np.testing.assert_allclose(logits[0], context[: 8 * num_steps], atol=2e-4)
+    assert sent["output_log_probs"].shape == (1, 1, 0)
+    assert sent["cum_log_probs"].tolist() == [[0]]
+
+
 def test_numbers_and_times(folder: Path) -> None:
     """Counts, block use with and without a cached prefix, and times in order."""
     wants = {
@@ -202,10 +227,11 @@ def test_numbers_and_times(folder: Path) -> None:
         recorder.wait_for_finals(3)
     assert list(recorder.named_tensors[2][-1]) == ["output_ids", "sequence_length", "finish_reason"]
     counts = [int(sent["num_output_tokens"].item()) for sent in recorder.named_tensors[1]]
-    assert counts == [1, 2, 3, 4, 5, 6]
+    assert counts == [1] * 6, "of each response: clients add them up"
     first, second = recorder.named_tensors[1][-1], recorder.named_tensors[3][-1]
     for sent in (first, second):
         assert sent["num_input_tokens"].tolist() == [[17]]
+        assert sent["num_output_tokens"].tolist() == [[1 if sent is first else 6]]
         times = [
             int(sent[name].item())
             for name in (

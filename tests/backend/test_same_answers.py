@@ -128,10 +128,10 @@ def test_reuse_changes_no_token_with_the_kernels_and_the_loop_of_a_gpu(tmp_path:
     assert on.stats[-1]["Reused KV cache blocks"] > 0
 
 
-def test_without_reuse_everything_is_computed_and_nothing_said(folder: Path) -> None:
+def test_without_reuse_everything_is_computed(folder: Path) -> None:
     stats = run(folder, STATIC_BATCH, reuse=False).stats
     assert computed(stats) == sum(map(len, PROMPTS))
-    assert not {"Reused KV cache blocks", "KV cache hit rate"} & set(stats[0])
+    assert stats[-1]["Reused KV cache blocks"] == stats[-1]["KV cache hit rate"] == 0
 
 
 @pytest.mark.parametrize("reuse", [False, True])

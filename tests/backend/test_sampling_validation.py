@@ -48,6 +48,7 @@ def accept(**values: Any) -> LlmRequest:
         ),  # 37
         ({"embedding_bias": [NAN] + [0] * 9}, "'embedding_bias' holds NaN or +inf"),
         ({"embedding_bias": [INF] + [0] * 9}, "'embedding_bias' holds NaN or +inf"),
+        ({"embedding_bias": [-INF] * 10}, "'embedding_bias' is -inf for every token"),
         ({"stop_words_list": [1, 2]}, "'stop_words_list' has shape [1, 2], expected [1, 2, n]"),
         ({"stop_words_list": [[1], [1], [1]]}, "'stop_words_list' has shape [1, 3, 1]"),
         ({"bad_words_list": [[1, 2], [2, 1]]}, "'bad_words_list' has the offset 1 behind 2"),

@@ -19,7 +19,7 @@ from manager_harness import (
 
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.errors import ConfigurationError
+from inflight_backend.errors import CapacityText, ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_scheduler import (
@@ -108,6 +108,7 @@ def test_a_request_that_never_starts_in_time_hears_why() -> None:
             "not started before its deadline: waiting for KV blocks: needs 8, free 0",
         )
     ]
+    assert isinstance(recorder.responses[2][0][2], CapacityText), "UNAVAILABLE, not our fault"
 
 
 @pytest.mark.case(70)

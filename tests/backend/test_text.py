@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,54 @@ def test_tokenizer_and_embedding_must_match(codec: TextCodec) -> None:
     codec.check_fits(257)
     with pytest.raises(CheckpointError, match="257 tokens, the model's embedding only 256 rows"):
         codec.check_fits(256)
+
+
+@pytest.mark.case(103, 104)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": 99999}', "the checkpoint's end id, 99999, is outside .* 257 rows"),
+        ('{"eos_token_id": [1099511627776]}', "end id, 1099511627776, is outside"),
+        ('{"eos_token_id": true}', "'eos_token_id' must be a token id, or -1 for none, not true"),
+        ('{"eos_token_id": -7}', "'eos_token_id' must be a token id, or -1 for none, not -7"),
+        ('{"pad_token_id": false}', "'pad_token_id' must be a token id, or -1 for none, not false"),
+        ("[" * 100_000, "generation_config.json cannot be read"),
+    ],
+)
+def test_an_impossible_end_id_is_found_at_load(tmp_path: Path, content: str, message: str) -> None:
+    _byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        TextCodec(tmp_path).check_fits(257)
+
+
+def test_a_pad_id_that_is_not_there_is_none(tmp_path: Path) -> None:
+    _byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"pad_token_id": 257, "eos_token_id": null}')
+    codec = TextCodec(tmp_path)
+    codec.check_fits(257)
+    assert (codec.pad_id, codec.end_id) == (-1, -1)
+
+
+@pytest.mark.case(81)
+def test_a_long_text_stops_no_other_thread_while_it_is_encoded(codec: TextCodec) -> None:
+    is_encoding = is_over = False
+    num_turns = 0
+
+    def take_turns() -> None:
+        nonlocal num_turns
+        while not is_over:
+            time.sleep(0.001)
+            num_turns += is_encoding
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    is_encoding = True
+    codec.encode("word " * 200_000, 1_000_000)
+    is_encoding = False
+    is_over = True
+    thread.join()
+    assert num_turns > 5, "with the interpreter lock held there is none, or one at its border"
 
 
 def test_a_damaged_tokenizer_is_a_clear_error(tmp_path: Path) -> None:

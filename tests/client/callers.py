@@ -31,6 +31,9 @@ class Caller(Protocol):
     def cancel_when(self, prompt: str, is_time: Callable[[], bool]) -> list[GenerateChunk]:
         """Cancel a stream from the side once ``is_time``; what it has given until its end."""
 
+    def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
+        """Read a stream whose client is closed from the side once ``is_time``."""
+
     def stop(self, request_id: str) -> None: ...
 
     def stats(self, count: int, follow: bool = True) -> list[dict[str, Any]]: ...
@@ -81,6 +84,22 @@ class SyncCaller:
             chunks = list(stream)
             thread.join()
             return chunks
+
+    def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
+        client = InflightClient(**self._settings)
+
+        def close() -> None:
+            while not is_time():
+                threading.Event().wait(0.01)
+            client.close()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        try:
+            for _ in client.stream(prompt, LONG):
+                pass
+        finally:
+            thread.join()
 
     def stop(self, request_id: str) -> None:
         with InflightClient(**self._settings) as client:
@@ -161,6 +180,22 @@ class AsyncCaller:
                 return chunks
 
         return asyncio.run(run())
+
+    def close_when(self, prompt: str, is_time: Callable[[], bool]) -> None:
+        async def run() -> None:
+            client = AsyncInflightClient(**self._settings)
+
+            async def read() -> None:
+                async for _ in client.stream(prompt, LONG):
+                    pass
+
+            task = asyncio.create_task(read())
+            while not is_time():
+                await asyncio.sleep(0.01)
+            await client.close()
+            await task
+
+        asyncio.run(run())
 
     def stop(self, request_id: str) -> None:
         async def run() -> None:

@@ -66,7 +66,7 @@ class LocalTriton:
     @staticmethod
     def is_loaded(model: str) -> bool:
         """What Triton itself says of a model."""
-        return model == MODEL or model in FOREIGN_MODELS
+        return model in (MODEL, "ensemble") or model in FOREIGN_MODELS
 
     def arrive(
         self, request_id: str, values: Tensors, outputs: list[str], model: str = MODEL

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from typing import Any
 
 import pytest
 from client.callers import CALLERS, LONG, Caller
 from client.conftest import Local
-from client.local_server import FOREIGN_MODELS, GAP_SECONDS
+from client.local_server import FOREIGN_MODELS, GAP_SECONDS, Arrival, LocalTriton
 
 from inflight_client import (
     AsyncInflightClient,
@@ -131,6 +134,28 @@ def test_cancel_before_the_first_response_reaches_the_server(caller: Caller, loc
         assert local.triton.stops == {arrival.request_id}
 
 
+@pytest.mark.parametrize("kind", sorted(CALLERS))
+def test_cancel_over_http_that_overtakes_its_request_is_repeated(
+    kind: str, local_http: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server forgets the stop of a request that it does not have."""
+    is_sent = threading.Event()
+    arrive = LocalTriton.arrive
+
+    def arrive_late(triton: LocalTriton, request_id: str, values: Any, *rest: Any) -> Arrival:
+        if "text_input" in values:
+            is_sent.set()
+            while not triton.stops:
+                time.sleep(GAP_SECONDS)
+            triton.stops.clear()
+        return arrive(triton, request_id, values, *rest)
+
+    monkeypatch.setattr(LocalTriton, "arrive", arrive_late)
+    assert CALLERS[kind](local_http.url, "http").cancel_when("silent", is_sent.is_set) == []
+    (own,) = [arrival for arrival in local_http.triton.arrivals if arrival.values.get("text_input")]
+    assert local_http.triton.stops == {own.request_id}
+
+
 def test_stop_by_id_from_another_client(caller: Caller, local: Local) -> None:
     with InflightClient(local.url, protocol=local.protocol) as client:
         chunks = []
@@ -242,6 +267,23 @@ def test_health_of_a_model_that_does_not_know_the_question(
     assert CALLERS[kind](local.url, local.protocol, model).health()
 
 
+@pytest.mark.parametrize("kind", sorted(CALLERS))
+@pytest.mark.parametrize(
+    ("refusal", "is_well"),
+    [
+        ("", True),
+        ("the server is shutting down", False),
+        ("Request for unknown model: 'tensorrt_llm' is not found", True),  # somebody else's
+    ],
+)
+def test_health_of_a_model_that_passes_requests_on(
+    kind: str, local: Local, refusal: str, is_well: bool
+) -> None:
+    """It refuses what `tensorrt_llm` refuses."""
+    local.triton.refusal = refusal
+    assert CALLERS[kind](local.url, local.protocol, model="ensemble").health() == is_well
+
+
 def test_a_model_that_hangs_is_not_well(local: Local) -> None:
     local.triton.refusal = "silent"
     with (
@@ -324,3 +366,14 @@ def test_stream_cancelled_before_it_starts_sends_nothing(local: Local) -> None:
         stream.cancel()
         assert list(stream) == []
     assert local.triton.arrivals == []
+
+
+@pytest.mark.parametrize("kind", sorted(CALLERS))
+def test_a_client_that_is_closed_interrupts_its_streams(kind: str, local: Local) -> None:
+    """Whoever reads one was not cancelled, and hears that the answer is not whole."""
+
+    def have_some_left() -> bool:
+        return any(arrival.num_sent > 5 for arrival in local.triton.arrivals)
+
+    with pytest.raises(StreamInterrupted):
+        CALLERS[kind](local.url, local.protocol).close_when("count", have_some_left)

@@ -213,12 +213,20 @@ def stream_text(
                 yield content["text_output"]
 
 
-def assert_counts(prompt: str, text: str) -> None:
-    """Fail unless ``prompt + text`` counts up by one; the last number may be cut off."""
+def assert_counts(prompt: str, text: str, num_tokens: int) -> None:
+    """Fail unless ``text`` has ``num_tokens`` tokens, which are bytes, and ``prompt + text`` counts
+    up by one; the last number may be cut off."""
+    assert len(text) == num_tokens
     numbers = [int(word) for word in re.findall(r"\d+", prompt + text)]
     expected = [numbers[0] + i for i in range(len(numbers))]
     assert numbers[:-1] == expected[:-1]
     assert str(expected[-1]).startswith(str(numbers[-1]))
+
+
+def assert_counts_in_part(prompt: str, text: str, less_than: int) -> None:
+    """`assert_counts` of an answer that was ended before it had ``less_than`` tokens."""
+    assert 0 < len(text) < less_than
+    assert_counts(prompt, text, len(text))
 
 
 def temporary_folder(name: str) -> Path:

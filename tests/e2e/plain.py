@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 import tritonclient.grpc as grpcclient
-from e2e.harness import HOST, START_SECONDS, STOP_SECONDS, free_ports
+from e2e.harness import HOST, START_SECONDS, STOP_SECONDS, free_ports, temporary_folder
 
 from inflight_backend.serve.install import environment, locate, prepare_backends
 
@@ -41,6 +43,18 @@ class PlainServer:
     def grpc_url(self) -> str:
         """Address for gRPC clients."""
         return f"{HOST}:{self.grpc_port}"
+
+
+@contextmanager
+def repository_server(*options: str) -> Iterator[PlainServer]:
+    """`plain_server` on what ``inflight model-repository`` writes with ``options``."""
+    scratch = temporary_folder("plain")
+    inflight = str(Path(sys.executable).parent / "inflight")
+    command = [inflight, "model-repository", str(scratch / "models"), *options]
+    subprocess.run(command, check=True, capture_output=True)
+    with plain_server(scratch, scratch / "models") as running:
+        yield running
+    shutil.rmtree(scratch)
 
 
 @contextmanager

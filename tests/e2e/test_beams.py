@@ -31,7 +31,7 @@ def test_beams_whole_and_as_they_grow(serve: ServeFactory) -> None:
     named = (*TOKENS, "text_output", "finish_reason")
     stream = list(infer(server, *named, **ask, len_penalty=1.0, streaming=True))
     stream = [response for response in stream if response]
-    assert [PROMPT + text.decode() for text in stream[-1]["text_output"][0]] == texts
+    assert [PROMPT + text.decode() for text in stream[-1]["text_output"]] == texts
     lengths = [max(map(len, beams_of(response))) for response in stream]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1] == 6

@@ -117,7 +117,7 @@ BAD = [
 def test_bad_grammars_are_named_and_disturb_nobody(server: ServeProcess) -> None:
     def bystander(start: int) -> None:
         prompt = f"{start} {start + 1} {start + 2}"
-        assert_counts(prompt, "".join(stream_text(server, prompt, 150)))
+        assert_counts(prompt, "".join(stream_text(server, prompt, 150)), 150)
 
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(bystander, 10 * i) for i in range(1, 4)]

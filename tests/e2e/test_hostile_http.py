@@ -46,7 +46,7 @@ def test_odd_json_is_refused_fast(server: ServeProcess, body: str, statuses: set
     assert time.monotonic() - began < 20.0
     assert answer.status_code in statuses, answer.text[:300]
     assert "Traceback" not in answer.text
-    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 20)))
+    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 20)), 20)
 
 
 @pytest.mark.case(39)

@@ -6,9 +6,6 @@ import asyncio
 import itertools
 import json
 import queue
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +18,14 @@ import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
 import tritonclient.http as httpclient
-from e2e.harness import assert_counts, temporary_folder
+from e2e.harness import assert_counts
 from e2e.load_tools import run_genai_perf, run_perf_analyzer
 from e2e.plain import (
     PlainServer,
     generate,
     generate_stream,
     infer,
-    plain_server,
+    repository_server,
     stream_infer,
 )
 from tritonclient.utils import np_to_triton_dtype
@@ -45,15 +42,10 @@ LOAD_TOOL_SECONDS = 200  # genai-perf imports for 10 s of processor time
 
 @pytest.fixture(scope="module", params=["--decoupled", "--no-decoupled"])
 def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
-    scratch = temporary_folder("plain")
-    inflight = str(Path(sys.executable).parent / "inflight")
     options = [f"--add={name}" for name in OPTIONAL_MODELS]
-    command = [inflight, "model-repository", str(scratch / "models"), request.param, *options]
-    command += ["--set", "accumulate_tokens=true", "--set", "max_beam_width=3"]
-    subprocess.run(command, check=True, capture_output=True)
-    with plain_server(scratch, scratch / "models") as running:
+    options += ["--set", "accumulate_tokens=true", "--set", "max_beam_width=3"]
+    with repository_server(request.param, *options) as running:
         yield running
-    shutil.rmtree(scratch)
 
 
 @pytest.fixture
@@ -66,28 +58,30 @@ def test_whole_answers_with_http(server: PlainServer, model: str) -> None:
     answer = generate(
         server, model, text_input="1 2 3", max_tokens=20, exclude_input_in_output=True
     )
-    assert_counts("1 2 3", answer["text_output"])
+    assert_counts("1 2 3", answer["text_output"], 20)
 
 
 def test_streams_where_there_are_streams(server: PlainServer, is_decoupled: bool) -> None:
     events = generate_stream(server, "ensemble", text_input="1 2 3", max_tokens=20, stream=True)
     if is_decoupled:
-        assert_counts("1 2 3", "".join(event["text_output"] for event in events))
+        assert_counts("1 2 3", "".join(event["text_output"] for event in events), 20)
     else:
         [event] = events
         assert "'streaming' needs a decoupled deployment" in event["error"]
 
 
 def test_unary_calls_run_side_by_side(server: PlainServer, is_decoupled: bool) -> None:
-    def ask(first: int) -> str:
+    def ask(first: int) -> tuple[str, str]:
         prompt = f"{first} {first + 1}"
         out = infer(server, "tensorrt_llm", text_input=[[prompt]], max_tokens=[[40]])
-        return str(out["text_output"].item().decode())
+        text = str(out["text_output"].item().decode())
+        assert text.startswith(prompt)
+        return prompt, text.removeprefix(prompt)
 
     if not is_decoupled:
         with ThreadPoolExecutor(8) as pool:
-            for text in pool.map(ask, range(100, 900, 100)):
-                assert_counts("", text)
+            for prompt, text in pool.map(ask, range(100, 900, 100)):
+                assert_counts(prompt, text, 40)
     else:
         with pytest.raises(Exception, match="decoupled"):
             ask(1)
@@ -107,7 +101,7 @@ def test_tokenising_generating_and_decoding_in_three_calls(
         out = infer(server, "tensorrt_llm", input_ids=ids, request_output_len=[[9]])
         tokens, length = out["output_ids"].tolist(), out["sequence_length"].tolist()
     after = infer(server, "postprocessing", TOKENS_BATCH=tokens, SEQUENCE_LENGTH=length)
-    assert after["OUTPUT"].tolist() == [[b"1 2 3 4 5 6 7 "]]
+    assert after["OUTPUT"].tolist() == [b"1 2 3 4 5 6 7 "]
 
 
 def test_a_bad_row_is_an_error_with_a_name(server: PlainServer) -> None:
@@ -127,15 +121,14 @@ def test_settings_as_vllm_clients_send_them(server: PlainServer, is_decoupled: b
         sampling_parameters=settings,
         exclude_input_in_output=True,
     )
-    assert_counts("1 2 3", whole["text_output"])
-    assert len(whole["text_output"]) == 30
+    assert_counts("1 2 3", whole["text_output"], 30)
     bad = generate(server, "vllm_model", text_input="1", sampling_parameters='{"surprise": 1}')
     assert "'surprise' is not supported" in bad["error"]
     if is_decoupled:
         events = generate_stream(
             server, "vllm_model", text_input="1 2 3", stream=True, sampling_parameters=settings
         )
-        assert_counts("1 2 3", "".join(event["text_output"] for event in events))
+        assert_counts("1 2 3", "".join(event["text_output"] for event in events), 30)
         assert len(events) > 5
 
 
@@ -184,12 +177,13 @@ def test_the_sample_client_of_vllms_backend(server: PlainServer, is_decoupled: b
     inputs = vllm_inputs(False, settings, exclude_input_in_output=False)
     [answer] = asyncio.run(stream_by_aio(server, inputs=inputs, **common))
     assert answer["text_output"][0].startswith(b"1 2 3 4 ")
-    assert_counts("", answer["text_output"][0].decode())
+    assert_counts("1 2 3", answer["text_output"][0].decode().removeprefix("1 2 3"), 20)
     if is_decoupled:
         inputs = vllm_inputs(True, settings, exclude_input_in_output=True)
         answers = asyncio.run(stream_by_aio(server, inputs=inputs, **common))
         assert len(answers) > 5
-        assert_counts("1 2 3", b"".join(each["text_output"][0] for each in answers).decode())
+        text = b"".join(each["text_output"][0] for each in answers).decode()
+        assert_counts("1 2 3", text, 20)
         # No tensor: then the parameters are the settings.
         inputs = vllm_inputs(True, return_num_output_tokens=True, return_finish_reason=True)
         answers = asyncio.run(stream_by_aio(server, inputs=inputs, parameters=settings))
@@ -239,7 +233,7 @@ def test_tritonclients_http_client(
         else:
             result = client.infer("tensorrt_llm", inputs, outputs=outputs, request_id="7")
             text = result.as_numpy("text_output").item()
-            assert_counts("1 2 3", text.decode() if is_binary else text)
+            assert_counts("1 2 3", text.decode() if is_binary else text, 20)
             assert result.get_response()["id"] == "7"
 
 
@@ -257,7 +251,7 @@ def test_the_relay_accumulates_and_passes_errors_on(
         texts = [event["text_output"] for event in events]
         assert len(texts) > 5
         assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
-        assert_counts("1 2 3", texts[-1])
+        assert_counts("1 2 3", texts[-1], 20)
         assert len(texts[-1]) == 20
 
 
@@ -278,15 +272,15 @@ def test_the_relay_accumulates_every_sequence_by_itself(
         return stream_infer(server, "tensorrt_llm_bls", tensors, ["text_output"])
 
     relayed = relay("beam_width", 3)
-    assert all(response["text_output"].shape == (1, 3) for response in relayed)
-    assert relayed[-1]["text_output"].tolist()[0] == [
+    assert all(response["text_output"].shape == (3,) for response in relayed)
+    assert relayed[-1]["text_output"].tolist() == [
         beam.removeprefix("1 2 3").encode() for beam in beams
     ]
     relayed = relay("num_return_sequences", 2)
     assert all(list(response) == ["text_output"] for response in relayed)
-    texts = [response["text_output"].item().decode() for response in relayed]
+    texts = [response["text_output"][0].decode() for response in relayed]
     for each in texts:
-        assert_counts("1 2 3", each)
+        assert_counts("1 2 3", each, len(each))
     assert sorted(len(each) for each in texts)[-2:] == [12, 12]
 
 
@@ -417,4 +411,4 @@ def test_unknown_fields_and_parameters_are_refused_by_name(
     assert error.endswith("the request parameters are not valid UTF-8")
     # What Triton itself puts beside them is none: the id of a body, and what ends a stream.
     sound = generate(server, "ensemble", id="mine", **REQUIRED["ensemble"])
-    assert_counts("1", sound["text_output"].removeprefix("1"))
+    assert_counts("1", sound["text_output"].removeprefix("1"), 4)

@@ -170,6 +170,13 @@ def test_a_bad_word_that_is_every_token_is_an_error(server: ServeProcess) -> Non
     with pytest.raises(Exception, match=r"forbid every token|more than 1024"):
         list(infer(server, input_ids=[5, 6], request_output_len=9, bad_words_list=every))
     bias = np.full(vocab_size, -np.inf, np.float32)
-    with pytest.raises(Exception, match="forbid every token"):
+    with pytest.raises(Exception, match="-inf for every token"):
         list(infer(server, input_ids=[5, 6], request_output_len=9, embedding_bias=bias))
+    bias[7] = 0.0
+    rest: dict[str, Any] = {
+        "embedding_bias": bias,
+        "bad_words_list": np.array([[7], [1]], np.int32),
+    }
+    with pytest.raises(Exception, match="forbid every token"):
+        list(infer(server, input_ids=[5, 6], request_output_len=9, **rest))
     assert generate(server, "ensemble", text_input=PROMPT, max_tokens=8)["text_output"]

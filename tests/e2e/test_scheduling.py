@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.harness import ServeProcess, assert_counts, stream_text
+from e2e.harness import ServeProcess, assert_counts, assert_counts_in_part, stream_text
 from e2e.test_contract import PeerClient, stats_of
 from tokenizers import Tokenizer
 
@@ -114,7 +114,7 @@ def test_a_second_prompt_of_110_tokens_reuses_four_blocks_and_another_salt_none(
     assert num_reused_by(ask) <= 1, "text begins with a token that other tests have sent, too"
     assert num_reused_by(ask) == 4
     assert set(answers) == {answers[0]}
-    assert_counts("125", answers[0])
+    assert_counts("125", answers[0], 24)
     page = metrics_of(server)
     assert metric(page, 'kv_cache_block_type="reused"') >= 4
     assert 0 < metric(page, 'kv_cache_block_type="hit_rate"') < 1
@@ -140,9 +140,7 @@ def test_bad_values_are_refused_by_name(
 
 def test_the_allotted_time_ends_an_answer_with_what_there_is(server: ServeProcess) -> None:
     pieces = stream_text(server, "1 2 3", 8000, model="tensorrt_llm", allotted_time_ms=400)
-    text = "".join(pieces)
-    assert 0 < len(text) < 8000
-    assert_counts("1 2 3", text)
+    assert_counts_in_part("1 2 3", "".join(pieces), 8000)
     assert stats_of(server)["Used KV cache blocks"] == 0
 
 
@@ -207,8 +205,9 @@ def test_priorities_deadlines_and_the_limit_count_in_the_queue(
     )
     assert seen.finished[:2] == ["runs", "runs"], "the acknowledgement of the stop, and the end"
     assert seen.finished[2:] == ["high", "low", "chunked"]
-    for name, prompt in (("runs", "3"), ("low", "12"), ("high", "22"), ("chunked", "159")):
-        assert_counts(prompt, seen.texts[name])
+    assert_counts_in_part("3", seen.texts["runs"], 8000)
+    for name, prompt in (("low", "12"), ("high", "22"), ("chunked", "159")):
+        assert_counts(prompt, seen.texts[name], 30)
     chunks = [each["Total Context Tokens"] for each in stats if each["Total Context Tokens"]]
     assert len(chunks) >= 4
     assert max(chunks) <= 64
@@ -285,4 +284,4 @@ def test_the_scheduler_of_the_page_decides_on_the_server(
             client.send(name, stop=True)
         seen.until(lambda: len(seen.finished) == 8)  # four stops and four ends
     for name, prompt in (("first", "3"), ("long", "9"), ("short", "9"), ("middle", "9")):
-        assert_counts(prompt, seen.texts[name])
+        assert_counts_in_part(prompt, seen.texts[name], 600)

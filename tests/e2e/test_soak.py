@@ -30,6 +30,10 @@ def test_two_minutes_of_soak_leave_zeros_where_zeros_belong(tmp_path: Path) -> N
         assert set(load["finals_per_request_read_to_its_end"]) == {"1"}
         for outcome in ("completed", "cancelled", "stopped", "reset", "refused by name"):
             assert load["outcomes"][outcome] > 0
+        for outcome in ("beams", "several sequences", "guided", "log probabilities", "stop words"):
+            assert load["outcomes"][outcome] > 0
+        assert any(outcome.startswith("deadline") for outcome in load["outcomes"])
         assert "silent" not in {**load["outcomes"], **part["kills"]["outcomes"]}
         assert part["questions"]["not_answered"] == 0
         assert {each["what"] for each in part["recoveries"]} >= {"model process killed"}
+        assert any(each["open_streams"] for each in part["recoveries"])

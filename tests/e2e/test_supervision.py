@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3 4"
 ENDLESS = 8000
-NOTICE_SECONDS = 10.0  # 2 s are the aim, which the soak measures; five of us share two cores
+NOTICE_SECONDS = 10.0  # 2 s are the aim; the soak measures them, tests share two cores
 RECOVER_SECONDS = 120.0  # 4 s on a machine that does nothing else
 
 
@@ -64,7 +64,7 @@ class OpenStreams:
 
 
 def assert_serves(running: ServeProcess) -> None:
-    assert_counts(PROMPT, "".join(stream_text(running, PROMPT, 40)))
+    assert_counts(PROMPT, "".join(stream_text(running, PROMPT, 40)), 40)
 
 
 def assert_holds_a_stream(recording: Path) -> None:

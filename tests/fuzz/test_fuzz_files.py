@@ -85,7 +85,7 @@ def test_any_config(copy: Path, data: st.DataObject) -> None:
         file.write_text(before)
 
 
-@pytest.mark.case(102, 103, 111, 122)
+@pytest.mark.case(102, 103, 122)
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
 @fuzzing
 @given(data=st.data())

@@ -94,7 +94,10 @@ def test_no_prompt_is_ever_logged(server: Server, caplog: pytest.LogCaptureFixtu
         {"text_input": np.array([[secret + b"\xff"]], dtype=np.object_)},
         "SECRETID",
     )
-    assert "SECRETWORD" not in caplog.text
+    assert "SECRET" not in caplog.text
+    assert "SECRET" not in str(FakePbUtils.Logger.lines)
+    assert FakePbUtils.families
+    assert "SECRET" not in str([vars(family) for family in FakePbUtils.families.values()])
     assert "SECRETWORD" not in str(send(server, {"max_tokens": np.array([[secret]], object)}))
 
 

@@ -99,7 +99,8 @@ def _attend(op: str, shape: Shape, block: int, dtype: torch.dtype, options: dict
 
 def attention_cases() -> Iterator[Case]:
     """Both attention ops over the shapes, block sizes and dtypes in use, where the code differs:
-    float16 is multiplied as bfloat16, and a group of 1 is a group of 4 with less to compute."""
+    float16 is multiplied as bfloat16, and a group of 1 is a group of 4 with less to compute. The
+    generation op reads an FP8 cache in a way of its own, so it has more of those."""
     table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA_8B, 64, _BF16, _BOTH, {}),
         (LLAMA_8B, 16, _BF16, _HOPPER, {}),
@@ -112,8 +113,14 @@ def attention_cases() -> Iterator[Case]:
         (GROUP_5, 64, _BF16, _HOPPER, {}),
         *((shape, 16, dtype, _HOPPER, {}) for shape in (HEAD_16, HEAD_32) for dtype in _CACHES),
     ]
-    for op in ("paged_attention_generation", "paged_attention_context"):
-        for shape, block, dtype, capabilities, options in table:
+    words: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
+        (LLAMA_13B, 64, _FP8, _HOPPER, {}),
+        (LLAMA_8B, 64, _FP8, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
+        (HEAD_80, 64, _FP8, _HOPPER, {}),
+        (HEAD_256, 64, _FP8, _HOPPER, {}),
+    ]
+    for op, more in (("paged_attention_generation", words), ("paged_attention_context", [])):
+        for shape, block, dtype, capabilities, options in (*table, *more):
             extra = "".join(f" {name}={value}" for name, value in options.items())
             label = f"{shape.name} {str(dtype).removeprefix('torch.')} blocks of {block}{extra}"
             yield Case(op, label, capabilities, partial(_attend, op, shape, block, dtype, options))

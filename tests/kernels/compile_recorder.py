@@ -45,6 +45,7 @@ class CompiledKernel:
     num_loads_16: int  # ld.global of 16 bytes
     num_stores_16: int
     num_narrow_copies: int  # cp.async of 4 or 8 bytes
+    num_byte_reads: int  # of shared memory, one byte each
 
     def as_json(self) -> dict[str, Any]:
         """A dict of numbers and strings."""
@@ -141,4 +142,5 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
         num_loads_16=len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx)),
         num_stores_16=len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx)),
         num_narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
+        num_byte_reads=len(re.findall(r"ld\.shared\S*\.[bsu]8\b", ptx)),
     )

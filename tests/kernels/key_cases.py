@@ -59,11 +59,15 @@ def _context(step: Step) -> None:
     paged_attention_context(query, cache, cache, tables, starts, lengths, 0.1)
 
 
-def _generation(step: Step) -> None:
-    cache = torch.empty(4, 16, 2, 16)
+def _generation(step: Step, dtype: torch.dtype = torch.float32) -> None:
+    cache = torch.empty(4, 16, 2, 16, dtype=dtype)
     tables, lengths = step.ids(step.num_rows, step.width), step.ids(step.num_rows)
     query = torch.empty(step.num_rows, 4, 16)
     paged_attention_generation(query, cache, cache, tables, lengths, 0.1)
+
+
+def _generation_fp8(step: Step) -> None:
+    _generation(step, torch.float8_e4m3fn)
 
 
 def _rope(step: Step) -> None:
@@ -80,7 +84,7 @@ def _copy(step: Step) -> None:
 
 def _sample(step: Step) -> None:
     logits, ids = torch.empty(step.num_rows, _VOCABULARY), step.ids(step.num_rows)
-    numbers, places = step.small(step.num_rows), step.places(step.num_rows)
+    numbers, places = step.small(step.num_rows, 6)[:, 1], step.places(step.num_rows)
     sample(logits, numbers, ids, numbers, places, places, numbers)
 
 
@@ -116,6 +120,7 @@ def _per_token(step: Step) -> None:
 OPS: tuple[Callable[[Step], None], ...] = (
     _context,
     _generation,
+    _generation_fp8,
     _rope,
     _copy,
     _sample,
@@ -134,9 +139,11 @@ def steps() -> Iterator[Step]:
 
 
 def count_kernels() -> dict[str, int]:
-    """For every kernel that any op launches: how many of it Triton would compile for all steps."""
-    with record_keys(90) as keys:
-        for op in OPS:
+    """For every kernel that a case launches: how many of it Triton would compile for all steps."""
+    counts = Counter[str]()
+    for op in OPS:
+        with record_keys(90) as keys:
             for step in steps():
                 op(step)
-    return Counter(name for name, _ in keys)
+        counts.update(f"{op.__name__} {name}" for name, _ in keys)
+    return counts

@@ -122,6 +122,17 @@ def test_generation_attention_shares_a_multiprocessor(reports: list[Report]) -> 
     assert refused(kernels, lambda report: resident_programs(report) >= 2) == []
 
 
+def test_generation_attention_over_an_fp8_cache_unpacks_words(reports: list[Report]) -> None:
+    """No number of it is read alone, and fewer than 16 bytes are copied of a block's id only: in
+    the loop, and for each of the four tiles ahead. Four programs share a multiprocessor."""
+    kernels = with_wide_heads(of_kernel(reports, "_paged_attention_generation_kernel"))
+    kernels = [report for report in kernels if "float8" in report["label"]]
+    assert len(kernels) == 5
+    assert refused(kernels, lambda report: report["num_byte_reads"] == 0) == []
+    assert refused(kernels, lambda report: report["num_narrow_copies"] <= 5) == []
+    assert refused(kernels, lambda report: resident_programs(report) >= 4) == []
+
+
 def test_grouped_generation_attention_uses_tensor_cores(reports: list[Report]) -> None:
     kernels = of_kernel(reports, "_paged_attention_generation_kernel")
     packed = [r for r in kernels if r["label"].startswith("8B") and "float32" not in r["label"]]
@@ -175,5 +186,5 @@ def test_one_compiled_kernel_serves_steps_of_any_shape(results: dict[str, Any]) 
     """Another number of requests, width of a table or place of a view must not mean waiting for
     the compiler in the middle of serving (see `key_cases`)."""
     counts = results["counts"]
-    assert "_combine_splits_kernel" in counts
+    assert "_generation_fp8 _combine_splits_kernel" in counts
     assert {kernel: count for kernel, count in counts.items() if count != 1} == {}

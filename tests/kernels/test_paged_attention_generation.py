@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
 
-from inflight_kernels import reference
+from inflight_kernels import _host, reference
 from inflight_kernels.paged_attention_generation import (
     choose_splits,
     paged_attention_generation,
     workspace_size,
 )
+
+_FP8 = torch.float8_e4m3fn
 
 
 def expected_rows(
@@ -171,19 +175,68 @@ def test_strides_of_query_and_cache_are_honoured(
     assert_attention_close(out, expected_rows(query, cache, 0.125))
 
 
-def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "tokens_per_block", "dtype", "options"),
+    [
+        (2, 2, 64, 32, torch.bfloat16, {}),
+        (8, 2, 64, 32, torch.bfloat16, {"num_splits": 1}),
+        (4, 1, 16, 16, torch.float16, {"sliding_window": 70}),
+        (2, 2, 32, 64, torch.bfloat16, {"softcap": 3.0}),
+        (20, 1, 80, 48, torch.bfloat16, {"num_splits": 2}),
+        (2, 1, 256, 128, torch.float16, {"sliding_window": 20, "softcap": 3.0, "num_splits": 3}),
+    ],
+)
+def test_fp8_cache(
+    device: torch.device,
+    generator: torch.Generator,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+) -> None:
     """An e4m3 cache read with its scales equals the same cache dequantised."""
     cache = make_cache(
-        generator, [33, 64, 150], num_kv_heads=2, head_dim=64, tokens_per_block=32, device=device
+        generator,
+        [33, 0, 64, 290],
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        tokens_per_block=tokens_per_block,
+        device=device,
     )
     fp8, read_back = cache.in_fp8(0.5, 0.25)
-    for num_heads in (2, 8):
-        query = torch.randn(3, num_heads, 64, generator=generator).to(device, torch.bfloat16)
-        out = paged_attention_generation(
-            query, *fp8.memory, cache.lengths, 0.125, key_scale=0.5, value_scale=0.25
-        )
-        expected = expected_rows(query, read_back, 0.125)
-        assert_attention_close(out, expected)
+    query = torch.randn(4, num_heads, head_dim, generator=generator).to(device, dtype)
+    scale = head_dim**-0.5
+    out = paged_attention_generation(
+        query, *fp8.memory, cache.lengths, scale, key_scale=0.5, value_scale=0.25, **options
+    )
+    seen = {name: value for name, value in options.items() if name != "num_splits"}
+    assert_attention_close(out, expected_rows(query, read_back, scale, **seen))
+
+
+def test_every_number_of_an_fp8_cache_is_read_as_it_is(device: torch.device) -> None:
+    """All codes of e4m3, the smallest, 448 and NaN among them, in both places of a word: as the
+    only value of a row, so that it is the result."""
+    codes = torch.arange(256, device=device).to(torch.uint8).view(16, 16)
+    codes = torch.cat((codes, codes.roll(1, dims=1))).view(_FP8)
+    values = codes[:, None, None, :].expand(32, 16, 1, 16).contiguous()
+    tables = torch.arange(32, dtype=torch.int32, device=device)[:, None]
+    lengths = torch.ones(32, dtype=torch.int32, device=device)
+    query = torch.zeros(32, 1, 16, device=device)
+    out = paged_attention_generation(query, torch.zeros_like(values), values, tables, lengths, 1.0)
+    torch.testing.assert_close(out, values[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_gpu_without_fp8_refuses_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_host, "capability", lambda: 80)
+    lengths, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    cache = torch.zeros(1, 16, 1, 16, dtype=_FP8)
+    query = torch.zeros(1, 1, 16)
+    with pytest.raises(
+        ValueError, match=r"float8_e4m3fn: needs .* 8\.9 or later, this one has 8\.0"
+    ):
+        paged_attention_generation(query, cache, cache, tables, lengths, 1.0)
 
 
 def test_workspace_of_the_caller(device: torch.device, generator: torch.Generator) -> None:
@@ -199,6 +252,12 @@ def test_workspace_of_the_caller(device: torch.device, generator: torch.Generato
         paged_attention_generation(*arguments, workspace=workspace[:-1], num_splits=3)
 
 
+def cut(width: int, first: int) -> dict[str, torch.Tensor]:
+    """FP8 caches of heads of 64, cut out of wider ones."""
+    cache = torch.zeros(4, 16, 2, width, dtype=_FP8)[..., first : first + 64]
+    return {"key_cache": cache, "value_cache": cache}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -207,6 +266,10 @@ def test_workspace_of_the_caller(device: torch.device, generator: torch.Generato
         ({"query": torch.zeros(2, 4, 64, dtype=torch.float64)}, "query: dtype"),
         ({"query": torch.zeros(3, 4, 64)}, "context_lengths: shape"),
         ({"value_cache": torch.zeros(4, 16, 1, 64)}, "value_cache: shape"),
+        ({"value_cache": torch.zeros(4, 16, 2, 64).to(_FP8)}, "value_cache: dtype"),
+        ({"key_cache": torch.zeros(4, 16, 2, 64).to(_FP8)}, "value_cache: dtype"),
+        (cut(65, 0), "key_cache: in FP8 .* must be even"),
+        (cut(66, 1), "key_cache: in FP8 .* offset 1"),
         ({"key_cache": torch.zeros(4, 16, 2, 64, dtype=torch.float16)}, "key_cache: dtype"),
         ({"key_cache": torch.zeros(4, 16, 64, 2).transpose(2, 3)}, "key_cache: last dimension"),
         ({"block_tables": torch.zeros(2, 2, dtype=torch.int64)}, "block_tables: dtype"),
@@ -238,6 +301,7 @@ def test_splits_fill_the_machine_and_cut_long_rows() -> None:
     assert choose_splits(256, 8, 132, 131072) == (8, 1)
     assert choose_splits(256, 8, 132, 1024) == (1, 1)
     assert choose_splits(96, 8, 132, 8192) == (4, 1)
+    assert choose_splits(128, 8, 132, 8192) == (1, 1)
     assert choose_splits(256, 8, 132, 8192) == (1, 1)
     assert choose_splits(256, 8, 132, 16384) == (2, 1)
     assert choose_splits(1024, 40, 132, 4096) == (1, 1)

@@ -113,6 +113,25 @@ def test_fp8_cache_in_another_layout(device: torch.device, generator: torch.Gene
         assert float((written != expected).float().mean()) < 0.02
 
 
+def test_extreme_numbers_in_an_fp8_cache(device: torch.device) -> None:
+    """To the nearest that e4m3 has, ties to even, 448 at most; never NaN, which would spread to
+    every answer that reads the block."""
+    largest = [448.0, 449.0, 464.0, 480.0, 1e30, torch.inf, -torch.inf, torch.nan]
+    # Multiples of half the smallest number: on it, halfway, and above halfway.
+    smallest = [2.0**-10 * times for times in (1, 1.01, 2, 3, -5, 16, 17, 0)]
+    numbers = torch.tensor([largest + smallest], device=device)[:, None]  # [1, 1, 16]
+    zeros = torch.zeros_like(numbers)
+    caches = torch.zeros(2, 1, 16, 1, 16, dtype=torch.float8_e4m3fn, device=device)
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    table = cos_sin_table(1, 16, device)
+    rope_write_kv(zeros, zeros, numbers, table, place, caches[0], caches[1], place)
+    written = caches[1, 0, 0].float()
+    assert written.isfinite().all()
+    expected = numbers[0].clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    is_number = ~numbers[0].isnan()
+    torch.testing.assert_close(written[is_number], expected[is_number], rtol=0, atol=0)
+
+
 def test_no_tokens(device: torch.device) -> None:
     empty = torch.zeros(0, 2, 64, device=device)
     cache = torch.zeros(1, 16, 2, 64, device=device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inflight_kernels import reference
-from inflight_kernels.sample import sample
+from inflight_kernels.sample import sample, sample_with_log_probs
 
 
 def parameters(
@@ -69,6 +69,51 @@ def test_min_p_equals_the_reference(device: torch.device, generator: torch.Gener
     assert torch.equal(tokens[[0, 4, 5]].cpu(), logits[[0, 4, 5]].argmax(-1))
 
 
+def test_log_probs_equal_the_reference(device: torch.device, generator: torch.Generator) -> None:
+    """Among what the filters left; 0 where greedy, NaN where nothing is drawn."""
+    rows = [
+        (0.0, 0, 0.0),
+        (1.0, 1, 0.5),
+        (1.0, 0, 1.0),
+        (0.7, 0, 0.9),
+        (1.3, 40, 0.0),
+        (1.0, 40, 0.5),
+        (2.0, 0, 0.0),
+        (0.25, 7, 0.95),
+    ]
+    min_p = torch.tensor([0.0, 0.2, 0.0, 0.0, 0.1, 0.0, 0.3, 0.0], device=device)
+    logits = 3 * torch.randn(len(rows) + 1, 5000, generator=generator)
+    logits[-1, 17] = float("nan")
+    settings = parameters(device, [*rows, (1.0, 5, 0.9)])
+    noise = noise_arguments(len(logits), device)
+    min_p = torch.cat((min_p, min_p[:1]))
+    arguments = (logits.to(device), *settings, *noise, min_p)
+    tokens, log_probs = sample_with_log_probs(*arguments)
+    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+    assert log_probs[:2].tolist() == [0.0, 0.0]
+    assert bool((log_probs[2:-1] < 0).all())
+    assert bool(log_probs[-1].isnan())
+
+
+@pytest.mark.parametrize(("low", "high"), [(-60.0, 8.0), (2.0, 8.0), (1.0, 1.05), (-1.05, -1.0)])
+def test_thresholds_are_exact_wherever_tokens_lie(
+    device: torch.device, generator: torch.Generator, low: float, high: float
+) -> None:
+    """Few share the first two digits of a threshold; only the first three; all share these. What
+    is kept shows in the log probability."""
+    rows = [(0.5, 40, 0.0), (0.5, 1300, 0.0), (0.5, 0, 0.5), (0.5, 0, 0.999), (0.5, 1300, 0.7)]
+    logits = 0.5 * (low + (high - low) * torch.rand(len(rows), 5000, generator=generator))
+    logits[:, 1000:1100] = -torch.inf
+    settings, noise = parameters(device, rows), noise_arguments(len(rows), device)
+    arguments = (logits.to(device), *settings, *noise)
+    tokens, log_probs = sample_with_log_probs(*arguments)
+    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
+
+
 def test_follows_the_distribution(device: torch.device) -> None:
     """20,000 draws of the reference, frequencies within five standard deviations; the kernel
     draws the first of them alike."""
@@ -97,6 +142,24 @@ def test_a_row_does_not_depend_on_the_batch(
     order = [2, 0, 1]
     arguments = [tensor[order] for tensor in (logits, *settings, *noise)]
     assert torch.equal(sample(*arguments), together[order])
+
+
+def test_parameters_may_be_columns_of_a_table(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    """As the engine has them: of 32 bits and of 64, each row as wide as the table."""
+    rows = [(0.9, 20, 0.8), (0.0, 0, 1.0), (1.1, 0, 0.7)]
+    logits, min_p = torch.randn(3, 300, generator=generator).to(device), [0.1, 0.0, 0.0]
+    seeds, positions = noise_arguments(3, device)
+    table = torch.zeros(3, 8, dtype=torch.int32, device=device)
+    floats = table.view(torch.float32)
+    columns = (floats[:, 0], table[:, 1], floats[:, 2], table.view(torch.int64)[:, 2])
+    alone = (*parameters(device, rows), seeds)
+    for column, values in zip(columns, alone, strict=True):
+        column.copy_(values)
+    floats[:, 3] = torch.tensor(min_p)
+    tokens = sample(logits, *columns, positions, floats[:, 3])
+    assert torch.equal(tokens, sample(logits, *alone, positions, floats[:, 3].contiguous()))
 
 
 def test_rows_that_are_not_finite_give_minus_one(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.best_tiles import best_tiles
+from benchmarks.best_tiles import best_tiles, read_report
 from inflight_kernels import _tiles
 from inflight_kernels import paged_attention_context as context
 from inflight_kernels import paged_attention_generation as generation
@@ -63,3 +63,13 @@ def test_the_tile_that_loses_least_wins() -> None:
         "paged_attention_generation sm_90 head_dim=128 group=4 bfloat16": steady,
         "paged_attention_generation sm_90 head_dim=128 group=4 float8_e4m3fn": moody,
     }
+
+
+def test_the_rows_of_a_killed_run_are_read(tmp_path: Path) -> None:
+    measured = row(10.0, [64, 5, 4], part="tiles", process=0)
+    lines = [{"part": "run", "gpu": "fast"}, {"part": "K1", "process": 0, "us": 1.0}, measured]
+    file = tmp_path / "gpu.rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    report = read_report(file)
+    assert report["gpu"] == "fast"
+    assert report["parts"] == {"tiles": [measured]}

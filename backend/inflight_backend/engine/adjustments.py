@@ -147,7 +147,7 @@ class Adjustments:
             np.array(setup.tokens[ignored:], dtype=np.int64), return_counts=True
         )
         row = self._table("counts")[setup.slot].zero_()
-        row[self._send(seen)] = 1
+        row.index_fill_(0, self._send(seen), 1)  # torch would wait to copy the 1 of row[...] = 1
         row[self._send(ids)] += self._send((numbers * COUNT_UNIT).astype(np.int32))
 
     def _set_bias(self, setup: SlotSetup) -> None:
@@ -160,7 +160,7 @@ class Adjustments:
             )
         single = [word[0] for word in setup.sampling.bad_words if len(word) == 1]
         if single:
-            row[self._send(np.array(single, dtype=np.int64))] = -torch.inf
+            row.index_fill_(0, self._send(np.array(single, dtype=np.int64)), -torch.inf)
 
     def _set_words(self, setup: SlotSetup) -> None:
         self._slot_to_words.pop(setup.slot, None)

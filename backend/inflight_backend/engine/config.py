@@ -27,6 +27,7 @@ _NAME_TO_DTYPE = {
 _DEFAULT_NUM_TOKENS = 8192
 MAX_BEAM_WIDTH = 64
 _FP8 = "fp8"
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,10 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         dtype = "float32" if device == "cpu" else model.dtype
     max_seq_len = choose_seq_len(config.max_seq_len, model)
     backend = _choose_backend(config, model, device)
-    if config.quantization == _FP8 and device == "cuda":
-        check_fp8_linears(model, dtype)
+    if device == "cuda":
+        _check_fp8_device(config)
+        if config.quantization == _FP8:
+            check_fp8_linears(model, dtype)
     return replace(
         config,
         device=device,
@@ -135,6 +138,17 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         max_num_tokens=config.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
         attention_backend=backend,
     )
+
+
+def _check_fp8_device(config: EngineConfig) -> None:
+    """Raise ConfigurationError on a GPU that neither multiplies nor converts FP8."""
+    for name, other in (("quantization", "none"), ("kv_cache_dtype", "auto")):
+        if getattr(config, name) == _FP8 and torch.cuda.get_device_capability() < _FP8_CAPABILITY:
+            needed, found = _FP8_CAPABILITY, torch.cuda.get_device_capability()
+            raise ConfigurationError(
+                f"{name} fp8 needs a GPU of compute capability {needed[0]}.{needed[1]} or later, "
+                f"and this one has {found[0]}.{found[1]}; use {other}"
+            )
 
 
 def _choose_backend(config: EngineConfig, model: ModelConfig, device: str) -> str:

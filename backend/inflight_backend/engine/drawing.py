@@ -20,7 +20,6 @@ from inflight_backend.step_outputs import (
     edits_of_rows,
     masks_of_rows,
 )
-from inflight_kernels.reference import log_probs_of_draws
 
 
 @dataclass(slots=True)
@@ -71,15 +70,6 @@ def restrict(logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, ops
         _forbid_end(logits, sampling)
     if masks is not None:
         ops.mask_logits(logits, masks)  # last: a token they force is drawn
-
-
-def normalized_log_probs(
-    logits: Tensor, tokens: Tensor, sampling: SamplingInputs, *, has_min_p: bool
-) -> Tensor:
-    """Log probabilities [N] of tokens drawn from logits [N, vocab], among what the filters left."""
-    min_p = sampling.min_p if has_min_p else None
-    filters = (sampling.temperature, sampling.top_k, sampling.top_p)
-    return log_probs_of_draws(logits, tokens, *filters, min_p)
 
 
 def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:

@@ -26,13 +26,7 @@ from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
-from inflight_backend.engine.drawing import (
-    HostRules,
-    edit_logits,
-    normalized_log_probs,
-    restrict,
-    send_masks,
-)
+from inflight_backend.engine.drawing import HostRules, edit_logits, restrict, send_masks
 from inflight_backend.engine.first_steps import run_first_steps
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner, record_steps
 from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
@@ -389,10 +383,12 @@ class Engine:
             self._beams.keep(slots, logits, sampling.temperature, self._observer)
             own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
             sampling = replace(sampling, slots=own)
-        tokens = self._choose(logits, sampling, has_min_p=has_min_p)
         log_probs = None
         if is_observed and self.config.normalize_log_probs:
-            log_probs = normalized_log_probs(logits, tokens, sampling, has_min_p=has_min_p)
+            filters = sampling.filters(has_min_p=has_min_p)
+            tokens, log_probs = self._ops.sample_with_log_probs(logits, *filters)
+        else:
+            tokens = self._choose(logits, sampling, has_min_p=has_min_p)
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
             self._observer.keep_draw(slots, original, tokens, log_probs)
@@ -420,15 +416,7 @@ class Engine:
         """A token for every row of logits [num_samples, vocab], which may be changed."""
         if sampling.is_all_greedy:
             return self._ops.greedy(logits)
-        return self._ops.sample(
-            logits,
-            sampling.temperature,
-            sampling.top_k,
-            sampling.top_p,
-            sampling.seeds,
-            sampling.positions,
-            sampling.min_p if has_min_p else None,
-        )
+        return self._ops.sample(logits, *sampling.filters(has_min_p=has_min_p))
 
     def _record_forward(self, slots: Tensor) -> Tensor:
         """What is recorded: the decoder, for generations in ``slots`` [B] int32."""

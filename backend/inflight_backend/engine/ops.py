@@ -33,6 +33,9 @@ class Ops:
     make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
     greedy: Callable[[Tensor], Tensor]
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    sample_with_log_probs: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+    ]
     adjust_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
     ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
     ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -53,6 +56,7 @@ TORCH_OPS = Ops(
     make_head=Linear,
     greedy=reference.greedy,
     sample=reference.sample,
+    sample_with_log_probs=reference.sample_with_log_probs,
     adjust_logits=reference.adjust_logits,
     ban_repeated_ngrams=reference.ban_repeated_ngrams,
     ban_words=reference.ban_words,

@@ -47,6 +47,13 @@ class SamplingInputs:
     is_all_greedy: bool
     may_forbid_end: bool
 
+    def filters(
+        self, *, has_min_p: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """What `Ops.sample` takes beside logits."""
+        min_p = self.min_p if has_min_p else None
+        return self.temperature, self.top_k, self.top_p, self.seeds, self.positions, min_p
+
     def part(self, start: int, end: int) -> SamplingInputs:
         """The rows from ``start`` to ``end``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -16,35 +16,14 @@ from inflight_kernels import rms_norm as norms
 from inflight_kernels import sample as sampling
 from inflight_kernels import silu_mul as activation
 
-
-def _sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    min_p: Tensor | None,
-) -> Tensor:
-    """The parameters are columns of a table: the kernel wants each by itself."""
-    return sampling.sample(
-        logits,
-        temperature.contiguous(),
-        top_k.contiguous(),
-        top_p.contiguous(),
-        seeds.contiguous(),
-        positions,
-        None if min_p is None else min_p.contiguous(),
-    )
-
-
 TRITON_OPS = replace(
     TORCH_OPS,
     rms_norm=norms.rms_norm,
     add_rms_norm=norms.add_rms_norm,
     final_norm=norms.add_rms_norm,
     silu_mul=activation.silu_mul,
-    sample=_sample,
+    sample=sampling.sample,
+    sample_with_log_probs=sampling.sample_with_log_probs,
     adjust_logits=adjusting.adjust_logits,
     ban_repeated_ngrams=banning.ban_repeated_ngrams,
     ban_words=banning.ban_words,

@@ -129,14 +129,14 @@ class ArrivalQueue:
                     overdue.append(OverdueRequest(request, index + 1, num_waiting))
         return overdue
 
-    def stop(self, request_id: int) -> bool:
-        """Stop a request: True if it was still waiting (and is gone now), else it is signalled."""
+    def stop(self, request_id: int) -> InferenceRequest | None:
+        """Stop a request: the request if it was still waiting, which it does no more; else it is
+        signalled."""
         with self._lock:
             if request_id in self._entries:
-                self._remove(request_id)
-                return True
+                return self._remove(request_id)[0]
             self._stops.add(request_id)
-            return False
+            return None
 
     def find_place(self, request_id: int) -> tuple[int, int] | None:
         """Place of a request that still waits, from 1, and how many do; None if it does not."""

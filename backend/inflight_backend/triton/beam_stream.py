@@ -14,7 +14,7 @@ from inflight_backend.text import IncrementalDetokenizer, TextCodec
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
 from inflight_backend.triton.texts import add_words
-from inflight_scheduler import BeamSearch, FinishReason, LlmRequest
+from inflight_scheduler import FinishReason, LlmRequest
 from inflight_scheduler.sampling import Word
 
 
@@ -47,15 +47,18 @@ class BeamTexts:
             tuple(stop_texts),
         )
 
-    def text(self, ids: Sequence[int]) -> bytes:
-        """The text of one beam; O(tokens)."""
+    def text(self, ids: Sequence[int], *, is_final: bool) -> bytes:
+        """The text of one beam; O(tokens). Without what may be the beginning of a stop word, or of
+        a character, unless ``is_final``."""
         new_ids = list(ids[self.num_prompt_ids :])
         if self.stop_words:
-            new_ids = StopTokens(self.stop_words).push(new_ids, is_final=True)
+            new_ids = StopTokens(self.stop_words).push(new_ids, is_final=is_final)
         detokenizer = IncrementalDetokenizer(self.codec, self.prompt_ids)
-        text = detokenizer.push(new_ids) + detokenizer.finish()
+        text = detokenizer.push(new_ids)
+        if is_final:
+            text += detokenizer.finish()
         if self.stop_texts:
-            text = StopText(self.stop_texts).push(text, is_final=True)
+            text = StopText(self.stop_texts).push(text, is_final=is_final)
         return (self.prefix + text).encode()
 
 
@@ -68,7 +71,6 @@ class BeamStream:
     """
 
     stream: Stream
-    request: LlmRequest
     outputs: frozenset[str]
     texts: BeamTexts | None = None
     constants: Mapping[str, Array] = field(default_factory=dict)
@@ -88,11 +90,13 @@ class BeamStream:
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
         """Send ``extras``, all that is known of the beams; ``ids`` is empty. False, always: words
         that end an answer are found by the search."""
-        tensors = self._nothing() if "output_ids" not in extras else dict(extras)
+        tensors = dict(extras)
         if self.texts is not None:
             beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
-            texts = [self.texts.text(ids[:length].tolist()) for ids, length in beams]
-            tensors["text_output"] = np.array([texts], dtype=np.object_)
+            texts = [
+                self.texts.text(ids[:length].tolist(), is_final=is_final) for ids, length in beams
+            ]
+            tensors["text_output"] = np.array(texts, dtype=np.object_)
         tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
         tensors.update(self.constants)
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
@@ -101,17 +105,6 @@ class BeamStream:
             is_final=is_final,
         )
         return False
-
-    def _nothing(self) -> dict[str, Array]:
-        """What a request that never reached the batch manager has: it was stopped before."""
-        search = self.request.beams
-        assert isinstance(search, BeamSearch)
-        num_beams = search.params.num_returned
-        return {
-            "output_ids": np.empty((1, num_beams, 0), dtype=np.int32),
-            "sequence_length": np.zeros((1, num_beams), dtype=np.int32),
-            "finish_reason": finish_reason_tensor(FinishReason.CANCELLED),
-        }
 
 
 def has_beams(inputs: Mapping[str, Array]) -> bool:

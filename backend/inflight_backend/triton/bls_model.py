@@ -62,7 +62,9 @@ def _check_text(inputs: dict[str, Array]) -> None:
         raise InvalidRequest("'text_input' is missing")
     max_tokens = inputs.get("max_tokens")
     if max_tokens is None or max_tokens.size != 1 or max_tokens.reshape(-1)[0] <= 0:
-        raise InvalidRequest("'max_tokens' must be a single value above 0")
+        raise InvalidRequest(
+            "'max_tokens' must be a single value above 0: this model takes one row per request"
+        )
 
 
 def _accumulate(responses: Iterator[Tensors], *, drops_index: bool) -> Iterator[Tensors]:
@@ -75,7 +77,7 @@ def _accumulate(responses: Iterator[Tensors], *, drops_index: bool) -> Iterator[
         if "text_output" in tensors:
             index = int(tensors[_INDEX].item()) if _INDEX in tensors else 0
             texts[index] += tensors["text_output"].item()
-            tensors["text_output"] = np.array([[texts[index]]], dtype=np.object_)
+            tensors["text_output"] = np.array([texts[index]], dtype=np.object_)
         if drops_index:
             tensors.pop(_INDEX, None)
         yield tensors

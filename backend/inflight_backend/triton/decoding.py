@@ -46,11 +46,13 @@ def read_inputs(triton_request: Any) -> dict[str, Array]:
 
 
 def read_flag(inputs: Mapping[str, Array], name: str) -> bool | None:
-    """A boolean control input; None when it was not sent."""
+    """A boolean control input; None when it was not sent. Rows may all say false."""
     tensor = inputs.get(name)
     if tensor is None:
         return None
     if tensor.size != 1:
+        if tensor.size and not tensor.any():
+            return False
         raise InvalidRequest(f"'{name}' must hold one value, got {tensor.size}")
     return bool(tensor.reshape(-1)[0])
 
@@ -61,6 +63,21 @@ def is_streaming(inputs: Mapping[str, Array]) -> bool | None:
     if token_flag is not None and text_flag is not None:
         raise InvalidRequest("'streaming' is given twice (also as 'stream')")
     return text_flag if token_flag is None else token_flag
+
+
+def check_streaming(said: bool | None, inputs: Mapping[str, Array], *, is_stop: bool) -> None:
+    """`InvalidRequest` if the parameter of that name, ``said``, is not what the input says.
+
+    A stop request says it of the request that it stops.
+    """
+    if said is None or is_stop:
+        return
+    flags = [inputs[name] for name in ("streaming", "stream") if name in inputs]
+    if any((flag.astype(np.bool_) != said).any() for flag in flags) or (said and not flags):
+        raise InvalidRequest(
+            f"request parameter '{protocol.STREAMING_PARAMETER}' must say what input 'streaming' "
+            "says, or be left out"
+        )
 
 
 def read_text(inputs: Mapping[str, Array]) -> str | None:
@@ -160,7 +177,7 @@ def make_token_stream(
         name = "stop_words" if stop_words else "text_output"
         raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     if llm_request.beams is not None:
-        beams = BeamStream(stream, llm_request, outputs, constants=_FIRST)
+        beams = BeamStream(stream, outputs, constants=_FIRST)
         beams.final_outputs = final_outputs
         if "text_output" in outputs and codec is not None:
             prompt = codec.decode(llm_request.tokens) if text is None else text

@@ -9,15 +9,17 @@ import numpy as np
 from inflight_backend.inference_request import Array
 
 _TOKEN_AXIS = 2
+_COUNT = "num_output_tokens"  # of the tokens of one response
 _PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
     {"output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids"}
 )
 
 
 class Extras:
-    """What comes with several responses: rows of tokens go on, of all else the last word counts.
+    """What comes with several responses: rows of tokens go on, the number of tokens is added up, of
+    all else the last word counts.
 
-    ``last`` is the latter, by name; of rows it has what came first.
+    ``last`` is the latter two, by name; of rows it has what came first.
     """
 
     __slots__ = ("_rows", "last")
@@ -29,7 +31,8 @@ class Extras:
     def add(self, name: str, tensor: Array) -> None:
         """What the next response says in tensor ``name``."""
         if name not in self.last or name not in _PER_TOKEN:
-            self.last[name] = tensor
+            is_more = name == _COUNT and name in self.last
+            self.last[name] = self.last[name] + tensor if is_more else tensor
             return
         if self._rows is None:
             self._rows = {}
@@ -55,8 +58,8 @@ def without_last(extras: Mapping[str, Array], num_tokens: int) -> dict[str, Arra
     if "cum_log_probs" in extras:
         dropped = extras["output_log_probs"][:, :, -num_tokens:]
         kept["cum_log_probs"] = extras["cum_log_probs"] - dropped.sum(axis=_TOKEN_AXIS)
-    if "num_output_tokens" in extras:
-        kept["num_output_tokens"] = extras["num_output_tokens"] - np.int32(num_tokens)
+    if _COUNT in extras:
+        kept[_COUNT] = extras[_COUNT] - np.int32(num_tokens)
     for name in _PER_TOKEN & extras.keys():
         kept[name] = extras[name][:, :, :-num_tokens]
     return kept
@@ -64,8 +67,11 @@ def without_last(extras: Mapping[str, Array], num_tokens: int) -> dict[str, Arra
 
 def after_the_end(extras: Mapping[str, Array], last: Mapping[str, Array]) -> dict[str, Array]:
     """``extras`` of tokens that do not belong to the answer; ``last``: those at its end."""
-    kept = {**extras, **{name: last[name] for name in ("cum_log_probs", "num_output_tokens")
-                         if name in last}}  # fmt: skip
+    kept = dict(extras)
+    if "cum_log_probs" in last:
+        kept["cum_log_probs"] = last["cum_log_probs"]
+    if _COUNT in extras:
+        kept[_COUNT] = np.zeros_like(extras[_COUNT])
     for name in _PER_TOKEN & kept.keys():
         kept[name] = kept[name][:, :, :0]
     return kept

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import (
     CapacityExceeded,
+    CapacityText,
     InvalidRequest,
     RequestInFlight,
     UnsupportedRequest,
@@ -19,10 +20,12 @@ from inflight_backend.errors import (
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, validate
+from inflight_backend.response_tensors import make_unstarted_tensors
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import (
+    check_streaming,
     is_streaming,
     make_request,
     make_token_stream,
@@ -40,6 +43,7 @@ from inflight_backend.triton.sequences import copy_request, read_num_sequences, 
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.why import PREPARING, why_queued
+from inflight_client.protocol import STREAMING_PARAMETER
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
@@ -129,9 +133,11 @@ class Frontend:
         stream = ResponseStream(triton_request.get_response_sender(), factory)
         name = head.request_id
         try:
-            head.refuse_settings()
+            head.refuse_settings(but=STREAMING_PARAMETER)
             inputs = expand(read_inputs(triton_request))
-            if read_flag(inputs, "stop"):
+            is_stop = bool(read_flag(inputs, "stop"))
+            check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
+            if is_stop:
                 self._stop_by_name(name, stream)
             elif read_flag(inputs, "stats"):
                 self._send_stats(inputs, stream)
@@ -149,10 +155,13 @@ class Frontend:
 
     def stop(self, number: int) -> None:
         """Stop one sequence in flight, waiting or running."""
-        if self._arrivals.stop(number):
-            self._dispatcher.send_response(number, (), True, "")
-        else:
+        request = self._arrivals.stop(number)
+        if request is None:
             self._wake()
+            return
+        assert request.llm_request is not None, "validated before it was queued"
+        tensors = make_unstarted_tensors(request.llm_request, request.created_ns)
+        self._dispatcher.send_response(number, tensors, True, "")
 
     def end_feeds(self) -> None:
         """End every feed of statistics."""
@@ -187,7 +196,7 @@ class Frontend:
         for overdue in self._arrivals.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
             why = self._why_queued() if overdue.request.is_ready else PREPARING
-            reason = f"not started before its deadline: {place}, and {why}"
+            reason = CapacityText(f"not started before its deadline: {place}, and {why}")
             self._dispatcher.send_response(overdue.request.request_id, (), True, reason)
 
     def check_cancelled(self) -> None:
@@ -313,6 +322,8 @@ class Frontend:
                 self._feeds.remove(stream)
             raise CapacityExceeded(refusal)
         self._dispatcher.subscribe(stream, self._stats_json)
+        if stream.is_closed:  # by the watchdog, which could not find it among the subscribers
+            self._end_feed(stream)
 
     def _end_feed(self, feed: ResponseStream) -> None:
         with suppress(ValueError):  # the watchdog may have ended it just now

@@ -131,31 +131,30 @@ class Inspector:
         otherwise: dict[str, Any],
     ) -> None:
         """Send what the manager says of one of ``numbers``, or ``otherwise`` of another one."""
-        error = done.exception()
-        if error is not None:
-            _logger.error("a request could not be explained", exc_info=error)
+        try:
+            answer = done.result()
+            if answer is NOT_IN_FLIGHT:
+                answer = otherwise
+            else:
+                answer = answer | _which(numbers.index(answer["request"]), numbers)
+            self._dispatcher.answer(stream, "why", json.dumps(answer))
+        except BaseException:  # a future tells nobody what its callback raises
+            _logger.exception("a request could not be explained")
             stream.fail("the request could not be explained")
-            return
-        answer = done.result()
-        if answer is NOT_IN_FLIGHT:
-            answer = otherwise
-        else:
-            answer = answer | _which(numbers.index(answer["request"]), numbers)
-        self._dispatcher.answer(stream, "why", json.dumps(answer))
 
     def _start_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
         try:
             threading.Thread(
                 target=self._send_recording, args=(stream, done), name="Recording", daemon=True
             ).start()
-        except RuntimeError:  # no more threads
+        except BaseException:  # no more threads; nobody hears what a callback raises
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
 
     def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
         try:
             self._dispatcher.answer(stream, "recording", "".join(done.result()))
-        except Exception:
+        except BaseException:  # nor what a thread raises
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
 

@@ -46,7 +46,7 @@ class Postprocessor:
                 raise InvalidRequest(f"'TOKENS_BATCH' holds an id outside 0..{highest}")
             text = self._codec.decode(ids.tolist(), skip_special_tokens=self._skips_special_tokens)
             texts[place] = text.encode()
-        return {"OUTPUT": texts}
+        return {"OUTPUT": texts.reshape(-1)}
 
 
 class TritonPythonModel:

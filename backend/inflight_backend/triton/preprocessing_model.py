@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.checkpoint_files import find_file
+from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.text_bounds import check_prompts, check_table, check_words
@@ -26,7 +29,11 @@ Array = npt.NDArray[Any]
 class Preprocessor:
     """Turns the tensors of a request into those ``tensorrt_llm`` takes, row by row."""
 
-    def __init__(self, codec: TextCodec, *, adds_special_tokens: bool) -> None:
+    def __init__(
+        self, codec: TextCodec, *, adds_special_tokens: bool, num_embeddings: int = 0
+    ) -> None:
+        """``num_embeddings``: the model's vocabulary, which may be larger than the tokenizer's."""
+        self._vocab_size = max(codec.vocab_size, num_embeddings)
         self._codec = codec
         self._adds_special_tokens = adds_special_tokens
         self._pad_id = codec.end_id if codec.pad_id < 0 else codec.pad_id
@@ -86,7 +93,7 @@ class Preprocessor:
             _read_words(inputs, "EMBEDDING_BIAS_WORDS", num_rows),
             [row.reshape(-1).tolist() for row in weights],
             self._encode_word,
-            self._codec.vocab_size,
+            self._vocab_size,
         )
 
     def _encode_word(self, word: str) -> list[int]:
@@ -105,11 +112,18 @@ class TritonPythonModel:
         self._convert = Preprocessor(
             load_codec(parameters),
             adds_special_tokens=read_switch(parameters, "add_special_tokens", True),
+            num_embeddings=_read_num_embeddings(parameters.get("gpt_model_path", "")),
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response per request."""
         return respond(self._pb_utils, requests, self._convert)
+
+
+def _read_num_embeddings(folder: str) -> int:
+    """``vocab_size`` of the checkpoint in ``folder``; 0 if there is none."""
+    path = find_file(Path(folder), "config.json") if folder else None
+    return 0 if path is None else JsonReader.from_file(path).integer("vocab_size")
 
 
 def _read_words(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[str]]:

@@ -39,14 +39,25 @@ class RequestHead:
         if self.fault:
             raise InvalidRequest(self.fault)
 
-    def refuse_settings(self) -> None:
-        """`InvalidRequest` also for any setting, by name: for models that take tensors only."""
+    def refuse_settings(self, *, but: str = "") -> None:
+        """`InvalidRequest` also for any setting, by name: for models that take tensors only.
+
+        ``but``: the one that the model knows.
+        """
         self.check()
         for key in self.settings:
-            raise InvalidRequest(
-                f"{key[:_LONGEST_NAME]!r} came as a request parameter, not as an input tensor of "
-                "the model, and no parameter of that name is known"
-            )
+            if key != but:
+                raise InvalidRequest(
+                    f"{key[:_LONGEST_NAME]!r} came as a request parameter, not as an input tensor "
+                    "of the model, and no parameter of that name is known"
+                )
+
+    def read_switch(self, name: str) -> bool | None:
+        """A setting that is true or false, or 1 or 0; None when it was not sent."""
+        value = self.settings.get(name)
+        if value is not None and value not in (0, 1):
+            raise InvalidRequest(f"request parameter '{name}' must be true or false")
+        return None if value is None else bool(value)
 
 
 def read_head(triton_request: Any) -> RequestHead:

@@ -163,7 +163,7 @@ class TokenStream:
         if "sequence_length" in self.outputs:
             tensors["sequence_length"] = length_tensor(len(ids))
         if "text_output" in self.outputs:
-            tensors["text_output"] = scalar(text.encode(), OBJECT)
+            tensors["text_output"] = scalar(text.encode(), OBJECT)[0]
         if "finish_reason" in outputs:
             tensors["finish_reason"] = self._finish_reason(extras, is_final)
         for name, tensor in extras.items():
@@ -177,6 +177,4 @@ class TokenStream:
     def _finish_reason(self, extras: Mapping[str, Array], is_final: bool) -> Array:
         if is_final and self.is_stopped:
             return finish_reason_tensor(FinishReason.STOP_WORDS)
-        # A request that never reached the batch manager was stopped before it could.
-        reason = FinishReason.CANCELLED if is_final else FinishReason.NOT_FINISHED
-        return extras.get("finish_reason", finish_reason_tensor(reason))
+        return extras.get("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))

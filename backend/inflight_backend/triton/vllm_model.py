@@ -29,6 +29,8 @@ _EXTRAS = {
     "num_output_tokens": ("num_output_tokens", "return_num_output_tokens"),
 }
 """Outputs beside the text -> that of ``tensorrt_llm``, and the input that asks for it."""
+REFUSED_FLAGS = ("return_logprobs",)
+"""Inputs that Triton's OpenAI frontend always sends, and that may only be false."""
 _RUNNING = b"None"
 _REASONS = {
     b"not_finished": _RUNNING,
@@ -83,8 +85,7 @@ class _Answers:
         self._reasons = [_RUNNING] * num_answers
         self._cum_log_probs = np.zeros(num_answers, dtype=np.float32)
         self._num_input_tokens = np.zeros(1, dtype=np.uint32)
-        self._num_tokens = np.zeros(num_answers, dtype=np.uint32)
-        self._num_told = np.zeros(num_answers, dtype=np.uint32)
+        self._num_tokens = np.zeros(num_answers, dtype=np.uint32)  # since the last time
 
     def add(self, tensors: Tensors) -> None:
         """Take in one response."""
@@ -97,7 +98,7 @@ class _Answers:
         if "num_input_tokens" in tensors:
             self._num_input_tokens[0] = tensors["num_input_tokens"].item()
         if "num_output_tokens" in tensors:
-            self._num_tokens[index] = tensors["num_output_tokens"].item()
+            self._num_tokens[index] += tensors["num_output_tokens"].item()
 
     def take(self, extras: Sequence[str]) -> Tensors:
         """What has come since the last time."""
@@ -106,10 +107,10 @@ class _Answers:
             "finish_reason": np.array(self._reasons, dtype=np.object_),
             "cumulative_logprob": self._cum_log_probs.copy(),
             "num_input_tokens": self._num_input_tokens.copy(),
-            "num_output_tokens": self._num_tokens - self._num_told,
+            "num_output_tokens": self._num_tokens,
         }
         self._texts = [b""] * len(self._texts)
-        self._num_told = self._num_tokens.copy()
+        self._num_tokens = np.zeros_like(self._num_tokens)
         return {name: every[name] for name in ("text_output", *extras)}
 
 
@@ -137,6 +138,9 @@ def read_question(inputs: Mapping[str, Array], parameters: Mapping[str, Any]) ->
         raise InvalidRequest(
             "'exclude_input_in_output' must be true, or left out, in a stream: it has no prompt"
         )
+    for name in REFUSED_FLAGS:
+        if read_flag(inputs, name):
+            raise InvalidRequest(f"'{name}' is not supported by this server, but for false")
     extras = [name for name in _EXTRAS if read_flag(inputs, f"return_{name}")]
     own = {name: inputs[name] for name in _NO_SETTINGS if name in inputs}
     tensors = dict(expand(_NO_SETTINGS | with_request_parameters(own, parameters)))

@@ -26,25 +26,24 @@ DONE = b"data: [DONE]\n\n"
 class Choice:
     """One answer as far as it has come."""
 
-    max_tokens: int
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     num_characters: int = 0
     log_probs: list[TokenLogProbs] = field(default_factory=list)
-    is_stopped: bool = False
+    reason: str = ""
 
     def add(self, piece: Piece) -> None:
         """Append what a response brought."""
         self.texts.append(piece.text)
         self.num_tokens += piece.num_tokens
         self.log_probs.extend(piece.log_probs)
-        self.is_stopped = self.is_stopped or piece.is_stopped
+        self.reason = self.reason or piece.reason
 
     @property
     def finish_reason(self) -> str:
-        """``length`` for an answer with as many tokens as it may have, else ``stop``."""
-        is_full = self.num_tokens >= self.max_tokens and not self.is_stopped
-        return "length" if is_full else "stop"
+        """``stop`` where the model or a stop word ended the answer, ``length`` where a limit did:
+        of tokens, or of time."""
+        return "length" if self.reason in ("length", "timed_out") else "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class Head:
 
 def new_choices(job: GenerationJob) -> list[Choice]:
     """The answers of a job, still empty."""
-    return [Choice(job.max_tokens) for _ in range(len(job.prompts) * job.num_answers)]
+    return [Choice() for _ in range(len(job.prompts) * job.num_answers)]
 
 
 def usage(job: GenerationJob, choices: Sequence[Choice]) -> dict[str, int]:

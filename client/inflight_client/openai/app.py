@@ -6,14 +6,12 @@ request on the server. Nothing of a prompt or an answer is logged.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
@@ -27,21 +25,22 @@ from inflight_client.openai.answers import (
     new_choices,
     whole_answer,
 )
+from inflight_client.openai.aside import Aside
 from inflight_client.openai.errors import ApiError, from_upstream
 from inflight_client.openai.fields import Body
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
+from inflight_client.openai.places import Place, Places
 from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import FrontSettings
-from inflight_client.openai.upstream import Piece, Upstream
+from inflight_client.openai.upstream import Piece, Upstream, encode_job
 
 _logger = get_logger(__name__)
 
-_Result = TypeVar("_Result")
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_NUM_THREADS = 4  # each that works delays the event loop by a turn at the interpreter lock, 5 ms
+_NUM_THREADS = 4
+_NUM_CHAT_THREADS = 2  # of their own: a slow template holds up chats only
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -57,10 +56,10 @@ class Front:
         self._settings = settings
         self._upstream = upstream
         self._reader = reader
-        self._num_running = 0
-        self._is_draining = False
         self._started = int(time.time())
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="Aside")
+        self._places = Places(settings.max_requests, settings.timeout)
+        self._threads = Aside(_NUM_THREADS, settings.thread_timeout)
+        self._chat_threads = Aside(_NUM_CHAT_THREADS, settings.thread_timeout)
 
     def app(self) -> web.Application:
         """The application; run it with ``handler_cancellation``."""
@@ -80,12 +79,12 @@ class Front:
         return app
 
     async def _drain(self, app: web.Application) -> None:
-        self._is_draining = True
+        await self._places.close(self._settings.drain_seconds)
 
     async def _health(self, request: web.Request) -> web.Response:
         """200 while requests are taken: the server's model says so and we do not stop."""
         try:
-            is_ready = not self._is_draining and await self._upstream.is_ready()
+            is_ready = not self._places.is_closed and await self._upstream.is_ready()
         except InflightError:
             is_ready = False
         return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
@@ -108,70 +107,71 @@ class Front:
         }
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._take(request, lambda body: parse_completion(body, self._reader))
+        return await self._take(
+            request, self._threads, lambda body: parse_completion(body, self._reader)
+        )
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         default = self._settings.default_max_tokens
-        return await self._take(request, lambda body: parse_chat(body, self._reader, default))
+        return await self._take(
+            request, self._chat_threads, lambda body: parse_chat(body, self._reader, default)
+        )
 
     async def _take(
-        self, request: web.Request, parse: Callable[[Body], GenerationJob]
+        self, request: web.Request, threads: Aside, parse: Callable[[Body], GenerationJob]
     ) -> web.StreamResponse:
-        """Give the request one of the places, which bound the bodies in memory as well."""
-        if self._num_running >= self._settings.max_requests:
-            raise ApiError(
-                429, f"{self._num_running} requests are running; try again later", None, "busy"
-            )
-        self._num_running += 1
-        try:
-            raw = await self._read(request)
-            job = await self._aside(lambda: parse(Body(raw)))
-            return await self._serve(request, job)
-        finally:
-            self._num_running -= 1
+        with self._places.take(request) as place:
+            raw = await self._read(request, place)
 
-    async def _aside(self, work: Callable[[], _Result]) -> _Result:
-        """What may take long, beside the event loop, on which every stream depends."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            def prepare() -> tuple[GenerationJob, Head, list[bytes]]:
+                job = parse(Body(raw))
+                answer_id = ("chatcmpl-" if job.is_chat else "cmpl-") + uuid.uuid4().hex
+                head = Head(answer_id, int(time.time()), self._reader.name, job.is_chat)
+                return job, head, encode_job(job, answer_id)
 
-    async def _read(self, request: web.Request) -> bytes:
+            job, head, calls = await threads.run(place, prepare)
+            async with aclosing(self._upstream.run(job, calls)) as pieces:
+                if job.is_streaming:
+                    return await self._stream(request, place, head, job, pieces)
+                return await self._answer(request, place, head, job, pieces)
+
+    async def _read(self, request: web.Request, place: Place) -> bytes:
         """The body; `ApiError` if it is too large or too slow."""
+        seconds = self._settings.body_timeout
+        late = ApiError(408, f"the body did not arrive within {seconds:g} s")
         try:
-            return await asyncio.wait_for(request.read(), self._settings.body_timeout)
+            with place.limit(seconds, late):
+                return await request.read()
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
             raise ApiError(413, f"the body has more than {limit} bytes") from None
-        except asyncio.TimeoutError:
-            limit_seconds = self._settings.body_timeout
-            raise ApiError(408, f"the body did not arrive within {limit_seconds:g} s") from None
-
-    async def _serve(self, request: web.Request, job: GenerationJob) -> web.StreamResponse:
-        prefix = "chatcmpl-" if job.is_chat else "cmpl-"
-        head = Head(prefix + uuid.uuid4().hex, int(time.time()), self._reader.name, job.is_chat)
-        # A client that reads nothing would hold its place for ever; gRPC has a deadline of its own.
-        loop = asyncio.get_running_loop()
-        deadline = loop.call_later(self._settings.timeout + 1.0, _hang_up, request)
-        try:
-            async with aclosing(self._upstream.run(job, head.answer_id)) as pieces:
-                if job.is_streaming:
-                    return await self._stream(request, head, job, pieces)
-                return await self._answer(head, job, pieces)
-        finally:
-            deadline.cancel()
 
     async def _answer(
-        self, head: Head, job: GenerationJob, pieces: AsyncGenerator[Piece, None]
+        self,
+        request: web.Request,
+        place: Place,
+        head: Head,
+        job: GenerationJob,
+        pieces: AsyncGenerator[Piece, None],
     ) -> web.Response:
+        """Written to its last byte here: a client that does not read it holds a place."""
         choices = new_choices(job)
         async for piece in pieces:
             choices[piece.index].add(piece)
         token_text = self._reader.token_text
-        text = await self._aside(lambda: json.dumps(whole_answer(head, job, choices, token_text)))
-        return web.Response(text=text, content_type="application/json")
+        body = await self._threads.run(
+            place, lambda: json.dumps(whole_answer(head, job, choices, token_text)).encode()
+        )
+        response = web.Response(body=body, content_type="application/json", charset="utf-8")
+        with place.writing():
+            await response.prepare(request)
+            await response.write_eof()
+        return response
 
     async def _stream(
         self,
         request: web.Request,
+        place: Place,
         head: Head,
         job: GenerationJob,
         pieces: AsyncGenerator[Piece, None],
@@ -181,20 +181,22 @@ class Front:
         writer = EventWriter(head, job, self._reader.token_text)
         choices = new_choices(job)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
-        await response.prepare(request)
-        try:
-            await response.write(b"".join(writer.opening(i) for i in range(len(choices))))
-            if first is not None:
-                await _write_piece(response, writer, choices, first)
-                async for piece in pieces:
-                    await _write_piece(response, writer, choices, piece)
-            ends = [writer.end(index, choice) for index, choice in enumerate(choices)]
-            await response.write(b"".join(ends) + writer.usage(choices) + DONE)
-        except ConnectionResetError:
-            raise
-        except Exception as error:  # the head has left: a second one would garble the stream
-            await response.write(error_event(_told(error).body) + DONE)
-        await response.write_eof()
+        with place.writing():
+            await response.prepare(request)
+            try:
+                with place.telling():
+                    await response.write(b"".join(writer.opening(i) for i in range(len(choices))))
+                    if first is not None:
+                        await _write_piece(response, writer, choices, first)
+                        async for piece in pieces:
+                            await _write_piece(response, writer, choices, piece)
+                    ends = [writer.end(index, choice) for index, choice in enumerate(choices)]
+                    await response.write(b"".join(ends) + writer.usage(choices) + DONE)
+            except ConnectionResetError:
+                raise
+            except Exception as error:
+                await response.write(error_event(_told(error).body) + DONE)
+            await response.write_eof()
         return response
 
 
@@ -206,11 +208,6 @@ async def _write_piece(
     event = writer.piece(piece.index, piece, choice)
     if event:
         await response.write(event)
-
-
-def _hang_up(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
 
 
 @web.middleware

@@ -62,6 +62,8 @@ class ChatTemplate:
                 return join_bounded(pieces)
         except (TemplateError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise ValueError(str(error)) from None
+        except Exception as error:  # `RecursionError`, or `SystemError` if it meets the time limit
+            raise ValueError(f"it fails with {type(error).__name__}") from None
 
 
 def find_template(files: Mapping[str, str]) -> ChatTemplate | None:

@@ -39,7 +39,7 @@ def openai(
         int, typer.Option(min=1024, help="Size of a request body.")
     ] = _DEFAULT.max_body_bytes,
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds for a whole answer.")
+        float, typer.Option(min=0.1, help="Seconds for a request, until its answer is read.")
     ] = _DEFAULT.timeout,
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")

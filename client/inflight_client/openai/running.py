@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import typer
 from aiohttp import web
@@ -16,6 +18,9 @@ from inflight_client.openai.upstream import Upstream
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _INTERRUPTED = 130
+_CLOSING_SECONDS = 0.5  # the front waits for its requests itself; aiohttp takes this long twice
+
+_Result = TypeVar("_Result")
 
 
 def run(settings: FrontSettings) -> None:
@@ -33,7 +38,7 @@ def make_runner(settings: FrontSettings, front: Front) -> web.AppRunner:
         access_log=None,
         logger=get_logger(__name__),  # aiohttp's own quotes what it cannot read
         handler_cancellation=True,
-        shutdown_timeout=settings.drain_seconds,
+        shutdown_timeout=_CLOSING_SECONDS,
     )
 
 
@@ -44,7 +49,9 @@ async def _run(settings: FrontSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     upstream = Upstream(settings.url, settings.timeout)
     try:
-        description = await upstream.describe()
+        description = await _unless(stop, upstream.describe())
+        if description is None:
+            return
         reader = make_prompt_reader(description, settings.served_name, settings.chat_template)
         runner = make_runner(settings, Front(settings, upstream, reader))
         await runner.setup()
@@ -62,6 +69,18 @@ async def _run(settings: FrontSettings) -> None:
             await runner.cleanup()
     finally:
         await upstream.close()
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """What ``work`` gives; None if ``stop`` is set before."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        stopping.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)
 
 
 def _ready_block(settings: FrontSettings, upstream: Upstream, reader: PromptReader) -> str:

@@ -19,6 +19,8 @@ class FrontSettings:
     """One run of the front; times in seconds, sizes in bytes.
 
     ``served_name``: what clients call the model; None takes the server's name for it.
+    ``thread_timeout``: how long a request may wait until it is read.
+    ``timeout``: for a request, from its head to the last byte of its answer.
     ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
     """
 
@@ -31,5 +33,6 @@ class FrontSettings:
     max_requests: int = 1024
     max_body_bytes: int = 8 * 2**20
     body_timeout: float = 30.0
+    thread_timeout: float = 30.0
     timeout: float = 600.0
     drain_seconds: float = 30.0

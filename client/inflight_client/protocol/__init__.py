@@ -45,6 +45,7 @@ __all__ = [
     "PARAMETERS",
     "PARAMETER_BY_NAME",
     "RENAMED_INPUTS",
+    "STREAMING_PARAMETER",
     "TRITON_PARAMETERS",
     "V1_METRICS",
     "MetricFamilySpec",
@@ -60,6 +61,9 @@ A stream of Triton carries no code with an error. Its own way, the header ``trit
 must not be used: it ends about one in 200 refused requests with the abort of the whole server
 (24.10).
 """
+
+STREAMING_PARAMETER = "Streaming"
+"""Request parameter of ``inflight_batcher_llm_client.py``; says what input ``streaming`` says."""
 
 LLM_MODEL_NAME = "tensorrt_llm"
 ENSEMBLE_MODEL_NAME = "ensemble"

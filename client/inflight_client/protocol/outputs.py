@@ -43,7 +43,13 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     ),
     TensorSpec("total_draft_tokens", "INT32", (1,), "draft tokens", is_honoured=True),
     TensorSpec("num_input_tokens", "INT32", (1,), "tokens of the prompt", is_honoured=True),
-    TensorSpec("num_output_tokens", "INT32", (1,), "tokens generated", is_honoured=True),
+    TensorSpec(
+        "num_output_tokens",
+        "INT32",
+        (1,),
+        "tokens of this response, of all beams",
+        is_honoured=True,
+    ),
     TensorSpec("finish_reason", "STRING", (1,), "why the answer ended", is_honoured=True),
     TensorSpec(
         "top_log_probs",
@@ -55,7 +61,9 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec(
         "top_log_prob_ids", "INT32", (-1, -1, -1), "which tokens these are", is_honoured=True
     ),
-    TensorSpec("text_output", "STRING", (-1,), "text of each beam", is_honoured=True),
+    TensorSpec(
+        "text_output", "STRING", (-1,), "text of each beam; no batch dimension", is_honoured=True
+    ),
     TensorSpec("stats", "STRING", (-1,), "statistics, one JSON per iteration", is_honoured=True),
     TensorSpec("description", "STRING", (-1,), "what is served, as JSON", is_honoured=True),
     TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON", is_honoured=True),

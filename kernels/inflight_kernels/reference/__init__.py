@@ -29,7 +29,13 @@ from inflight_kernels.reference.elementwise import (
     silu_mul,
 )
 from inflight_kernels.reference.masking import mask_logits
-from inflight_kernels.reference.sampling import greedy, log_probs_of_draws, sample, uniform
+from inflight_kernels.reference.sampling import (
+    greedy,
+    log_probs_of_draws,
+    sample,
+    sample_with_log_probs,
+    uniform,
+)
 
 __all__ = [
     "COUNT_UNIT",
@@ -47,6 +53,7 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "sample",
+    "sample_with_log_probs",
     "silu_mul",
     "uniform",
     "write_kv",

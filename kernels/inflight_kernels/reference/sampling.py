@@ -59,6 +59,20 @@ def sample(
     return tokens
 
 
+def sample_with_log_probs(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The tokens of `sample`, and of each what `log_probs_of_draws` says."""
+    tokens = sample(logits, temperature, top_k, top_p, seeds, positions, min_p)
+    return tokens, log_probs_of_draws(logits, tokens, temperature, top_k, top_p, min_p)
+
+
 def log_probs_of_draws(
     logits: Tensor,
     tokens: Tensor,

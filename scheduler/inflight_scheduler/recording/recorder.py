@@ -16,7 +16,11 @@ nothing is formatted or written here. The calls of one iteration, in order::
 
 The last iterations are kept in a ring of segments. A segment begins with the state of all active
 requests and, with block reuse, of the cache (some 20 bytes per block of the pool), so it can be
-replayed without those before it; the oldest is dropped when there are too many.
+replayed without those before it; the oldest is dropped when there are too many. However many
+segments that are, their iterations take at most 16 x 32,768 numbers, or 16 x 9 for each active
+request where that is more (see `SEGMENT_NUMBERS`), and the states 11 numbers for each request and
+segment. They are held as tuples of plain numbers wherever they are many: the garbage collector, a
+pause of which is a pause of everybody, does not look into those.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Protocol
+from typing import Any, Protocol
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.cache_state import CacheState
@@ -51,10 +55,16 @@ from inflight_scheduler.request import FinishReason, LlmRequest
 
 SEGMENT_ITERATIONS = 512
 SEGMENT_NUMBERS = 32_768
-"""A segment ends at either: so many iterations, or so many ids in their lists, or more of these
-where noting who is active when it begins takes more."""
+"""A segment ends at either: so many iterations, or so many numbers in them, or nine for each active
+request where that is more. Eight ids in the list of who generates count as one number, since they
+are references: a number is 64 bytes at most."""
 
 NUM_SEGMENTS = 16
+"""The ring holds so many segments. From `MANY_REQUESTS` on it holds four, each as long as a quarter
+of these: noting where each request stands takes more than a microsecond, and is held as long as the
+segment."""
+
+MANY_REQUESTS = 1024
 
 _NO_GENERATION: tuple[int, ...] = ()
 
@@ -74,16 +84,26 @@ class RecordingSink(Protocol):
 
 @dataclass(slots=True)
 class _Segment:
-    active: tuple[RequestState, ...]
+    """``states``: the fields of each `RequestState`, one after another. ``size``: it is as long as
+    so many of the `NUM_SEGMENTS`."""
+
+    states: tuple[Any, ...]
     is_running: bool
     cache: CacheMark | None
+    size: int
     max_numbers: int
     iterations: list[Iteration] = field(default_factory=list)
     num_numbers: int = 0
 
     @property
     def is_full(self) -> bool:
-        return len(self.iterations) >= SEGMENT_ITERATIONS or self.num_numbers >= self.max_numbers
+        is_long = len(self.iterations) >= self.size * SEGMENT_ITERATIONS
+        return is_long or self.num_numbers >= self.max_numbers
+
+    @property
+    def active(self) -> tuple[RequestState, ...]:
+        fields = [iter(self.states)] * len(RequestState._fields)
+        return tuple(map(RequestState._make, zip(*fields, strict=True)))
 
 
 class FlightRecorder:
@@ -110,7 +130,7 @@ class FlightRecorder:
         self._clock = clock
         self._start_ns = clock()
         self._started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self._segments: deque[_Segment] = deque(maxlen=NUM_SEGMENTS)
+        self._segments: deque[_Segment] = deque()
         self._number = 0
         self._arrivals: list[LlmRequest] = []
         self._came_ns: dict[int, int] = {}
@@ -176,14 +196,8 @@ class FlightRecorder:
         if self._texts is not None:
             for request in paused_requests:
                 self._texts.grow(request)
-        # Comparing two lists of the same objects is some nanoseconds per entry; ids are not.
-        if self._generation is not generation_requests and (
-            list(self._generation) != list(generation_requests)
-        ):
-            self._generation_ids = tuple([request.request_id for request in generation_requests])
-            # Mostly shared by many iterations, and a list of references to numbers that are there.
-            self._segments[-1].num_numbers += len(self._generation_ids) // 8
-        self._generation = generation_requests
+        if self._generation is not generation_requests:
+            self._note_generation(active_requests, generation_requests)
         if not isinstance(active_requests, ActiveRequests) or active_requests.num_with_drafts:
             self._drafting = _with_drafts(active_requests)
         self._decision = Decision(
@@ -253,6 +267,23 @@ class FlightRecorder:
         """Close the sink."""
         if self._sink is not None:
             self._sink.close()
+
+    def _note_generation(
+        self, active_requests: Sequence[LlmRequest], generation: Sequence[LlmRequest]
+    ) -> None:
+        """The ids of ``generation``, if those are others than before."""
+        if isinstance(active_requests, ActiveRequests) and generation is active_requests.generation:
+            ids: tuple[int, ...] | None = active_requests.generation_ids
+        # Comparing two lists of the same objects is some nanoseconds per entry; ids are not.
+        elif list(self._generation) != list(generation):
+            ids = tuple([request.request_id for request in generation])
+        else:
+            ids = None
+        self._generation = generation
+        if ids is not None:
+            self._generation_ids = ids
+            # Mostly shared by many iterations, and references to numbers that are there.
+            self._segments[-1].num_numbers += len(ids) // 8
 
     def _note_early_ends(self) -> None:
         """Requests that ended between two decisions: a record of its own, without a decision."""
@@ -339,19 +370,20 @@ class FlightRecorder:
         if self._texts is not None and state is not None:
             mark = self._texts.mark(requests, state)
         places = _token_places(self._running)
-        states = tuple(
-            [
-                RequestState.of(
-                    r,
-                    places[r.request_id] if r.num_pending_tokens else 0,
-                    self._num_blocks_of(r.request_id) if _has_guessed(r) else 0,
-                )
-                for r in requests
-            ]
-        )
+        states: list[Any] = []
+        for request in requests:
+            request_id = request.request_id
+            states += RequestState.of(
+                request,
+                places[request_id] if request.num_pending_tokens else 0,
+                self._num_blocks_of(request_id) if _has_guessed(request) else 0,
+            )
         is_running = self._running is not None and self._running.num_requests > 0
-        max_numbers = max(SEGMENT_NUMBERS, 9 * len(states))
-        self._segments.append(_Segment(states, is_running, mark, max_numbers))
+        size = max(NUM_SEGMENTS // 4, 1) if len(requests) >= MANY_REQUESTS else 1
+        max_numbers = size * max(SEGMENT_NUMBERS, 9 * len(requests))
+        self._segments.append(_Segment(tuple(states), is_running, mark, size, max_numbers))
+        while sum(segment.size for segment in self._segments) > NUM_SEGMENTS:
+            self._segments.popleft()
 
 
 def _with_drafts(requests: Sequence[LlmRequest]) -> list[tuple[LlmRequest, int, int, int]]:

@@ -7,8 +7,10 @@ one; whoever remembers a place keeps the old one.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from inflight_scheduler.cache_state import CacheState
 from inflight_scheduler.recording.likeness import (
@@ -25,6 +27,7 @@ from inflight_scheduler.request import LlmRequest
 MIN_PARTS = 4096
 """Parts that are remembered before any is left out."""
 
+_PART_SIZE = len(TextPart._fields)
 _MIN_CACHED = 64  # texts that may be cached, before a look at which of them are
 
 StateSource = Callable[[], CacheState | None]
@@ -33,13 +36,13 @@ StateSource = Callable[[], CacheState | None]
 
 @dataclass(frozen=True, slots=True)
 class CacheMark:
-    """A moment: the first ``num_parts`` of ``parts`` were known, and this was cached.
+    """A moment: the first ``len_parts`` numbers of ``parts`` were known, and this was cached.
 
     ``request_ids`` and ``text_numbers`` are those of the active requests, in order.
     """
 
-    parts: Sequence[TextPart]
-    num_parts: int
+    parts: array[int]
+    len_parts: int
     num_texts: int
     request_ids: tuple[int, ...]
     text_numbers: tuple[int, ...]
@@ -54,7 +57,7 @@ class CacheMark:
             needed.update(growth.likeness.number for growth in iteration.growths)
         return CacheStart(
             num_texts=self.num_texts,
-            parts=tuple(_needed(self.parts[: self.num_parts], needed)),
+            parts=tuple(_needed(self.parts[: self.len_parts], needed)),
             text_numbers=self.text_numbers,
             tables=tuple(tuple(self.state.tables.get(i, ())) for i in self.request_ids),
             kept=kept,
@@ -76,11 +79,13 @@ class RecordedTexts:
         self._cached: dict[int, tuple[bytes, bytes]] = {}  # those that may be: salt and text
         self._look_at = _MIN_CACHED
         self._num_texts = 0
-        # Packed: the prompt, with what was generated before a pause.
-        self._active: dict[int, tuple[LlmRequest, bytes]] = {}
+        self._active: dict[int, LlmRequest] = {}
+        # Of each, packed: the prompt, with what was generated before a pause.
+        self._packed: dict[int, bytes] = {}
         self._likenesses: dict[int, Likeness] = {}
         self._growths: list[Growth] = []
-        self._parts: list[TextPart] = []
+        # The fields of each `TextPart`, one after another: no objects for the garbage collector.
+        self._parts = array("q")
         self._sweep_at = MIN_PARTS
 
     def add(self, request: LlmRequest) -> None:
@@ -88,7 +93,8 @@ class RecordedTexts:
         number, self._num_texts = self._num_texts, self._num_texts + 1
         request.text_number = number
         text = pack(request.tokens[: request.prompt_len])
-        self._active[request.request_id] = request, text
+        self._active[request.request_id] = request
+        self._packed[request.request_id] = text
         found = self._index.add(request.cache_salt, text, number)
         self._likenesses[request.request_id] = found
         self._remember(number, found, 0)
@@ -102,9 +108,9 @@ class RecordedTexts:
         request_id = request.request_id
         if request_id not in self._active:
             return  # it ended before it was registered
-        _, text = self._active[request_id]
+        text = self._packed[request_id]
         if is_last:
-            del self._active[request_id]
+            del self._active[request_id], self._packed[request_id]
         if request.tokens[-1] < 0:
             return
         text += pack(request.tokens[num_packed(text) :])
@@ -112,7 +118,7 @@ class RecordedTexts:
         if request.beams is not None or request.num_tokens == request.prompt_len:
             return
         if not is_last:
-            self._active[request_id] = request, text
+            self._packed[request_id] = text
         found = self._index.add(request.cache_salt, text, request.text_number)
         if found.length > request.prompt_len:
             self._growths.append(Growth(request_id, found))
@@ -121,7 +127,8 @@ class RecordedTexts:
     def forget(self, request_ids: Iterable[int]) -> None:
         """These have ended before anything was decided about them."""
         for request_id in request_ids:
-            self._active.pop(request_id, None)
+            if self._active.pop(request_id, None) is not None:
+                del self._packed[request_id]
 
     def take_growths(self) -> tuple[Growth, ...]:
         """Those since the last call."""
@@ -130,7 +137,7 @@ class RecordedTexts:
 
     def mark(self, requests: Sequence[LlmRequest], state: CacheState) -> CacheMark:
         """This moment, with ``requests`` active. It costs little, but for a sweep now and then."""
-        if len(self._parts) >= self._sweep_at:
+        if len(self._parts) >= _PART_SIZE * self._sweep_at:
             self._sweep(state)
         return CacheMark(
             self._parts,
@@ -149,8 +156,8 @@ class RecordedTexts:
         self._forget_what_is_not_cached()
         for number, (salt, text) in self._cached.items():
             yield salt, text, number
-        for request, text in self._active.values():
-            yield request.cache_salt, text, request.text_number
+        for request_id, request in self._active.items():
+            yield request.cache_salt, self._packed[request_id], request.text_number
 
     def _keep(self, request: LlmRequest, text: bytes) -> None:
         """Its full blocks may be cached from now on, however many texts come before they are used.
@@ -172,24 +179,26 @@ class RecordedTexts:
 
     def _remember(self, number: int, found: Likeness, start: int) -> None:
         if found.length > start:
-            self._parts.append(TextPart(number, found.number, found.length, start))
+            self._parts.extend((number, found.number, found.length, start))
 
     def _sweep(self, state: CacheState) -> None:
         needed = self._index.numbers()
-        needed.update(request.text_number for request, _ in self._active.values())
+        needed.update(request.text_number for request in self._active.values())
         needed |= state.kept_texts()
-        self._parts = _needed(self._parts, needed)
-        self._sweep_at = max(MIN_PARTS, 2 * len(self._parts))
+        parts = _needed(self._parts, needed)
+        self._parts = array("q", chain.from_iterable(parts))
+        self._sweep_at = max(MIN_PARTS, 2 * len(parts))
 
 
-def _needed(parts: Sequence[TextPart], numbers: set[int]) -> list[TextPart]:
+def _needed(parts: array[int], numbers: set[int]) -> list[TextPart]:
     """The parts of the texts ``numbers`` and of all texts that those lean on, in their order.
 
     What leans on a text that has it from another one leans on that one instead: otherwise a
     beginning that is used for weeks would be a chain that never ends.
     """
     by_number: dict[int, list[TextPart]] = {}
-    short = [_shortened(part, by_number) for part in parts]
+    fields = zip(*[iter(parts)] * _PART_SIZE, strict=True)
+    short = [_shortened(TextPart._make(part), by_number) for part in fields]
     found: set[int] = set()
     pending = [number for number in numbers if number in by_number]
     while pending:

@@ -82,6 +82,7 @@ def test_what_fp8_needs(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
     chosen = EngineConfig(device="cpu", kv_cache_dtype="fp8", attention_backend="triton")
     assert resolve(chosen, replace(model, head_dim=16)).kv_dtype == torch.float8_e4m3fn
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
     config = EngineConfig(quantization="fp8", dtype="bfloat16")
     fitting = replace(model, head_dim=16, hidden_size=64, intermediate_size=96)
     assert resolve(config, fitting).attention_backend == "triton"
@@ -89,6 +90,12 @@ def test_what_fp8_needs(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
         resolve(replace(config, dtype="float16"), fitting)
     with pytest.raises(ConfigurationError, match="intermediate_size that is a multiple of 16"):
         resolve(config, replace(fitting, intermediate_size=56))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigurationError, match=r"^quantization fp8 .* 8\.9 .* 8\.0; use none"):
+        resolve(config, fitting)
+    with pytest.raises(ConfigurationError, match=r"^kv_cache_dtype fp8 .* 8\.9 .* 8\.0; use auto"):
+        resolve(EngineConfig(kv_cache_dtype="fp8"), fitting)
+    assert resolve(EngineConfig(dtype="bfloat16"), fitting).kv_dtype == torch.bfloat16
 
 
 def test_blocks_of_a_cpu_pool() -> None:

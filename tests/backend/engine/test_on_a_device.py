@@ -59,8 +59,8 @@ def folder(checkpoint: Callable[..., Path]) -> Path:
 
 
 def generate(engine: Engine) -> tuple[list[list[int]], list[float]]:
-    """Tokens of plain, then of all kinds of requests, and log probabilities; the last token is
-    masked and the one before edited."""
+    """Tokens of plain, then of all kinds of requests, and log probabilities of the latter; the last
+    token is masked and the one before edited."""
     driver = EngineDriver(engine)
     plain = [Job(prompt) for prompt in PROMPTS]
     driver.generate(plain, 3)
@@ -81,7 +81,8 @@ def generate(engine: Engine) -> tuple[list[list[int]], list[float]]:
         driver.step({}, jobs)
         outputs = engine.take_outputs()
         assert outputs is not None
-        log_probs += outputs.log_probs[1]
+        for each in outputs.log_probs.values():
+            log_probs += each
     assert jobs[0].generated[3] == 9
     assert jobs[1].generated[4] == 11
     return [job.generated for job in (*plain, *jobs)], log_probs
@@ -93,13 +94,16 @@ def keep(token: int, logits: Tensor, stream: int) -> None:
 
 
 @on_the_device
-def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str) -> None:
-    engine = Engine.load(folder, CUDA)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str, normalize: bool) -> None:
+    engine = Engine.load(folder, replace(CUDA, normalize_log_probs=normalize))
     assert engine.is_asynchronous
     assert engine.num_recordings == 2
     assert "graphs" not in engine.device_name
     tokens, log_probs = generate(engine)
-    expected_tokens, expected_log_probs = generate(Engine.load(folder, CPU))
+    expected_tokens, expected_log_probs = generate(
+        Engine.load(folder, replace(CPU, normalize_log_probs=normalize))
+    )
     assert tokens == expected_tokens
     assert log_probs == pytest.approx(expected_log_probs, abs=1e-4)
 
@@ -201,6 +205,11 @@ class Steps:
         numbers[numbers > 0]
 
     @torch.inference_mode()
+    def write_number(self) -> None:
+        place = torch.ones(1, dtype=torch.int64).pin_memory().to("cuda", non_blocking=True)
+        torch.zeros(2, device="cuda")[place] = 1
+
+    @torch.inference_mode()
     def overwrite(self) -> None:
         source = torch.ones(2, pin_memory=True)
         target = torch.empty(2, device="cuda").copy_(source, non_blocking=True)
@@ -215,6 +224,7 @@ class Steps:
         (Steps.read, "tolist waits for the device"),
         (Steps.copy_pageable, "a copy from pageable memory to device waits"),
         (Steps.choose, "with a mask waits"),
+        (Steps.write_number, "copies a number of the host, and waits"),
         (Steps.overwrite, "was changed while a copy may read it"),
     ],
 )

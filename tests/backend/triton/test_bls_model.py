@@ -24,7 +24,7 @@ class InnerResponse:
 
     def __init__(self, texts: tuple[str, ...], index: int | None = None) -> None:
         encoded = [text.encode() for text in texts]
-        self._tensors = [FakeTensor("text_output", np.array([encoded], dtype=object))]
+        self._tensors = [FakeTensor("text_output", np.array(encoded, dtype=object))]
         if index is not None:
             self._tensors.append(FakeTensor("sequence_index", np.array([[index]], np.int32)))
 
@@ -117,7 +117,7 @@ def texts_of(sender: Any) -> list[list[str]]:
     """The texts of each response."""
     tensors = [tensor for response in sender.responses for tensor in response.output_tensors]
     named = [tensor.as_numpy() for tensor in tensors if tensor.name() == "text_output"]
-    return [[text.decode() for text in array.reshape(-1)] for array in named]
+    return [[text.decode() for text in array] for array in named]
 
 
 @pytest.mark.parametrize(

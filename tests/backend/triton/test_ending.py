@@ -141,6 +141,11 @@ def test_a_send_that_raises_is_told_when_its_request_is_free() -> None:
         sender.send = fail_once  # type: ignore[method-assign]
         for _ in range(4):
             told.step("ok")
+        model = told.server.model
+        wait_until(lambda: not failures)
+        wait_until(
+            lambda: bool(model._arrivals._stops) or not model._manager.get_num_active_requests()
+        )
         told.finish(is_unloaded=False)
         assert str(sender.responses[-1].error) == "the response could not be sent"
         assert len(told.server.engine.batches) < 20, "it is stopped, not served to its end"

@@ -265,3 +265,27 @@ def test_questions_beyond_the_limit_are_refused_while_the_loop_is_stuck(
         assert sender.is_final.wait(WAIT)
         assert answer_of(sender, name)
     assert answer_of(server.ask(recording=True), "recording"), "there is room again"
+
+
+@pytest.mark.case(89)
+@pytest.mark.parametrize("error", [KeyError("a place"), SystemExit()])
+def test_an_answer_that_cannot_be_put_together_ends_with_an_error(
+    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """It is put together in a callback, and nobody hears what that raises."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    server = make_server(CountingEngine(before_step=gate))
+    gate.close_after(3)
+    server.send("a", input_ids=[1], request_output_len=20, streaming=True)
+    assert gate.is_reached.wait(WAIT)
+    monkeypatch.setattr(inspection, "_which", fail)
+    why = server.send("a", why=True)
+    gate.set()
+    assert why.is_final.wait(WAIT)
+    assert error_of(why)[0] == "the request could not be explained"
+    inspector = server.model._frontend._inspector
+    assert inspector is not None
+    assert not inspector._waiting

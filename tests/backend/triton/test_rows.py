@@ -47,6 +47,17 @@ def test_each_row_gets_its_own_answer(server: Server, is_streaming: bool) -> Non
     assert answers_of(sender) == {(0, 0): [5, 6], (1, 0): [13, 14, 15, 16]}
 
 
+@pytest.mark.parametrize("name", ["stop", "stats", "why", "recording", "describe", "ready"])
+def test_rows_may_say_that_they_ask_no_question(server: Server, name: str) -> None:
+    rows = {"input_ids": PROMPTS, "input_lengths": LENGTHS}
+    rows["request_output_len"] = np.array([[1], [1]], np.int32)
+    neutral = ask(server, **rows, **{name: np.array([[False], [False]])})
+    assert {place[0] for place in answers_of(neutral)} == {0, 1}
+    for values in ([[True], [False]], [[True], [True]]):
+        message, _ = error_of(ask(server, **rows, **{name: np.array(values)}))
+        assert message == f"'{name}' must hold one value, got 2"
+
+
 def test_rows_and_sequences_together(server: Server) -> None:
     sender = ask(
         server,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
-from triton_harness import error_of, ids_of
+from triton_harness import WAIT, error_of, ids_of
 
 from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.stream import ResponseStream
@@ -97,3 +97,24 @@ def test_an_answer_that_cannot_be_sent_is_tried_once_more(make_server: MakeServe
     sender.send = fail_once  # type: ignore[method-assign]
     server.send("x", sender=sender, stop=True)
     assert error_of(sender)[0] == "the answer could not be sent"
+
+
+@pytest.mark.case(88)
+def test_a_feed_that_a_stall_ends_while_it_is_taken_is_no_subscriber(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(CountingEngine())
+    dispatcher = server.model._dispatcher
+    subscribe = dispatcher.subscribe
+
+    def subscribe_late(*arguments: Any) -> None:
+        server.model._end_streams()
+        subscribe(*arguments)
+
+    monkeypatch.setattr(dispatcher, "subscribe", subscribe_late)
+    sender = CountedSender()
+    server.send(sender=sender, stats=True)
+    assert sender.is_final.wait(WAIT)
+    assert sender.num_finals == 1
+    assert not dispatcher._subscribers
+    assert not server.model._frontend._feeds

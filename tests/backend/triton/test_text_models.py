@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.postprocessing_model import Postprocessor
 from inflight_backend.triton.preprocessing_model import Preprocessor
+from inflight_backend.triton.preprocessing_model import TritonPythonModel as Preprocessing
 from inflight_backend.triton.text_model import read_switch, respond
 from inflight_backend.triton.words import embedding_bias
 
@@ -122,10 +126,7 @@ def test_answers_are_decoded_up_to_their_length() -> None:
             "SEQUENCE_LENGTH": np.array([[5, 2], [3, 0]], dtype=np.int32),
         }
     )
-    assert [[each.decode() for each in row] for row in out["OUTPUT"]] == [
-        ["grün", "gr"],
-        ["gr", ""],
-    ]
+    assert [text.decode() for text in out["OUTPUT"]] == ["grün", "gr", "gr", ""]
 
 
 def test_special_tokens_may_be_shown() -> None:
@@ -134,8 +135,8 @@ def test_special_tokens_may_be_shown() -> None:
         "TOKENS_BATCH": tokens([[*ids("1"), END]]),
         "SEQUENCE_LENGTH": np.array([[2]], dtype=np.int32),
     }
-    assert shown(request)["OUTPUT"].tolist() == [[b"1<|end|>"]]
-    assert POSTPROCESS(request)["OUTPUT"].tolist() == [[b"1"]]
+    assert shown(request)["OUTPUT"].tolist() == [b"1<|end|>"]
+    assert POSTPROCESS(request)["OUTPUT"].tolist() == [b"1"]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +224,26 @@ def test_a_failure_of_ours_in_a_batch_fails_one_request_and_says_nothing_else(
 def test_what_is_too_much_is_named(inputs: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         PREPROCESS(inputs)
+
+
+@pytest.mark.parametrize("num_more", [0, 57])
+def test_a_bias_is_as_long_as_the_models_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_more: int
+) -> None:
+    """A checkpoint may have more embeddings than its tokenizer has tokens: a padded vocabulary."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    config = {"vocab_size": CODEC.vocab_size + num_more}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    parameters = {"tokenizer_dir": str(DEMO_MODEL), "gpt_model_path": str(tmp_path)}
+    model = Preprocessing()
+    block = {"parameters": {key: {"string_value": text} for key, text in parameters.items()}}
+    model.initialize({"model_config": json.dumps(block)})
+    words = {"EMBEDDING_BIAS_WORDS": strings(["7"])}
+    words["EMBEDDING_BIAS_WEIGHTS"] = np.ones((1, 1), dtype=np.float32)
+    [response] = model.execute([FakeRequest(query("1", **words))])
+    [bias] = [each for each in response.output_tensors if each.name() == "EMBEDDING_BIAS"]
+    assert bias.as_numpy().shape == (1, CODEC.vocab_size + num_more)
+    assert bias.as_numpy().sum() == 1
 
 
 @pytest.mark.case(122)

@@ -57,7 +57,7 @@ def extras_of(first: int, num_tokens: int) -> dict[str, Any]:
     return {
         "output_log_probs": log_probs,
         "cum_log_probs": np.array([[total]], np.float32),
-        "num_output_tokens": np.array([[first + num_tokens - 1]], np.int32),
+        "num_output_tokens": np.array([[num_tokens]], np.int32),
         "generation_logits": np.ones((1, 1, num_tokens, 3), np.float32) * log_probs[..., None],
     }
 
@@ -85,9 +85,10 @@ def test_everything_ends_at_the_stop_word(codec: TextCodec, is_whole: bool) -> N
     np.testing.assert_allclose(log_probs.reshape(-1), -np.arange(1, 7) / 10, rtol=1e-6)
     rows = sum(t["generation_logits"].shape[2] for t, _ in sent.responses)
     assert rows == 6
+    counts = [tensors["num_output_tokens"].item() for tensors, _ in sent.responses]
+    assert counts == ([6] if is_whole else [3, 3, 0, 0])
     last = sent.responses[-1][0]
     np.testing.assert_allclose(last["cum_log_probs"], [[-2.1]], rtol=1e-6)
-    assert last["num_output_tokens"].tolist() == [[6]]
     assert last["finish_reason"].item() == b"stop_words"
     if not is_whole:
         assert sent.responses[0][0]["finish_reason"].item() == b"not_finished"
@@ -130,8 +131,8 @@ def test_a_text_inside_a_stop_word_of_tokens_ends_the_answer_first(
     said = b"".join(tensors["text_output"].item() for tensors, _ in sent.responses).decode()
     assert said.rstrip() == text
     assert [i for t, _ in sent.responses for i in t["output_ids"].reshape(-1).tolist()] == wanted
-    last = sent.responses[-1][0]
-    assert last["num_output_tokens"].tolist() == [[len(wanted)]]
+    counts = [tensors["num_output_tokens"].item() for tensors, _ in sent.responses]
+    assert sum(counts) == len(wanted)
     rows = sum(tensors["output_log_probs"].shape[2] for tensors, _ in sent.responses)
     assert rows == len(wanted)
 
@@ -142,7 +143,10 @@ def test_a_stream_of_text_is_silent_when_it_has_nothing_to_say(codec: TextCodec)
     stream = TokenStream(sent, frozenset({"text_output"}), writer)
     for token in (1, 2, 3):
         stream.send([token], {}, is_final=False)
-    assert [tensors["text_output"].item() for tensors, _ in sent.responses] == [b" ", b"1 2 3"]
+    assert [tensors["text_output"].tolist() for tensors, _ in sent.responses] == [
+        [b" "],
+        [b"1 2 3"],
+    ]
 
 
 def test_outputs_are_those_named_or_asked_for_by_an_input() -> None:

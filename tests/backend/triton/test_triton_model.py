@@ -405,9 +405,10 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
     late = server.send("late", input_ids=[1], request_output_len=2, max_queue_time_ms=30)
     high = server.send("high", input_ids=[1], request_output_len=2, priority=1.0)
     assert late.is_final.wait(WAIT), "the engine stands still, and yet it hears in time"
-    assert error_of(late)[0] == (
+    assert error_of(late) == (
         "not started before its deadline: place 2 of 3 in the queue, "
-        "and all 4 places of max_batch_size are taken"
+        "and all 4 places of max_batch_size are taken",
+        FakePbUtils.TritonError.UNAVAILABLE,
     )
     assert [server.model._arrivals.find_place(number) for number in (5, 7)] == [(2, 2), (1, 2)]
     text, code = error_of(server.ask(input_ids=[1], priority=2.0))
@@ -417,34 +418,3 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
     for sender in (*running, low, high):
         assert sender.is_final.wait(WAIT)
         assert sender.responses[-1].error is None
-
-
-def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a hung load would look like a slow one, and a dead watchdog like a living one."""
-    names: list[set[str]] = []
-
-    def note(*args: object) -> CountingEngine:
-        names.append({thread.name for thread in threading.enumerate()})
-        return CountingEngine()
-
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    monkeypatch.setattr(gpt_manager, "load_engine", note)
-    server = Server(tmp_path, CountingEngine())
-    names.append({thread.name for thread in threading.enumerate()})
-    server.model.finalize()
-    assert ["LoadingBeat" in each for each in names] == [True, False]
-    assert "Watchdog" in names[1]
-
-
-def test_load_failure_is_one_line_in_the_status_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    with pytest.raises(RuntimeError, match="max_beam_width"):
-        Server(tmp_path, CountingEngine(), max_beam_width="65")
-    status = read_status(tmp_path / "status.json")
-    assert status is not None
-    assert status.phase == "failed"
-    assert "max_beam_width" in status.fields["error"]

@@ -67,10 +67,16 @@ COMPLETION = {**FRONTEND, "temperature": 0, "best_of": 1, "max_tokens": 4}
 CHAT = {**FRONTEND, "temperature": 0, "logprobs": False, "max_tokens": 4}
 
 
-@pytest.mark.parametrize("settings", [COMPLETION, CHAT])
-def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any]) -> None:
-    """Counts per response: it adds them up."""
-    wants = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+NEWER_COMPLETION = {**FRONTEND, "temperature": 0, "max_tokens": 4}
+NO_LOG_PROBS = {"return_logprobs": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"), [(COMPLETION, {}), (CHAT, {}), (NEWER_COMPLETION, NO_LOG_PROBS)]
+)
+def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[str, bool]) -> None:
+    """Counts per response: it adds them up. ``more``: what newer ones send as tensors."""
+    wants = {"return_num_input_tokens": True, "return_num_output_tokens": True, **more}
     whole = ask(settings=settings, stream=False, exclude_input_in_output=True, **wants)
     [answer] = tensors_of(whole)
     assert answer == {
@@ -83,6 +89,11 @@ def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any]) -> None:
     pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
     assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
     assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
+
+
+def test_log_probabilities_of_tokens_are_refused(ask: Ask) -> None:
+    message, _ = error_of(ask(settings={"max_tokens": 2}, return_logprobs=True))
+    assert message == "'return_logprobs' is not supported by this server, but for false"
 
 
 def test_several_answers_come_side_by_side(ask: Ask) -> None:

@@ -33,6 +33,15 @@ DESCRIPTION = {
 @asynccontextmanager
 async def front_of(local: Local, **settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
     """A client of a front of ``local`` that serves until the block ends."""
+    async with serving(local, **settings) as runner:
+        host, port = runner.addresses[0]
+        async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
+            yield client
+
+
+@asynccontextmanager
+async def serving(local: Local, **settings: Any) -> AsyncIterator[web.AppRunner]:
+    """What runs a front of ``local`` until the block ends."""
     upstream = Upstream(local.url, timeout=10.0)
     own = FrontSettings(**settings)
     reader = make_prompt_reader(DESCRIPTION, None, own.chat_template)
@@ -40,9 +49,7 @@ async def front_of(local: Local, **settings: Any) -> AsyncIterator[aiohttp.Clien
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0]
-        async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
-            yield client
+        yield runner
     finally:
         await runner.cleanup()
         await upstream.close()

@@ -9,7 +9,14 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from inflight_client.openai.answers import EventWriter, Head, new_choices, usage, whole_answer
+from inflight_client.openai.answers import (
+    Choice,
+    EventWriter,
+    Head,
+    new_choices,
+    usage,
+    whole_answer,
+)
 from inflight_client.openai.log_probs import TokenLogProbs
 from inflight_client.openai.parsing import GenerationJob
 from inflight_client.openai.upstream import Piece
@@ -24,11 +31,29 @@ PIECES = [
             TokenLogProbs(6, -1.0, [(6, -1.0), (5, -3.0)]),
             TokenLogProbs(7, -4.0, [(6, 0.0), (8, -2.0)]),
         ],
+        "end_id",
     ),
     Piece(0, "", 1, [TokenLogProbs(8, -0.25, [(8, -0.25), (10, -2.5)])]),
-    Piece(0, "üße", 1, [TokenLogProbs(9, 0.0, [(9, 0.0), (5, -9.0)])]),
+    Piece(0, "üße", 1, [TokenLogProbs(9, 0.0, [(9, 0.0), (5, -9.0)])], "length"),
 ]
 TEXT_OF = {5: "Gr", 6: "a ", 7: '"q"\n', 8: "\ufffd", 9: "üße", 10: "\ufffd"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("end_id", "stop"),
+        ("stop_words", "stop"),
+        ("length", "length"),
+        ("timed_out", "length"),
+        ("cancelled", "stop"),
+    ],
+)
+def test_an_answer_that_a_limit_has_cut_says_so(reason: str, shown: str) -> None:
+    choice = Choice()
+    for piece in (Piece(0, "a", 1), Piece(0, "b", 1, reason=reason)):
+        choice.add(piece)
+    assert choice.finish_reason == shown
 
 
 def job(*, is_chat: bool, num_log_probs: int | None = None) -> GenerationJob:

@@ -92,6 +92,7 @@ def test_what_a_template_refuses_is_a_value_error(source: str, reason: str) -> N
         ("{{ ('x' * 10**6).replace('x', 'x' * 10**6) }}", "too long"),
         ("{{ ('x' * 10**6) | replace('x', 'x' * 10**6) }}", "too long"),
         ("{{ '%0999999999d' | format(1) }}", "too long"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "fails with"),
         (
             "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
             "{% endfor %}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,6 +80,34 @@ def test_old_texts_are_forgotten_and_those_in_use_are_not(monkeypatch: pytest.Mo
         assert index.add(b"", pack([2] * 21), 1000 + number).length >= 20
     assert index.add(b"", pack([1] * 20), 99) == NO_LIKENESS
     assert index._young.num_tokens + index._old.num_tokens <= 2 * 100 + 40
+
+
+def test_nobody_waits_until_all_texts_in_use_are_entered_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ten thousand of them took a tenth of a second; now each new text brings one of them along."""
+    monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
+    in_use = [(b"", pack([number, number]), number) for number in range(80)]
+    index = TextIndex(1, 1, lambda: in_use)
+    for text in in_use:
+        index.add(*text)
+    num_added = 0
+    add = likeness._Tree.add
+
+    def counted(*args: Any) -> Likeness:
+        nonlocal num_added
+        num_added += 1
+        return add(*args)
+
+    monkeypatch.setattr(likeness._Tree, "add", counted)
+    for number in range(100, 1000):
+        num_before = num_added
+        index.add(b"", pack([number]), number)
+        assert num_added - num_before <= 2
+        assert index.numbers().issuperset(range(80))
+        new = pack([number % 80, number % 80, 1])
+        assert max(tree.find(b"", new, -1).length for tree in (index._young, index._old)) == 2
+    assert num_added > 900 + 6 * 80, "few were entered again: the test shows nothing"
 
 
 def test_a_token_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from scheduler.recording.recorded import GUARANTEED
 from scheduler.world import make_request
@@ -43,3 +45,23 @@ def test_the_ring_is_bounded_though_who_generates_always_changes(
     segments = generate(300, is_steady=False)._segments
     num_iterations = sum(len(segment.iterations) for segment in segments)
     assert 3 * 50 < num_iterations < 3 * 100
+
+
+def test_with_many_requests_the_segments_are_fewer_and_longer() -> None:
+    """To note where all of them stand is done four times in a full ring, which holds no more."""
+    num_iterations = 2000
+    segments = generate(num_iterations, is_steady=False)._segments
+    assert len(segments) == 4
+    assert sum(len(segment.iterations) for segment in segments) > 3 * 16 / 4 * 70
+    assert sum(segment.num_numbers for segment in segments) < 1.01 * 16 * 9 * NUM_REQUESTS
+
+
+def test_of_many_requests_the_ring_holds_what_garbage_collections_pass_over() -> None:
+    """They stop everybody, and take the longer the more objects they have to look into."""
+    recorder = generate(600, is_steady=False)
+    gc.collect()
+    segments = recorder._segments
+    assert {len(segment.active) for segment in segments} == {0, NUM_REQUESTS}
+    assert not any(gc.is_tracked(segment.states) for segment in segments)
+    generations = [i.decision.generation for s in segments for i in s.iterations if i.decision]
+    assert not any(gc.is_tracked(ids) for ids in generations)

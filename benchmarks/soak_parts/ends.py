@@ -1,0 +1,44 @@
+"""How soon clients hear of a process that was killed or frozen."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection
+from typing import Any
+
+from soak_parts.traffic import Span
+
+
+def judge(
+    spans: Collection[Span],
+    sent_and_open: Collection[float],
+    killed: float,
+    served_again: float,
+    limit: float,
+) -> tuple[dict[str, Any], list[str]]:
+    """The part of the report, and what is wrong; all times in seconds of the monotonic clock.
+
+    ``sent_and_open``: when those were sent that have not ended yet. Whatever was open at ``killed``
+    can only end with an error, and within ``limit``. So soon must also end what was sent from then
+    until ``served_again`` and never reached a server that lives.
+    """
+    waited = [span.ended - killed for span in spans if span.began <= killed < span.ended]
+    meanwhile = [
+        span.ended - span.began
+        for span in spans
+        if killed < span.began < served_again and span.is_broken
+    ]
+    still_open = sum(began <= killed for began in sent_and_open)
+    report: dict[str, Any] = {
+        "open_streams": len(waited) + still_open,
+        "seconds_until_they_ended_p50": round(statistics.median(waited), 2) if waited else None,
+        "seconds_until_they_ended_max": round(max(waited), 2) if waited else None,
+        "sent_meanwhile_seconds_max": round(max(meanwhile), 2) if meanwhile else None,
+    }
+    failures = []
+    if still_open:
+        failures.append(f"{still_open} streams did not end")
+    late = [seconds for seconds in (*waited, *meanwhile) if seconds > limit]
+    if late:
+        failures.append(f"{len(late)} streams ended after up to {max(late):.1f} s, not {limit:g}")
+    return report, failures

@@ -1,0 +1,173 @@
+"""The public clients' own calls, one imitation each: what they send, and how they read it.
+
+What they read is read as they do: ``output[0].decode()`` and ``[0][0]``, never flattened.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from e2e.harness import assert_counts
+from e2e.plain import PlainServer, infer, repository_server, stream_infer
+from tritonclient.utils import np_to_triton_dtype
+
+pytestmark = pytest.mark.e2e
+
+WAIT = 60.0
+PROMPT = "1 2 3"
+NUM_TOKENS = 6
+NUMBERS = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "acceptance_rate",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+)
+
+
+@pytest.fixture(scope="module", params=["--decoupled", "--no-decoupled"])
+def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
+    options = ["--add=tensorrt_llm_bls", "--add=vllm_model", "--set", "max_beam_width=3"]
+    with repository_server(request.param, *options) as running:
+        yield running
+
+
+@pytest.fixture
+def is_decoupled(request: pytest.FixtureRequest, server: PlainServer) -> bool:
+    return bool(request.node.callspec.params["server"] == "--decoupled")
+
+
+def make_inputs(**values: Any) -> list[grpcclient.InferInput]:
+    inputs = []
+    for name, value in values.items():
+        array = np.asarray(value)
+        array = array.astype({"i": np.int32, "b": np.bool_}[array.dtype.kind])
+        inputs.append(grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
+        inputs[-1].set_data_from_numpy(array)
+    return inputs
+
+
+def test_inflight_batcher_llm_client(server: PlainServer, is_decoupled: bool) -> None:
+    """It says with a parameter, too, whether it streams: with whole answers and with stops."""
+    ids = list(range(40, 44))
+    inputs = {
+        "input_ids": [ids],
+        "input_lengths": [[len(ids)]],
+        "request_output_len": [[NUM_TOKENS]],
+        "streaming": [[is_decoupled]],
+        "return_perf_metrics": [[True]],
+        "return_log_probs": [[True]],
+    }
+    names = ("output_ids", "sequence_length", "cum_log_probs", "output_log_probs", *NUMBERS)
+    outputs = [grpcclient.InferRequestedOutput(name) for name in names]
+    stop = make_inputs(
+        input_ids=[[0]], input_lengths=[[0]], request_output_len=[[0]], stop=[[True]]
+    )
+    results: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+
+    def put(result: Any, error: Any) -> None:
+        results.put((result, error))
+
+    found: list[int] = []
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        if is_decoupled:
+            client.start_stream(callback=put)
+            # Its stream of tokens has no parameters; its stop has.
+            client.async_stream_infer(
+                "tensorrt_llm", make_inputs(**inputs), outputs=outputs, request_id="1"
+            )
+            client.async_stream_infer(
+                "tensorrt_llm", stop, request_id="1", parameters={"Streaming": True}
+            )
+            client.stop_stream()  # waits for what was asked
+        else:
+            for tensors in (make_inputs(**inputs), stop):
+                client.async_infer(
+                    "tensorrt_llm",
+                    tensors,
+                    outputs=outputs if tensors is not stop else None,
+                    request_id="1",
+                    callback=put,
+                    parameters={"Streaming": False},
+                )
+            results.put(results.get(timeout=WAIT))
+            results.put(results.get(timeout=WAIT))
+        num_acknowledged = 0
+        while not results.empty():
+            result, error = results.get()
+            assert error is None, error
+            if result.as_numpy("output_ids") is None:
+                num_acknowledged += 1
+                continue
+            assert result.as_numpy("cum_log_probs")[0].shape == (1,)
+            assert result.as_numpy("output_log_probs")[0].ndim == 2
+            assert all(result.as_numpy(name)[0][0] >= 0 for name in NUMBERS)
+            length = result.as_numpy("sequence_length")[0][0]
+            found += list(result.as_numpy("output_ids")[0][0])[:length]
+    assert num_acknowledged == 1
+    assert len(found) <= len(ids) + NUM_TOKENS  # cut wherever the stop came
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+@pytest.mark.parametrize("beam_width", [1, 3])
+def test_end_to_end_grpc_client(
+    server: PlainServer, is_decoupled: bool, model: str, beam_width: int
+) -> None:
+    tensors: dict[str, Any] = {
+        "text_input": [[PROMPT]],
+        "max_tokens": [[NUM_TOKENS]],
+        "beam_width": [[beam_width]],
+        "return_perf_metrics": [[True]],
+        "exclude_input_in_output": [[True]],
+    }
+    outputs = ("text_output", *NUMBERS)
+    for is_streaming in (False, True) if is_decoupled else (False,):
+        asked = {**tensors, "stream": [[is_streaming]]}
+        responses = stream_infer(server, model, asked, outputs)
+        text = ""
+        for result in responses:
+            assert "error" not in result, result
+            new = result["text_output"][0].decode("utf-8")
+            text = text + new if is_streaming and beam_width == 1 else new
+            assert result["text_output"].shape == (beam_width,)
+            assert all(result[name][0][0] >= 0 for name in NUMBERS)
+        assert len(responses) == 1 or is_streaming
+        assert_counts(PROMPT, text, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "vllm_model"])
+def test_tritons_openai_frontend(server: PlainServer, is_decoupled: bool, model: str) -> None:
+    """In both its shapes it adds up the tokens of the responses."""
+    wants = ("return_num_input_tokens", "return_num_output_tokens")
+    if model == "vllm_model":
+        settings = {"frequency_penalty": 0, "n": 1, "presence_penalty": 0, "temperature": 0}
+        settings |= {"top_p": 1, "max_tokens": NUM_TOKENS}
+        tensors: dict[str, Any] = {"text_input": [PROMPT], "return_logprobs": [False]}
+        tensors |= {"sampling_parameters": [json.dumps(settings)]}
+        tensors |= {"exclude_input_in_output": [True], **{name: [True] for name in wants}}
+    else:
+        tensors = {"text_input": [[PROMPT]], "max_tokens": [[NUM_TOKENS]]}
+        tensors |= {"exclude_input_in_output": [[True]], **{name: [[True]] for name in wants}}
+    for is_streaming in (False, True) if is_decoupled else (False,):
+        flag = [is_streaming] if model == "vllm_model" else [[is_streaming]]
+        asked = {**tensors, "stream": flag}
+        if is_decoupled:
+            responses = stream_infer(server, model, asked)
+        else:
+            responses = [infer(server, model, **asked)]
+        assert "error" not in responses[-1], responses
+        texts = b"".join(response["text_output"].reshape(-1)[0] for response in responses)
+        assert_counts(PROMPT, texts.decode(), NUM_TOKENS)
+        counts = [int(response["num_output_tokens"].reshape(-1)[0]) for response in responses]
+        assert sum(counts) == NUM_TOKENS

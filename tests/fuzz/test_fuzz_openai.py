@@ -1,0 +1,79 @@
+"""Bodies of any kind for `inflight openai`: each becomes a job that can be sent, or is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from client.openai.front import DESCRIPTION
+from fuzz.fuzzing import assert_tells_nothing_internal, fuzzing
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from inflight_client.openai.errors import ApiError
+from inflight_client.openai.fields import Body
+from inflight_client.openai.parsing import (
+    _INTEGERS,
+    _NEUTRAL_CHAT,
+    _NEUTRAL_COMPLETION,
+    _NUMBERS,
+    parse_chat,
+    parse_completion,
+)
+from inflight_client.openai.prompts import make_prompt_reader
+from inflight_client.openai.upstream import encode_job
+
+READER = make_prompt_reader(DESCRIPTION, None, None)
+FIELDS = sorted(
+    {*_NUMBERS, *_INTEGERS, *_NEUTRAL_CHAT, *_NEUTRAL_COMPLETION}
+    | {"max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "seed", "stop"}
+    | {"ignore_eos", "cache_salt", "logit_bias", "response_format", "user", "stream"}
+    | {"stream_options", "model", "prompt", "messages"}
+)
+NUMBERS = st.sampled_from(
+    [0, 1, 2, -1, 5, 257, 258, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308]
+)
+TEXTS = st.text(max_size=20) | st.sampled_from(["", "\ud800", "\0", "5", "text", "json_object"])
+KEYS = TEXTS | st.sampled_from(["type", "json_schema", "schema", "role", "content", "text", "name"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """Mostly a request that could be served but for a few fields."""
+    if not draw(st.integers(0, 9)):
+        return draw(st.binary(max_size=60))
+    content: dict[str, Any] = {"model": "demo"}
+    if draw(st.booleans()):
+        content["prompt"] = draw(st.sampled_from(["1 2", [5, 6], ["1", "2"], [[5], [6]]]))
+    if draw(st.booleans()):
+        content["messages"] = [{"role": draw(TEXTS), "content": draw(TEXTS)}]
+    content |= draw(st.dictionaries(st.sampled_from(FIELDS) | TEXTS, VALUES, max_size=3))
+    return json.dumps(content).encode()
+
+
+@pytest.mark.case(122, 123)
+@fuzzing
+@given(raw=bodies(), is_chat=st.booleans())
+@example(b'{"model": "demo", "prompt": "1", "temperature": 1e999}', False)
+@example(b'{"model": "demo", "prompt": "1", "logit_bias": {"5": 1' + b"0" * 400 + b"}}", False)
+@example(b"[" * 100_000, False)
+@example(b"9" * 5000, False)
+def test_any_body_becomes_a_job_or_is_refused(raw: bytes, is_chat: bool) -> None:
+    refused, num_calls = None, 0
+    try:
+        body = Body(raw)
+        job = parse_chat(body, READER, None) if is_chat else parse_completion(body, READER)
+        num_calls = len(encode_job(job, "id"))
+    except ApiError as error:
+        refused = error
+    assert (refused is None) == (num_calls > 0)
+    if refused is not None:
+        assert refused.status in (400, 404)
+        assert_tells_nothing_internal(refused.message)
+        assert json.dumps(refused.body).encode()

@@ -1,0 +1,144 @@
+"""What E1 and O1 call the time of a step, on an engine with a host and a device of known speed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from replay import Rerun
+
+from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.config import resolve
+from inflight_scheduler import BlockAssignment, ScheduledBatch
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = 0.010  # seconds that the device takes
+NUM_STEPS = 20
+
+
+class Machine:
+    """An engine on a clock of its own: submitting takes ``host`` seconds, the device `STEP`."""
+
+    def __init__(self, host: float) -> None:
+        self.now = self.busy_until = 0.0
+        self.host = host
+        self.is_dry = False
+        self._runner = SimpleNamespace(run=self.replay)
+        self.config = SimpleNamespace(max_batch_size=8)
+        self.model_config = None
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def replay(self, num_rows: int = 1) -> None:
+        self.busy_until = max(self.now, self.busy_until) + STEP
+
+    def submit(self, batch: ScheduledBatch) -> Any:
+        self.now += self.host
+        self.replay()
+        end = self.busy_until
+        return SimpleNamespace(read=lambda: self.wait_until(end))
+
+    def execute(self, batch: ScheduledBatch) -> None:
+        self.submit(batch).read()
+
+    def synchronize(self) -> None:
+        self.wait_until(self.busy_until)
+
+    def wait_until(self, end: float) -> None:
+        self.now = max(self.now, end)
+
+    def figures(self, **values: float) -> dict[str, float]:
+        return values
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield
+
+
+def step_times(machine: Machine, patch: pytest.MonkeyPatch) -> Any:
+    from gpu_parts import steps
+
+    patch.setattr("time.perf_counter", machine.perf_counter)
+    batch = ScheduledBatch(iteration=2, generation_slots=(0, 1))
+    setting: Any = machine
+    return steps.time_steps(setting, setting, batch, 100, NUM_STEPS)
+
+
+def test_a_host_that_is_hidden_lets_the_device_idle_in_the_plain_loop_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = step_times(Machine(host=0.004), monkeypatch)
+    assert times.device == pytest.approx(STEP)
+    assert times.host == pytest.approx(0.004)
+    assert times.plain == pytest.approx(0.014)
+    assert times.overlapped == pytest.approx(STEP + 0.004 / NUM_STEPS)  # the first is not hidden
+    assert times.idle_percent == pytest.approx(100 * (1 - STEP / times.overlapped))
+    assert times.idle_percent < 3
+
+
+def test_a_host_that_is_slower_than_the_device_is_not_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = step_times(Machine(host=0.030), monkeypatch)
+    assert times.device == pytest.approx(STEP)
+    assert times.idle_percent == pytest.approx(100 * (1 - 0.010 / 0.0305))
+
+
+def test_no_prompt_is_made_while_one_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_parts import steps
+
+    machine = Machine(host=0.001)
+    setting: Any = machine
+
+    def make(*_: Any) -> ScheduledBatch:
+        machine.now += 5
+        return ScheduledBatch(iteration=1)
+
+    monkeypatch.setattr("time.perf_counter", machine.perf_counter)
+    monkeypatch.setattr(steps, "_context_batch", make)
+    monkeypatch.setattr(steps, "context_floor_ms", lambda *_: 1.0)
+    assert steps._prompt(setting, setting, 2048, False)["ms"] == pytest.approx(11.0)
+
+
+def test_the_replays_of_a_whole_engine_leave_it_as_it_was() -> None:
+    """They advance the slots on the device and not on the host; the rewind puts both back."""
+    from gpu_parts import steps
+    from gpu_parts.common import TINY, Setting, random_parameters
+
+    model = replace(TINY, num_layers=1, sliding_windows=(None,))
+    config = EngineConfig(
+        device="cpu",
+        dtype="float32",
+        attention_backend="triton",
+        max_batch_size=1,
+        max_num_tokens=16,
+        max_seq_len=16,
+        tokens_per_block=16,
+        max_tokens_in_paged_kv_cache=16,
+    )
+    config = resolve(config, model)
+    setting = Setting(torch.device("cpu"), is_dry=False, is_quick=False, stop_at=float("inf"))
+    with torch.inference_mode():
+        parameters = random_parameters(model, torch.float32, setting.device)
+        engine = Engine(config, model, parameters, Rerun())
+    engine.execute(steps._context_batch(engine, [0], 8, (BlockAssignment(0, 0, 0),)))
+    batch = ScheduledBatch(iteration=2, generation_slots=(0,))
+
+    def answers() -> list[list[int]]:
+        engine.execute(steps._rewind(batch, 8))
+        return [engine.execute(batch) for _ in range(2)]
+
+    before = answers()
+    times = steps.time_steps(setting, engine, batch, 8, 1)
+    assert times.device is not None
+    assert times.device > 0
+    assert answers() == before
