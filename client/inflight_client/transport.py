@@ -29,6 +29,7 @@ from inflight_client.encoding import (
     stop_call,
 )
 from inflight_client.errors import InflightError, ServerError
+from inflight_client.main_thread import iterate_beside_main_thread
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.sse import SseParser
 
@@ -122,6 +123,9 @@ class _GrpcResponses:
             self._stream.cancel()
 
     def receive(self) -> Generator[Response, None, None]:
+        return iterate_beside_main_thread(self._receive(), self.cancel)
+
+    def _receive(self) -> Generator[Response, None, None]:
         if self._is_cancelled:
             return
         # The request iterator ends after one request, so the server closes the stream when the
