@@ -60,14 +60,20 @@ class Question:
 
 
 def beams(prompt: str) -> Question:
-    """Two; every response holds both as they stand, and the best one counts."""
+    """Two; every response holds both as they stand, and the best one counts.
+
+    Without early stopping: with it a search ends as soon as two beams have, however unlikely; after
+    "34" one counts down to 0.
+    """
 
     def is_right(answer: Answer) -> bool:
         last = [response for response in answer.responses if "text_output" in response][-1]
         best, other = text_of(last), text_of(last, 1)
         return len(last["text_output"]) == 2 and best != other and is_whole(prompt, best, 12)
 
-    return Question(_asked(prompt, 12, beam_width=2, len_penalty=1.0), is_right)
+    return Question(
+        _asked(prompt, 12, beam_width=2, len_penalty=1.0, early_stopping=False), is_right
+    )
 
 
 def several(prompt: str) -> Question:
