@@ -380,8 +380,14 @@ class BlockManager:
         """What is cached now, copied; None without block reuse. See `CacheState` for the cost."""
         if self._index is None:
             return None
+        tables = self._tables
+        blocks: list[int] = []
+        for table in tables.values():
+            blocks += table
         return CacheState(
-            tables={request_id: tuple(table) for request_id, table in self._tables.items()},
+            holders=tuple(tables),
+            table_lengths=tuple(map(len, tables.values())),
+            table_blocks=tuple(blocks),
             is_kept=self._pool.kept_flags(),
             text_numbers=self._text_numbers[:],
             places=self._places[:],

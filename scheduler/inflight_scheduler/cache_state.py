@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress, islice
 from typing import NamedTuple
 
 from inflight_scheduler.blocks import follow_links
@@ -19,14 +19,25 @@ class CacheState(NamedTuple):
     """A copy of the books. Of block k, ``text_numbers[k]`` and ``places[k]`` tell the content.
 
     ``is_kept[k]`` says whether that is still kept. The order of ``beginnings`` means nothing.
+    ``table_blocks`` are the block tables of ``holders`` one after another, ``table_lengths`` long:
+    plain numbers, since a list for each would be one more thing for garbage collections to visit.
     """
 
-    tables: Mapping[int, Sequence[int]]
+    holders: tuple[int, ...]
+    table_lengths: tuple[int, ...]
+    table_blocks: tuple[int, ...]
     is_kept: bytes
     text_numbers: array[int]
     places: array[int]
     idle_links: Sequence[int]
     beginnings: Sequence[int]
+
+    @property
+    def tables(self) -> dict[int, tuple[int, ...]]:
+        """The block table of each request that holds blocks."""
+        blocks = iter(self.table_blocks)
+        lengths = zip(self.holders, self.table_lengths, strict=True)
+        return {request_id: tuple(islice(blocks, length)) for request_id, length in lengths}
 
     @property
     def idle(self) -> list[int]:

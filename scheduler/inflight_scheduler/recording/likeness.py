@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from inflight_scheduler.recording.errors import RecordingError
@@ -32,6 +31,7 @@ _INT32 = "i"
 _WIDTH = struct.calcsize(_INT32)
 _MIN_TOKENS = 2**20
 _MIN_TEXTS = 2**10
+_NUM_DISMANTLED = 4  # nodes with each new text, which makes half as many
 
 
 class Likeness(NamedTuple):
@@ -63,20 +63,22 @@ class _Tree:
     hundreds of thousands, never looks into dictionaries of bytes and numbers.
     """
 
-    __slots__ = ("_children", "_edges", "_owners", "_roots", "num_texts", "num_tokens")
+    __slots__ = ("_children", "_edges", "_owners", "_roots", "named", "num_texts", "num_tokens")
 
     def __init__(self) -> None:
         self._roots: dict[bytes, int] = {}
         self._children: dict[bytes, int] = {}
         self._edges: dict[int, bytes] = {}
         self._owners = array("q")
+        self.named: dict[int, None] = {}  # everybody who was the first with some tokens
         self.num_tokens = 0
         self.num_texts = 0  # with tokens of their own; each makes two nodes at most
 
-    def find(self, salt: bytes, text: bytes, exclude: int) -> Likeness:
-        """The longest beginning shared with a text of another owner than ``exclude``."""
+    def owners_along(self, salt: bytes, text: bytes) -> list[tuple[int, int]]:
+        """Who was the first with ``text`` up to where: byte and owner, the shortest first."""
+        found: list[tuple[int, int]] = []
         node = self._roots.get(salt)
-        place, best, length = 0, 0, 0
+        place = 0
         while node is not None and place < len(text):
             child = self._children.get(_child_key(node, text, place))
             if child is None:
@@ -84,17 +86,18 @@ class _Tree:
             edge = self._edges[child]
             common = _common_size(edge, text, place)
             place += common
-            if self._owners[child] != exclude:
-                best, length = self._owners[child], place
+            found.append((place, self._owners[child]))
             node = child if common == len(edge) else None
-        return Likeness(best, length // _WIDTH) if length else NO_LIKENESS
+        return found
 
-    def owners(self) -> set[int]:
-        """Everybody who was the first with some tokens."""
-        return set(self._owners)
+    def add(
+        self, salt: bytes, text: bytes, owner: int, inherited: Sequence[tuple[int, int]] = ()
+    ) -> Likeness:
+        """Enter a text and say how far it agrees with which one of another owner.
 
-    def add(self, salt: bytes, text: bytes, owner: int) -> Likeness:
-        """Enter a text; what is there already keeps its owner. What `find` would have found."""
+        What is there already keeps its owner; of the rest, ``inherited`` (as `owners_along` tells
+        it) has others than ``owner``.
+        """
         if salt not in self._roots:
             self._roots[salt] = self._new(b"", owner)
         node = self._roots[salt]
@@ -103,9 +106,7 @@ class _Tree:
             key = _child_key(node, text, place)
             child = self._children.get(key)
             if child is None:
-                self._children[key] = self._new(text[place:], owner)
-                self.num_tokens += (len(text) - place) // _WIDTH
-                self.num_texts += 1
+                self._append(node, text, place, [*inherited, (len(text), owner)])
                 break
             edge = self._edges[child]
             common = _common_size(edge, text, place)
@@ -114,6 +115,27 @@ class _Tree:
                 best, length = self._owners[child], place
             node = child if common == len(edge) else self._split(key, child, common)
         return Likeness(best, length // _WIDTH) if length else NO_LIKENESS
+
+    def dismantle(self, num_nodes: int) -> bool:
+        """Give up so many nodes of a tree that is not used any more; False if it had none."""
+        for _ in range(min(num_nodes, len(self._edges))):
+            self._edges.popitem()
+            if self._children:
+                self._children.popitem()
+        return bool(self._edges)
+
+    def _append(
+        self, node: int, text: bytes, place: int, owners: Iterable[tuple[int, int]]
+    ) -> None:
+        """``text`` goes on behind ``node`` from ``place`` as no other did."""
+        for end, owner in owners:
+            if end > place:
+                key = _child_key(node, text, place)
+                self._children[key] = node = self._new(text[place:end], owner)
+                self.named[owner] = None
+                self.num_tokens += (end - place) // _WIDTH
+                self.num_texts += 1
+                place = end
 
     def _new(self, edge: bytes, owner: int) -> int:
         node = len(self._owners)
@@ -150,8 +172,8 @@ def _common_size(edge: bytes, text: bytes, place: int) -> int:
     return low * _WIDTH
 
 
-Text: TypeAlias = tuple[bytes, bytes, int]
-"""Salt, packed tokens and number."""
+Texts: TypeAlias = Mapping[int, tuple[bytes, bytes]]
+"""Salt and packed tokens of each, by number."""
 
 
 class TextIndex:
@@ -160,15 +182,17 @@ class TextIndex:
     It remembers four times as many tokens as the KV pool holds, or four times as many texts as that
     has blocks, whichever are fewer, and forgets from twice that on: memory is bounded also where
     texts are short. What can still matter then, since it waits or is cached, comes from
-    ``texts_in_use``: salt, packed tokens and number of each. One of them is entered again with each
-    new text, since nobody shall wait for all; until the next time all are known from before.
+    ``texts_in_use``. One of them is entered again with each new text, and a little of what is
+    forgotten is given back, since nobody shall wait for all; until the next time all are known from
+    before. A text that is entered again is named by whom it was like before: otherwise a beginning
+    that is used for weeks would be a chain of names that never ends.
     """
 
     def __init__(
         self,
         num_blocks: int,
         tokens_per_block: int,
-        texts_in_use: Callable[[], Iterable[Text]] = tuple,
+        texts_in_use: Callable[[], Texts] = dict,
     ) -> None:
         self._limits = (
             max(4 * num_blocks * tokens_per_block, _MIN_TOKENS),
@@ -177,16 +201,22 @@ class TextIndex:
         self._max_tokens, self._max_texts = self._limits
         self._texts_in_use = texts_in_use
         self._young, self._old = _Tree(), _Tree()
-        self._moving: deque[Text] = deque()  # of those in use, the ones that only `_old` knows
+        self._forgotten: _Tree | None = None
+        self._moving: dict[int, tuple[bytes, bytes]] = {}  # in use, and maybe only in `_old`
 
     def add(self, salt: bytes, text: bytes, number: int) -> Likeness:
         """Enter the packed text ``number`` (again, when it has grown); say whom it is like."""
-        found = self._young.add(salt, text, number)
-        if found.length < num_packed(text):
-            old = self._old.find(salt, text, number)
-            found = old if old.length > found.length else found
+        before = self._old.owners_along(salt, text)
+        found = self._young.add(salt, text, number, before)
+        for end, owner in reversed(before):
+            if owner != number:
+                if end > found.length * _WIDTH:
+                    found = Likeness(owner, end // _WIDTH)
+                break
         if self._moving:
             self._move()
+        if self._forgotten is not None and not self._forgotten.dismantle(_NUM_DISMANTLED):
+            self._forgotten = None
         if self._young.num_tokens > self._max_tokens or self._young.num_texts > self._max_texts:
             self._turn()
         return found
@@ -194,21 +224,21 @@ class TextIndex:
     def _turn(self) -> None:
         while self._moving:
             self._move()
-        self._old, self._young = self._young, _Tree()
+        self._forgotten, self._old, self._young = self._old, self._young, _Tree()
         self._max_tokens, self._max_texts = self._limits
-        self._moving.extend(self._texts_in_use())
+        self._moving.update(self._texts_in_use())
 
     def _move(self) -> None:
         """Enter one text again; the limits are for new ones."""
         num_tokens, num_texts = self._young.num_tokens, self._young.num_texts
-        self._young.add(*self._moving.popleft())
+        number, (salt, text) = self._moving.popitem()
+        self._young.add(salt, text, number, self._old.owners_along(salt, text))
         self._max_tokens += self._young.num_tokens - num_tokens
         self._max_texts += self._young.num_texts - num_texts
 
-    def numbers(self) -> set[int]:
-        """The texts that a later one can be found to be like."""
-        moving = {number for _, _, number in self._moving}
-        return moving | self._young.owners() | self._old.owners()
+    def is_named(self, number: int) -> bool:
+        """Whether a later text can be found to be like this one."""
+        return number in self._young.named or number in self._old.named or number in self._moving
 
 
 class _Piece(NamedTuple):

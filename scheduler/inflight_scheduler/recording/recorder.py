@@ -19,8 +19,7 @@ requests and, with block reuse, of the cache (some 20 bytes per block of the poo
 replayed without those before it; the oldest is dropped when there are too many. However many
 segments that are, their iterations take at most 16 x 32,768 numbers, or 16 x 9 for each active
 request where that is more (see `SEGMENT_NUMBERS`), and the states 11 numbers for each request and
-segment. They are held as tuples of plain numbers wherever they are many: the garbage collector, a
-pause of which is a pause of everybody, does not look into those.
+segment.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -50,6 +49,7 @@ from inflight_scheduler.recording.records import (
     RequestState,
     Settings,
 )
+from inflight_scheduler.recording.segment import PlainIteration, Segment, named
 from inflight_scheduler.recording.texts import CacheMark, RecordedTexts
 from inflight_scheduler.request import FinishReason, LlmRequest
 
@@ -82,30 +82,6 @@ class RecordingSink(Protocol):
         """No more will come."""
 
 
-@dataclass(slots=True)
-class _Segment:
-    """``states``: the fields of each `RequestState`, one after another. ``size``: it is as long as
-    so many of the `NUM_SEGMENTS`."""
-
-    states: tuple[Any, ...]
-    is_running: bool
-    cache: CacheMark | None
-    size: int
-    max_numbers: int
-    iterations: list[Iteration] = field(default_factory=list)
-    num_numbers: int = 0
-
-    @property
-    def is_full(self) -> bool:
-        is_long = len(self.iterations) >= self.size * SEGMENT_ITERATIONS
-        return is_long or self.num_numbers >= self.max_numbers
-
-    @property
-    def active(self) -> tuple[RequestState, ...]:
-        fields = [iter(self.states)] * len(RequestState._fields)
-        return tuple(map(RequestState._make, zip(*fields, strict=True)))
-
-
 class FlightRecorder:
     """Records the decisions of one scheduler; see the module for the order of calls."""
 
@@ -130,7 +106,7 @@ class FlightRecorder:
         self._clock = clock
         self._start_ns = clock()
         self._started = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self._segments: deque[_Segment] = deque()
+        self._segments: deque[Segment] = deque()
         self._number = 0
         self._arrivals: list[LlmRequest] = []
         self._came_ns: dict[int, int] = {}
@@ -260,7 +236,7 @@ class FlightRecorder:
 
         Call it on the thread that records; the lines may be taken on another one.
         """
-        iterations = [i for segment in self._segments for i in segment.iterations]
+        iterations = [plain for segment in self._segments for plain in segment.plain_iterations]
         return self._format(self._segments[0] if self._segments else None, iterations)
 
     def close(self) -> None:
@@ -327,9 +303,7 @@ class FlightRecorder:
         self._arrivals, self._ends, self._places, self._drafting = [], [], {}, []
         self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
         self._moves = ()
-        segment = self._segments[-1]
-        segment.iterations.append(iteration)
-        segment.num_numbers += _num_numbers(iteration)
+        self._segments[-1].add(iteration)
         if self._sink is not None:
             self._sink.add(iteration)
 
@@ -352,15 +326,15 @@ class FlightRecorder:
             for request in self._arrivals:
                 self._texts.add(request)
 
-    def _format(self, first: _Segment | None, iterations: list[Iteration]) -> Iterator[str]:
+    def _format(self, first: Segment | None, iterations: list[PlainIteration]) -> Iterator[str]:
         writer = LineWriter()
         header = Header(self.settings, self._software, self._started)
-        if first is not None and iterations and iterations[0].number > 1:
-            cache = None if first.cache is None else first.cache.start(iterations)
+        if first is not None and iterations and named(iterations[0]).number > 1:
+            cache = None if first.cache is None else first.cache.start(map(named, iterations))
             header = replace(header, active=first.active, is_running=first.is_running, cache=cache)
         yield writer.header(header)
         for iteration in iterations:
-            yield writer.iteration(iteration)
+            yield writer.iteration(named(iteration))
 
     def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
         new_ids = {request.request_id for request in self._arrivals}
@@ -380,8 +354,11 @@ class FlightRecorder:
             )
         is_running = self._running is not None and self._running.num_requests > 0
         size = max(NUM_SEGMENTS // 4, 1) if len(requests) >= MANY_REQUESTS else 1
+        max_iterations = size * SEGMENT_ITERATIONS
         max_numbers = size * max(SEGMENT_NUMBERS, 9 * len(requests))
-        self._segments.append(_Segment(tuple(states), is_running, mark, size, max_numbers))
+        self._segments.append(
+            Segment(tuple(states), is_running, mark, size, max_iterations, max_numbers)
+        )
         while sum(segment.size for segment in self._segments) > NUM_SEGMENTS:
             self._segments.popleft()
 
@@ -420,12 +397,3 @@ def _places(
         for place, request in enumerate(active_requests)
         if request.request_id in new_ids
     }
-
-
-def _num_numbers(iteration: Iteration) -> int:
-    """Ids held by the record, but for who generates, which many share."""
-    number = 8 + 6 * len(iteration.arrivals) + 2 * len(iteration.ends)
-    number += 4 * len(iteration.drafts)
-    if iteration.decision is not None:
-        number += 2 * len(iteration.decision.context) + len(iteration.decision.paused)
-    return number

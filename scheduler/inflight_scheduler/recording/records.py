@@ -7,6 +7,7 @@ ends) and the decision; reasons, blocks and states are derived by running the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN
@@ -90,6 +91,19 @@ class Arrival(NamedTuple):
     likeness: Likeness = NO_LIKENESS
 
 
+_standing = attrgetter(  # half the time that one after another takes, of thousands at once
+    "request_id",
+    "orig_prompt_len",
+    "prompt_len",
+    "num_tokens",
+    "max_new_tokens",
+    "context_current_position",
+    "num_pauses",
+    "priority",
+    "beam_width",
+)
+
+
 class RequestState(NamedTuple):
     """Where an active request stood when the recording began.
 
@@ -115,19 +129,7 @@ class RequestState(NamedTuple):
     @classmethod
     def of(cls, request: LlmRequest, pending_place: int = 0, num_blocks: int = 0) -> RequestState:
         """The state of ``request`` now."""
-        return cls(
-            request.request_id,
-            request.orig_prompt_len,
-            request.prompt_len,
-            request.num_tokens,
-            request.max_new_tokens,
-            request.context_current_position,
-            request.num_pauses,
-            request.priority,
-            request.beam_width,
-            pending_place,
-            num_blocks,
-        )
+        return cls._make((*_standing(request), pending_place, num_blocks))
 
 
 class TextPart(NamedTuple):

@@ -21,7 +21,7 @@ from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalP
 from inflight_backend.triton import dispatcher
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
-from inflight_scheduler.recording import likeness, texts
+from inflight_scheduler.recording import likeness, part_log
 from inflight_scheduler.recording import recorder as recorder_module
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
@@ -133,7 +133,7 @@ def test_many_tiny_requests_leave_nothing_behind(
     monkeypatch.setattr(recorder_module, "NUM_SEGMENTS", 1)  # full soon
     monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 10)
     monkeypatch.setattr(likeness, "_MIN_TEXTS", 0)
-    monkeypatch.setattr(texts, "MIN_PARTS", 10)
+    monkeypatch.setattr(part_log, "MIN_PARTS", 10)
     engine = CountingEngine(num_blocks=16)
     server = make_server(engine, max_batch_size="64")
 

@@ -26,7 +26,7 @@ from inflight_scheduler import (
     RequestScheduler,
     ScheduledBatch,
 )
-from inflight_scheduler.recording import likeness, texts
+from inflight_scheduler.recording import likeness, part_log
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.cost_model import CostModel, Load
 from inflight_scheduler.recording.files import RecordingReader
@@ -289,7 +289,7 @@ def tiny_ring() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorder_module, "SEGMENT_ITERATIONS", 5)
         patch.setattr(recorder_module, "NUM_SEGMENTS", 3)
-        patch.setattr(texts, "MIN_PARTS", 3)
+        patch.setattr(part_log, "MIN_PARTS", 3)
         patch.setattr(likeness, "_MIN_TOKENS", 0)
         patch.setattr(likeness, "_MIN_TEXTS", 0)
         yield

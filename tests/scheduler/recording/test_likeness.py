@@ -87,10 +87,10 @@ def test_nobody_waits_until_all_texts_in_use_are_entered_again(
 ) -> None:
     """Ten thousand of them took a tenth of a second; now each new text brings one of them along."""
     monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
-    in_use = [(b"", pack([number, number]), number) for number in range(80)]
+    in_use = {number: (b"", pack([number, number])) for number in range(80)}
     index = TextIndex(1, 1, lambda: in_use)
-    for text in in_use:
-        index.add(*text)
+    for number, (salt, text) in in_use.items():
+        index.add(salt, text, number)
     num_added = 0
     add = likeness._Tree.add
 
@@ -104,9 +104,12 @@ def test_nobody_waits_until_all_texts_in_use_are_entered_again(
         num_before = num_added
         index.add(b"", pack([number]), number)
         assert num_added - num_before <= 2
-        assert index.numbers().issuperset(range(80))
+        assert all(map(index.is_named, range(80)))
         new = pack([number % 80, number % 80, 1])
-        assert max(tree.find(b"", new, -1).length for tree in (index._young, index._old)) == 2
+        assert (len(pack([0, 0])), number % 80) in (
+            *index._young.owners_along(b"", new),
+            *index._old.owners_along(b"", new),
+        )
     assert num_added > 900 + 6 * 80, "few were entered again: the test shows nothing"
 
 
@@ -141,7 +144,40 @@ def test_many_short_texts_are_as_few_as_blocks_allow(monkeypatch: pytest.MonkeyP
     index = TextIndex(50, 64)
     for number in range(5000):
         index.add(b"", pack([number]), number)
-    assert len(index.numbers()) <= 2 * 200 + 2
+    assert sum(map(index.is_named, range(5000))) <= 2 * 200 + 2
+
+
+def test_a_beginning_that_is_used_for_ever_goes_by_one_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By another one each time the index forgets, it would lean on all of them."""
+    monkeypatch.setattr(likeness, "_MIN_TOKENS", 0)
+    monkeypatch.setattr(likeness, "_MIN_TEXTS", 0)
+    index = TextIndex(2, 8)
+    found = [
+        index.add(b"", pack([1, 2, 3, 4, *range(100 * number, 100 * number + 9)]), number)
+        for number in range(200)
+    ]
+    assert found[1:] == [Likeness(0, 4)] * 199
+    assert not index.is_named(1), "nothing was forgotten: the test shows nothing"
+
+
+def test_what_is_forgotten_is_given_back_a_little_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred thousand texts at once took a tenth of a second."""
+    monkeypatch.setattr(likeness, "_MIN_TEXTS", 400)
+    index = TextIndex(1, 1)
+    before, size = None, 0
+    num_given_back = 0
+    for number in range(3000):
+        index.add(b"", pack([number, number]), number)
+        forgotten = index._forgotten
+        if forgotten is not None and forgotten is before:
+            assert size - 4 <= len(forgotten._edges) < size
+            num_given_back += size - len(forgotten._edges)
+        before, size = forgotten, 0 if forgotten is None else len(forgotten._edges)
+    assert num_given_back > 1500
 
 
 @pytest.mark.case(112)

@@ -9,8 +9,20 @@ from scheduler.recording.recorded import GUARANTEED
 from scheduler.world import make_request
 
 from inflight_scheduler.recording import recorder as recorder_module
+from inflight_scheduler.recording.beams import Moves
+from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
+from inflight_scheduler.recording.records import (
+    Arrival,
+    Chunk,
+    Decision,
+    Drafts,
+    End,
+    Growth,
+    Iteration,
+    Settings,
+)
+from inflight_scheduler.recording.segment import named, plain
 
 NUM_REQUESTS = 5000
 
@@ -59,9 +71,35 @@ def test_with_many_requests_the_segments_are_fewer_and_longer() -> None:
 def test_of_many_requests_the_ring_holds_what_garbage_collections_pass_over() -> None:
     """They stop everybody, and take the longer the more objects they have to look into."""
     recorder = generate(600, is_steady=False)
-    gc.collect()
+    for _ in range(2):  # the first one finds out that what is in a tuple need not be looked into
+        gc.collect()
     segments = recorder._segments
     assert {len(segment.active) for segment in segments} == {0, NUM_REQUESTS}
     assert not any(gc.is_tracked(segment.states) for segment in segments)
+    assert not any(gc.is_tracked(plain) for s in segments for plain in s.plain_iterations)
     generations = [i.decision.generation for s in segments for i in s.iterations if i.decision]
     assert not any(gc.is_tracked(ids) for ids in generations)
+
+
+@pytest.mark.parametrize("has_decision", [True, False])
+def test_what_is_held_without_names_gets_all_of_them_again(has_decision: bool) -> None:
+    decision = Decision((Chunk(3, 9), Chunk(4, 2)), (1, 2), (5,)) if has_decision else None
+    iteration = Iteration(
+        number=7,
+        start_us=1000,
+        step_us=20,
+        arrivals=(Arrival(3, 9, 4), Arrival(4, 2, 1, 8, 0.7, 2, 5, Likeness(6, 1))),
+        decision=decision,
+        num_free_blocks=11,
+        ends=(End(1, "end_id"), End(2, "cancelled")),
+        has_failed=True,
+        growths=(Growth(1, Likeness(0, 12)), Growth(2, Likeness(9, 3))),
+        is_by_default=True,
+        has_lost=True,
+        drafts=(Drafts(1, 4, 3, 2),),
+        is_settled=True,
+        moves=(Moves(4, (0, 0)),),
+        has_forgotten=True,
+    )
+    assert named(plain(iteration)) == iteration
+    assert repr(named(plain(iteration))) == repr(iteration)  # the names as well
