@@ -26,13 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import repeat
 from operator import attrgetter
 from typing import overload
 
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import PENDING_TOKEN, FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.request_lines import GenerationLine, RequestLine
+from inflight_scheduler.settling import AwaitedTokens
 from inflight_scheduler.step_calendar import StepCalendar
 
 DEFAULT_PRIORITY_SPAN = 1000
@@ -237,13 +237,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         for request in self._take_full():
             request.finish(FinishReason.LENGTH)
 
-    def expect_tokens(self) -> None:
+    def expect_tokens(self) -> AwaitedTokens:
         """`LlmRequest.expect_token` for each of `generation`."""
-        self._generation.append(repeat(PENDING_TOKEN, len(self._generation.requests)))
-        for request in self._generation.requests:
-            request.num_pending_tokens += 1
+        awaited = self._generation.append_pending()
         for request in self._take_full():
             request.await_last_token()
+        return awaited
 
     def check_integrity(self) -> None:
         """Compare everything with what the requests say; O(requests).
