@@ -205,11 +205,12 @@ class ActiveRequests(Sequence[LlmRequest]):
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
         due = []
-        for request in self._borders.take():
+        for request in self._borders.due():
             num_places_left = self.block_manager.num_places_left(request)
-            self._borders.enter(request, num_places_left)
             if num_places_left == 0:
                 due.append(request)
+            else:
+                self._borders.enter(request, num_places_left)
         return due
 
     def tick(self, have_all_run: bool) -> None:
@@ -219,8 +220,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         """
         # Whoever got a block and fills its first place has no need of the next one for a while.
         num_steps = self.block_manager.tokens_per_block if have_all_run else 1
-        for request in self._borders.take():
-            self._borders.enter(request, num_steps)
+        self._borders.postpone(num_steps)
         for request in self._ends.take():  # early: it has not got a token in each step
             self._ends.enter(request, request.num_remaining_tokens)
         self._borders.clock += 1
