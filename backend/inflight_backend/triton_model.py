@@ -28,7 +28,12 @@ from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
-from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
+from inflight_backend.triton.housekeeper import (
+    PARENT_CHECK_SECONDS,
+    Chore,
+    Housekeeper,
+    exit_with_parent,
+)
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.stream import ResponseFactory
 from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
@@ -42,7 +47,6 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 _STDERR = 2
 _DRAIN_CHECK_SECONDS = 0.1
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
-_PARENT_CHECK_SECONDS = 0.5
 _LEAVING_CHECK_SECONDS = 0.05
 _STOP_ALL_WORD = "stop"
 _STALLED = "the server makes no progress; send the request elsewhere"
@@ -65,7 +69,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
         faulthandler.enable(_STDERR)  # a crash in native code says in the log where it was
-        exit_with_parent(_PARENT_CHECK_SECONDS)
+        exit_with_parent(PARENT_CHECK_SECONDS)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
         config = json.loads(args["model_config"])
