@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import time
+from pathlib import Path
 
 from inflight_backend.errors import ServingError
 from inflight_backend.serve.log import explain
@@ -12,6 +13,7 @@ from inflight_backend.serve.repository import DEFAULT_MODELS
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import ModelStatus, beat_of, read_status
+from inflight_client.protocol import LLM_MODEL_NAME
 
 _HEALTH_SECONDS = 2.0
 _PROBE_PERIOD_SECONDS = 2.0
@@ -114,20 +116,20 @@ class Vitals:
         return ""
 
     def _find_added_models(self) -> dict[str, int | None]:
-        """Model -> its process; None if that has died already."""
-        models = [model for model in self._settings.models if model not in DEFAULT_MODELS]
-        children = children_of(self._server.pid) if models else {}
-        return {
-            model: next(
-                (
-                    pid
-                    for pid, arguments in children.items()
-                    if any(each.endswith(f"/{model}/1/model.py") for each in arguments)
-                ),
-                None,
-            )
-            for model in models
+        """Model -> its process; None if that has died already.
+
+        Nobody is watched where even `tensorrt_llm`'s is not found: then this Triton starts them in
+        another way than the ones we know.
+        """
+        added = [model for model in self._settings.models if model not in DEFAULT_MODELS]
+        children = children_of(self._server.pid) if added else {}
+        found = {
+            Path(argument).parts[-3]: pid
+            for pid, arguments in children.items()
+            for argument in arguments
+            if argument.endswith("/1/model.py")
         }
+        return {model: found.get(model) for model in added} if LLM_MODEL_NAME in found else {}
 
     def _check_beat(self) -> None:
         now = time.monotonic()

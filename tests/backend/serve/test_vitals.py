@@ -19,6 +19,7 @@ from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.vitals import Vitals
 from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import StatusWriter, read_status
+from inflight_client.protocol import LLM_MODEL_NAME
 
 # Says that it is live, as tritonserver does, until it is stopped by a signal; each argument is a
 # model file, which it starts a process for and does not look at again.
@@ -43,7 +44,8 @@ class Running:
     """A server, this process as its model, processes of added models, and the vitals of all."""
 
     def __init__(self, folder: Path, workspace: Workspace) -> None:
-        files = [str(workspace.models / model / "1" / "model.py") for model in ADDED]
+        models = (LLM_MODEL_NAME, *ADDED)
+        files = [str(workspace.models / model / "1" / "model.py") for model in models]
         log = folder / "log"
         with log.open("wb") as output:
             self.server = ServerProcess([sys.executable, "-c", SERVER, *files], os.environ, output)
@@ -159,6 +161,12 @@ def test_an_added_model_that_died_before_all_were_loaded_is_found_then(running: 
     running.load(lambda: running.has_loaded_for(0.2))
     with pytest.raises(ServingError, match=r"the process of preprocessing died \("):
         running.vitals.check_processes(running.status)
+
+
+def test_nobody_is_blamed_where_triton_starts_models_in_another_way(running: Running) -> None:
+    running.kill_added(LLM_MODEL_NAME)
+    running.kill_added("preprocessing")
+    running.watch(0.2)
 
 
 def never() -> bool:
