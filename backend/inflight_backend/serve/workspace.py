@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from inflight_backend.serve.scratch import remove_scratch
+from inflight_backend.status import stop_file_of
 
 _PREFIX = "inflight-serve-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -66,7 +67,7 @@ class Workspace:
 
     @property
     def drain_file(self) -> Path:
-        """Its appearance asks the model to drain; ``stop`` in it, to end what still runs."""
+        """Its appearance asks the model to drain; that of `stop_file_of` it, to end what runs."""
         return self.path / "drain"
 
     @property
@@ -81,14 +82,15 @@ class Workspace:
 
     def ask_to_drain(self, stop_all: bool = False) -> None:
         """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
-        scratch = self.drain_file.with_suffix(".new")
-        scratch.write_text("stop" if stop_all else "", encoding="utf-8")
-        scratch.replace(self.drain_file)
+        self.drain_file.touch()
+        if stop_all:
+            stop_file_of(self.drain_file).touch()
 
     def clear_run(self) -> None:
         """Remove what a server that has failed left, and keep the rest for the next one."""
         _remove_outside(self.path)
-        for file in (self.status_file, self.drain_file, self.scratch_note):
+        asked = (self.drain_file, stop_file_of(self.drain_file))
+        for file in (self.status_file, *asked, self.scratch_note):
             file.unlink(missing_ok=True)
         if self.log_file.exists():
             self.log_file.replace(self.log_file.with_suffix(".old"))

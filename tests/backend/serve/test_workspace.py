@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.serve.workspace import Workspace, sweep_abandoned
+from inflight_backend.status import stop_file_of
 
 KILLED = """
 import os
@@ -138,10 +139,13 @@ def test_folder_that_is_being_made_is_left_alone(temporary_folder: Path) -> None
     assert made.is_dir()
 
 
-def test_drain_file_says_which_kind_of_stop() -> None:
+def test_an_empty_file_each_says_which_kind_of_stop() -> None:
+    """Empty, since there is room for that on a full disk."""
     with Workspace() as workspace:
-        assert not workspace.drain_file.exists()
+        stop_file = stop_file_of(workspace.drain_file)
         workspace.ask_to_drain()
-        assert workspace.drain_file.read_text() == ""
+        assert (workspace.drain_file.exists(), stop_file.exists()) == (True, False)
         workspace.ask_to_drain(stop_all=True)
-        assert workspace.drain_file.read_text() == "stop"
+        assert [file.stat().st_size for file in (workspace.drain_file, stop_file)] == [0, 0]
+        workspace.clear_run()
+        assert (workspace.drain_file.exists(), stop_file.exists()) == (False, False)
