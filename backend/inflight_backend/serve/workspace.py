@@ -1,8 +1,9 @@
 """The private folder of one run, and everything else a run could leave on the machine.
 
 A run owns ``<tmp>/inflight-serve-XXXXXXXX`` (mode 0700); the same name is the prefix of its shared
-memory. The folder is locked while its launcher lives, however it dies, so that a later
-run can recognise and remove what a killed one left.
+memory. A file in it is locked while its launcher lives, however it dies, so that a later
+run can recognise and remove what a killed one left; the folder itself is locked so that a cleaner
+of temporary files leaves it alone, who would take what is read at a start only.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Workspace:
         self._lock = unlocked.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
+        self._folder = _kept_from_cleaners(self.path)
 
     def __enter__(self) -> Workspace:
         return self
@@ -98,7 +100,17 @@ class Workspace:
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""
         _remove_run(self.path)
+        os.close(self._folder)
         self._lock.close()
+
+
+def _kept_from_cleaners(folder: Path) -> int:
+    """A descriptor of ``folder`` with a lock; whoever cleans as systemd does (tmpfiles.d(5), the
+    note on aging) passes over a locked folder with everything below it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # of a file system that locks no folders
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def sweep_abandoned() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import subprocess
@@ -149,3 +150,18 @@ def test_an_empty_file_each_says_which_kind_of_stop() -> None:
         assert [file.stat().st_size for file in (workspace.drain_file, stop_file)] == [0, 0]
         workspace.clear_run()
         assert (workspace.drain_file.exists(), stop_file.exists()) == (False, False)
+
+
+def test_cleaners_of_temporary_files_pass_over_the_folder_of_a_living_run() -> None:
+    """systemd-tmpfiles asks for a shared lock on each folder: tmpfiles.d(5), the note on aging."""
+    with Workspace() as workspace:
+        folder = os.open(workspace.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(folder)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with Workspace():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == num_open
