@@ -170,8 +170,10 @@ def start_serve(
     settings: Mapping[str, object] | None = None,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    output: int | None = None,
 ) -> ServeProcess:
-    """Start ``inflight serve`` in ``scratch`` (its output and its temporary files go there)."""
+    """Start ``inflight serve`` in ``scratch`` (its temporary files go there, and its output unless
+    there is a descriptor ``output``)."""
     (scratch / "tmp").mkdir(exist_ok=True)  # by the run before
     http_port, grpc_port, metrics_port = free_ports(3)
     arguments = [
@@ -188,8 +190,8 @@ def start_serve(
             [Path(sys.executable).parent / "inflight", "serve", *arguments],
             env={**base, **(environment or {})},
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=stdout if output is None else output,
+            stderr=stderr if output is None else output,
         )
     return ServeProcess(scratch, process, http_port, grpc_port, metrics_port)
 
