@@ -183,7 +183,7 @@ class _Run:
             raise RecordingError("nobody runs under these settings, though requests wait")
         if recorder is not None:
             if is_alone:
-                recorder.settled()
+                recorder.settled(simulation.active)
             # Of a user's scheduler that is guarded; ours are never overruled.
             is_by_default = getattr(simulation.scheduler, "is_overruled", False)
             recorder.decided(simulation.active, *lists, is_by_default=is_by_default)
@@ -206,7 +206,7 @@ class _Run:
     def _settle(self) -> None:
         """A turn in which the tokens of the step that runs come, and nothing is decided."""
         if self._recorder is not None:
-            self._recorder.settled()
+            self._recorder.settled(self._simulation.active)
         self._apply(self._simulation.settle(_told((), (), is_settled=True)))
 
     def _apply(self, step: Step) -> None:

@@ -170,13 +170,23 @@ def test_beams_are_as_they_were(policy: object) -> None:
     assert {job.beam_width for job in jobs} == {3}
 
 
+@pytest.mark.parametrize("is_equal", [False, True])
 @pytest.mark.parametrize("has_others", [False, True])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_overlapped_beams_are_as_they_were(policy: object, has_others: bool) -> None:
-    """A step with beams is waited for before the next decision; others run beside that."""
+def test_overlapped_beams_are_as_they_were(
+    policy: object, has_others: bool, is_equal: bool
+) -> None:
+    """A step with beams is waited for before the next decision; others run beside that.
+
+    Some come in a turn in which only its tokens do, and are more urgent than those who wait.
+    """
     settings = replace(SEARCHING, policy=policy, num_blocks=18, is_overlapped=True)  # type: ignore[arg-type]
+    priorities = [0.5 if is_equal else (0.0, 0.5, 0.9)[i % 3] for i in range(24)]
     requests = [
-        make_request(i, 5, 15) if has_others and i % 3 == 0 else searching(i) for i in range(1, 25)
+        make_request(i, 5, 15, priority=priority)
+        if has_others and i % 3 == 0
+        else searching(i, priority=priority)
+        for i, priority in enumerate(priorities, start=1)
     ]
     world = serve(OverlappedSearchingWorld(settings, PRICES), requests)
     measured = check_as_recorded(world)
