@@ -31,10 +31,11 @@ from inflight_scheduler import (
 from inflight_scheduler.recording import beams
 from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.header import Header, header_fields, read_header
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.in_force import Lists, scheduler_of
 from inflight_scheduler.recording.latency import Latencies, Summary
+from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
@@ -386,7 +387,7 @@ def test_a_recording_from_before_the_new_settings_is_read() -> None:
     assert reader.header.settings == ORDERED
     assert (ORDERED.priority_span, ORDERED.max_drafting_batch) == (1000, None)
     settings = replace(ORDERED, priority_span=2.5, max_drafting_batch=7)
-    assert read_header(header_fields(Header(settings))).settings == settings
+    assert LineReader().header(LineWriter().header(Header(settings))).settings == settings
 
 
 @pytest.mark.parametrize("span", [-1, True, "5", [5], math.inf, math.nan, 10**400])
