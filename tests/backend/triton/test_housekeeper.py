@@ -16,6 +16,7 @@ from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 
 WAIT = 10.0
+TESTS = Path(__file__).parents[2]
 
 
 def test_a_chore_that_raises_is_tried_again_and_the_others_run() -> None:
@@ -61,7 +62,12 @@ def test_a_process_ends_soon_after_its_parent(code: str) -> None:
         "assert p.stdout.readline(); print(p.pid)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", parent],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     pid = int(result.stdout)
     deadline = time.monotonic() + WAIT
