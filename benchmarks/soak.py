@@ -63,6 +63,7 @@ _MIN_KILL_SECONDS = 18.0
 _SERVE_SECONDS = 75.0  # after a recovery: a server that fails within 60 s has failed in a row
 _IDLE_SECONDS = 120.0
 _QUEUE_SECONDS = 20.0
+_CHECK_SECONDS = 1.5  # of the steady time, for the two looks at the queue after it
 _RECOVERY_SECONDS = 180.0
 # A stream that was open when a process was killed or frozen ends within 2 s, or 6 s after the
 # stall; what other work on the machine may add comes on top.
@@ -119,7 +120,7 @@ class PolicySoak:
             is_warm = asker.num_iterations >= _WARM_ITERATIONS
             before = await self._quiet("after the warm-up", names)
             num_before = calm.num_requests
-            end = began + self._seconds - self._kill_seconds
+            end = began + self._seconds - self._kill_seconds - _CHECK_SECONDS
             names = await self._load(calm, steady, lambda: time.monotonic() > end)
             after = await self._quiet("after the steady load", names)
             await asker.stop()

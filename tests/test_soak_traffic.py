@@ -147,18 +147,20 @@ def test_a_full_server_refuses_those_that_are_to_be_cancelled_once_each() -> Non
     assert (tally.wrong, tally.finals) == ([], {1: num_refused})
 
 
-@pytest.mark.parametrize("how", ["no token", "one token", "final", "wrong token", "nothing in it"])
+@pytest.mark.parametrize(
+    "how", ["no token", "one token", "cut", "final", "wrong token", "nothing in it"]
+)
 def test_what_comes_before_a_cancel_is_judged(how: str) -> None:
     async def script(each: Any) -> AsyncIterator[Any]:
         pieces = pieces_of(each, 10)
-        if how == "one token":
+        if how in ("one token", "cut"):
             yield response(pieces[0])
         elif how in ("final", "wrong token", "nothing in it"):
             for piece in pieces:
                 text = {"final": piece, "wrong token": "x"}.get(how, "")
                 yield response(text, is_final=how == "final")
             return
-        for _ in range(2):
+        for _ in range(0 if how == "cut" else 2):
             yield response(is_final=True)
 
     tally = asked(script, many_cancelled)
@@ -339,6 +341,12 @@ def test_what_comes_before_a_reset_is_judged(
 ) -> None:
     tally = reset(status, payloads)
     assert (len(tally.wrong), tally.outcomes) == (5, {})
+
+
+def test_a_stall_that_ends_a_stream_before_a_reset_is_counted() -> None:
+    tally = reset(200, [RIGHT, {"error": "the server makes no progress"}])
+    assert tally.outcomes["refused: makes no progress"] > 0
+    assert (tally.outcomes.total(), tally.wrong) == (5, [])
 
 
 def test_an_end_before_a_reset_is_found() -> None:
