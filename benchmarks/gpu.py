@@ -150,6 +150,7 @@ def _seconds(name: str, options: argparse.Namespace) -> float:
 
 def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator[Row]:
     """The rows of a part, in this process, until its time is over; an error is the last row."""
+    stop_at = time.monotonic() + seconds  # before what it needs is imported
     import torch
     from gpu_parts.common import Ceilings, Setting
 
@@ -157,7 +158,7 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator
         device=torch.device("cpu" if options.dry_run else "cuda"),
         is_dry=options.dry_run,
         is_quick=options.quick,
-        stop_at=time.monotonic() + seconds,
+        stop_at=stop_at,
         ceilings=Ceilings(**json.loads(options.ceilings)) if options.ceilings else Ceilings(),
         share=_share(options.share),
     )

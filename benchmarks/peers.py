@@ -230,13 +230,13 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
 def _run_part(options: argparse.Namespace) -> None:
     """The attention rows, in the process that `isolated` started."""
+    stop_at = time.monotonic() + options.until - time.time()  # before what it needs is imported
     import torch
     from gpu_parts.common import Setting
     from peer_parts.attention_rows import rows
 
-    left = options.until - time.time()
     device = torch.device("cpu" if options.dry_run else "cuda")
-    setting = Setting(device, options.dry_run, options.quick, time.monotonic() + left)
+    setting = Setting(device, options.dry_run, options.quick, stop_at)
     for row in rows(setting):
         isolated.keep_row(options.rows, options.part, 0, row)
         if setting.seconds_left < 0:

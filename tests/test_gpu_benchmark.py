@@ -116,6 +116,26 @@ def test_a_part_stops_when_its_time_is_over(
     assert time.monotonic() - start < 30
 
 
+def test_a_part_counts_from_before_its_imports(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it goes on until it is killed, and what it was making then is lost."""
+    from gpu_parts import common
+
+    class Slow(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            time.sleep(0.2)
+            return getattr(common, name)
+
+    def told(setting: common.Setting) -> object:
+        yield common.Row(left=setting.seconds_left)
+
+    monkeypatch.setattr("gpu_parts.ceilings.rows", told)
+    monkeypatch.setitem(sys.modules, "gpu_parts.common", Slow("gpu_parts.common"))
+    [row] = gpu.run_part("ceilings", options(), seconds=10)
+    assert row["left"] < 9.8
+
+
 def test_times_add_up(gpu: ModuleType) -> None:
     full = options(dry_run=False)
     assert sum(gpu._seconds(name, full) for name in gpu.PARTS) <= gpu._FULL_SECONDS <= 540

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -67,6 +68,71 @@ def test_behind_a_broken_context_no_check_is_blamed(monkeypatch: pytest.MonkeyPa
     assert [row["ok"] for row in rows] == [True, False, False, False]
     assert "device-side assert" in rows[1]["error"]
     assert rows[2]["error"] == "did not run: 'b' broke the CUDA context"
+
+
+def test_one_wrong_row_is_not_lost_among_larger_ones() -> None:
+    """Attention over 9,000 tokens without a sixteenth of them, beside rows of few tokens: the sum
+    of all errors is within the limit."""
+    from gpu_parts import checks
+
+    torch.manual_seed(0)
+    expected = torch.randn(8, 4, 64)
+    expected[7] /= 60
+    out = expected.clone()
+    out[7] += 0.25 / 60 * torch.randn(4, 64)
+
+    def verdicts(right: torch.Tensor, found: torch.Tensor) -> list[bool]:
+        made = [
+            checks._Check("all", 1e-2, lambda: (found, right)),
+            checks._Check("rows", 1e-2, lambda: (found, right), has_rows=True),
+        ]
+        return [row["ok"] for row in checks.rows(full_size(), iter(made))]
+
+    assert verdicts(expected, out) == [True, False]
+    assert verdicts(expected, expected * 1.005) == [True, True]
+    expected[0, 0] = 0  # a row that nobody wrote
+    assert verdicts(expected, expected) == [True, True]
+    out = expected.clone()
+    out[0, 0] = 1e-3
+    assert verdicts(expected, out) == [True, False]
+
+
+def test_every_kernel_is_checked_and_with_blocks_as_they_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tile of keys that fills a block is read by other code than one that does not."""
+    from dataclasses import replace
+
+    from gpu_parts import checks
+    from triton.runtime.interpreter import InterpretedFunction
+
+    import inflight_kernels
+    from benchmarks import bench_paged_attention_context, bench_paged_attention_generation
+
+    launched: set[str] = set()
+    sizes: set[tuple[str, bool, int]] = set()
+    run = InterpretedFunction.run
+
+    def watch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.add(self.fn.__name__)
+        if "TOKENS_PER_BLOCK" in kwargs and "WINDOW" in kwargs:
+            sizes.add((self.fn.__name__, kwargs["WINDOW"] > 0, kwargs["TOKENS_PER_BLOCK"]))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watch)
+    rows = list(checks.kernels(replace(full_size(), is_dry=True)))
+    assert not [row for row in rows if not row["ok"]]
+    folder = Path(inflight_kernels.__file__).parent
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    kernels = set(re.findall(r"^def (_\w+_kernel)\(", text, re.MULTILINE))
+    assert len(kernels) > 12
+    assert launched >= kernels
+    for module, name in (
+        (bench_paged_attention_context, "_paged_attention_context_kernel"),
+        (bench_paged_attention_generation, "_paged_attention_generation_kernel"),
+    ):
+        assert (name, False, module._BLOCK) in sizes
+        assert {size for _, _, size in sizes} > {module._BLOCK}
 
 
 def test_processes_share_the_work() -> None:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import grpc
-import grpc.aio
-import numpy as np
 import pytest
 from e2e.harness import assert_counts, assert_counts_in_part
 from manager_harness import Recorder, request, running
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import serialize_byte_tensor
 
-from inflight_backend.triton.arrivals import RequestIds
 from inflight_scheduler import BlockManager
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from soak_parts import ends, memory
 from soak_parts.answers import is_cut, is_whole
-from soak_parts.server import MODEL, Footprint, footprint, repairs
-from soak_parts.traffic import Span, Traffic
+from soak_parts.server import DRAIN_SECONDS, MODEL, Footprint, footprint, judge_stop, repairs
+from soak_parts.traffic import Span
 
 PROMPT = "1 2 3"
-
-Script = Callable[[Any], AsyncIterator[Any]]
 
 
 @pytest.mark.parametrize(
@@ -72,10 +61,39 @@ def test_memory_kept_of_each_request_is_found() -> None:
         for second in range(0, 900, 5):
             held = 400 + 20 * second * bytes_per_request / 2**20
             steady.add(second, {MODEL: Footprint(held, 1)})
-        return memory.judge(memory.Samples(), steady, True, 20 * 895)[1]
+        return memory.judge(memory.Samples(), steady, True, 20 * 895, 1800)[1]
 
     assert judged(0) == judged(90) == []
     assert "150 bytes per request" in judged(150)[0]
+
+
+@pytest.mark.parametrize(
+    ("is_warm", "steady_seconds", "policy_seconds", "is_failure"),
+    [
+        (True, 900, 1800, False),
+        (False, 900, 1800, True),
+        (True, 590, 1800, True),
+        (False, 900, 1790, False),
+    ],
+)
+def test_an_hour_whose_memory_was_not_judged_is_no_success(
+    is_warm: bool, steady_seconds: int, policy_seconds: float, is_failure: bool
+) -> None:
+    warm_up, steady = memory.Samples(), memory.Samples()
+    for second in range(0, steady_seconds + 5, 5):
+        steady.add(second, {MODEL: Footprint(400, 1)})
+    report, failures = memory.judge(warm_up, steady, is_warm, 1000, policy_seconds)
+    assert report["is_judged"] == (is_warm and steady_seconds >= memory.MIN_SECONDS)
+    assert [failure.partition(":")[0] for failure in failures] == (
+        ["memory was not judged"] if is_failure else []
+    )
+
+
+def test_a_warm_up_leaves_enough_to_judge() -> None:
+    load = 0.88 * memory.JUDGED_FROM_SECONDS
+    assert load - memory.longest_warm_up(load) > memory.MIN_SECONDS
+    assert memory.longest_warm_up(load) > 15 * 60  # a busy machine needed 14 minutes
+    assert memory.longest_warm_up(42.0) == 21.0
 
 
 def test_a_descriptor_too_many_is_told_with_its_kind() -> None:
@@ -96,6 +114,22 @@ def test_streams_that_end_late_or_never_are_found() -> None:
     assert failures == ["1 streams did not end", "2 streams ended after up to 3.5 s, not 2"]
 
 
+def test_what_a_dead_process_ended_well_is_found() -> None:
+    """But for answers that had come before and were not read yet."""
+    told, unread = Span(1.0, 11.5, False, is_refused=True), Span(1.0, 10.2, False)
+    assert ends.judge([told, unread], [], 10.0, 14.0, 2.0)[1] == []
+    spans = [told, unread, Span(1.0, 11.5, False)]
+    _, failures = ends.judge(spans, [], 10.0, 14.0, 2.0)
+    assert failures == ["1 streams ended without an error 1.5 s later"]
+
+
+def test_a_stop_that_waits_for_forgotten_requests_or_leaves_something_is_found() -> None:
+    assert judge_stop(0, 9.0, []) == []
+    assert judge_stop(1, 9.0, ["a folder"]) == ["exit code 1", "left behind: ['a folder']"]
+    (failure,) = judge_stop(0, DRAIN_SECONDS + 0.1, [])
+    assert failure == "the stop took 60 s: it waited for requests that nobody sent"
+
+
 def test_what_the_idle_check_mends_is_found_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,90 +144,6 @@ def test_what_the_idle_check_mends_is_found_in_the_log(
         while '"Repairs": 1' not in manager.stats_json:
             manager.wake()
     assert len(repairs(caplog.text)) == 1
-
-
-@pytest.fixture
-def ids() -> RequestIds:
-    return RequestIds()
-
-
-def response(text: str = "", *, error: str = "", is_final: bool = False) -> Any:
-    message = service_pb2.ModelStreamInferResponse(error_message=error)
-    message.infer_response.parameters["triton_final_response"].bool_param = is_final
-    if text:
-        message.infer_response.outputs.add(name="text_output", datatype="BYTES", shape=[1])
-        array = np.asarray([text], dtype=np.object_)
-        message.infer_response.raw_output_contents.append(serialize_byte_tensor(array).item())
-    return message
-
-
-def asked(script: Script, ask: Callable[[Traffic], Awaitable[Any]]) -> Any:
-    """What ``ask`` returns with a server that answers each request with ``script``."""
-
-    class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-        async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-            async for each in requests:
-                async for message in script(each):
-                    yield message
-
-    async def run() -> Any:
-        server = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Servicer(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        traffic = Traffic(f"127.0.0.1:{port}", 0, 1)
-        result = await ask(traffic)
-        await traffic.close()
-        await server.stop(None)
-        return result
-
-    return asyncio.run(run())
-
-
-def test_an_id_that_was_never_given_back_is_found(ids: RequestIds) -> None:
-    """Only `why` was asked once, which knows nothing of such an id."""
-
-    async def script(each: Any) -> AsyncIterator[Any]:
-        try:
-            ids.reserve(each.id)
-        except Exception as error:
-            yield response(error=str(error))
-            return
-        if each.id != "leaked":
-            ids.release(each.id)
-        yield response(" ")
-        yield response(is_final=True)
-
-    async def twice(traffic: Traffic) -> list[str]:
-        return [await traffic.why_held(name) for name in ("sound", "leaked") for _ in range(2)]
-
-    sound, again, leaked, held = asked(script, twice)
-    assert [sound, again, leaked] == [""] * 3
-    assert "still being processed" in held
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_pieces"), [("complete", 1), ("stopped", 1000), ("bad", 0), ("feature", 1)]
-)
-def test_wrong_ends_and_second_finals_are_found(kind: str, num_pieces: int) -> None:
-    """An answer that lost its end, one that a stop did not end, bad input that ended twice."""
-
-    async def script(each: Any) -> AsyncIterator[Any]:
-        if kind == "bad":
-            yield response(error="no such thing")
-        first = int(each.raw_input_contents[0].split()[-1]) + 1 if num_pieces > 1 else 1
-        text = "".join(f" {first + i}" for i in range(num_pieces))[:2000]
-        yield response(text)
-        yield response(is_final=True)
-        yield response(is_final=True)
-
-    async def one(traffic: Traffic) -> Traffic:
-        await getattr(traffic, f"_{kind}")()
-        return traffic
-
-    tally = asked(script, one).tally
-    assert len(tally.wrong) == 1
-    assert tally.finals == {3 if kind == "bad" else 2: 1}
 
 
 def test_a_connection_to_whoever_counts_is_no_leak() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fakes import CountingEngine, FakeRequest, FakeSender
 
+from inflight_backend.status import stop_file_of
 from inflight_backend.triton_model import TritonPythonModel
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
@@ -49,6 +52,7 @@ class Server:
         self.engine = engine
         self.status_file = folder / "status.json"
         self.drain_file = folder / "drain"
+        self.stop_file = stop_file_of(self.drain_file)
         parameters = {
             "gpt_model_path": str(folder),
             "status_file": str(self.status_file),
@@ -68,6 +72,17 @@ class Server:
             }
         )
 
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """While entered, no status can be written."""
+        with full_disk(self.status_file):
+            yield
+
+    def end_all(self) -> None:
+        """What the launcher does when the drain time is over."""
+        self.drain_file.touch()
+        self.stop_file.touch()
+
     def send(
         self,
         request_id: str = "",
@@ -84,6 +99,17 @@ class Server:
         sender = self.send(request_id, outputs, **values)
         assert sender.is_final.wait(WAIT)
         return sender
+
+
+@contextmanager
+def full_disk(status_file: Path) -> Iterator[None]:
+    """While entered, no `StatusWriter` of this process can write ``status_file``."""
+    scratch = status_file.with_name(f"{status_file.name}.{os.getpid()}.tmp")
+    scratch.mkdir()
+    try:
+        yield
+    finally:
+        scratch.rmdir()
 
 
 def ids_of(sender: FakeSender) -> list[int]:

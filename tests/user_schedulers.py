@@ -129,6 +129,22 @@ class BadChunks(OneAtATime):
         return context, [r for r in active_requests if r.is_generation_in_progress_state], []
 
 
+class RaisesAtFirst(OneAtATime):
+    """Has a bug that shows in its first decision alone; it cuts no context."""
+
+    has_raised = False
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """From the second on: whoever generates, and the last context."""
+        if not self.has_raised:
+            self.has_raised = True
+            raise RuntimeError("a bug in the user's code")
+        context = [r for r in active_requests if r.is_context_init_state]
+        return context[-1:], [r for r in active_requests if r.is_generation_in_progress_state], []
+
+
 class EveryOtherTime(OneAtATime):
     """Counts how often it is asked: every other time somebody new may start."""
 

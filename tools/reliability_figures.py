@@ -108,8 +108,8 @@ def _outcomes(phase: dict[str, Any]) -> str:
 
 def _finals(part: dict[str, Any]) -> str:
     told = []
-    for phase in ("load", "kills"):
-        finals = part[phase]["finals_per_request_read_to_its_end"]
+    for phase in ("load", "kills", "questions"):
+        finals = part[phase].get("finals_per_request_read_to_its_end", {})  # of questions: new
         told += [
             f"{number} in {times:,} of {sum(finals.values()):,}" for number, times in finals.items()
         ]

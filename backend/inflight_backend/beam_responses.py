@@ -45,11 +45,11 @@ def num_shown(beam: Hypothesis) -> int:
 
 
 def _log_probs(beams: list[Hypothesis], num_rows: int, length: int) -> list[NamedTensor]:
-    """Those the search has chosen by; 0 behind the end of a beam."""
+    """Those the search has chosen by: 0 behind a beam, but its end id counts in the sum."""
     log_probs = np.zeros((1, num_rows, length), dtype=np.float32)
     sums = np.zeros((1, num_rows), dtype=np.float32)
     for row, beam in enumerate(beams):
         shown = beam.log_probs[: num_shown(beam)]
         log_probs[0, row, : len(shown)] = shown
-        sums[0, row] = sum(shown)
+        sums[0, row] = beam.cum_log_prob
     return [NamedTensor("output_log_probs", log_probs), NamedTensor("cum_log_probs", sums)]

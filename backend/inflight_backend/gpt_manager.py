@@ -369,14 +369,15 @@ class GptManager:
 
     def _apply(self, request: LlmRequest) -> None:
         """What one new token means for its request: a response, or the end."""
-        if request.tokens[request.num_drawn_tokens - 1] == _NON_FINITE:
+        num_known = request.num_drawn_tokens
+        if request.tokens[num_known - 1] == _NON_FINITE:
             reason = self._rules.why_no_token(request.request_id)
             self._end(request, RefusalText(reason) or NO_TOKEN)
         elif error := self._rules.processors.error_of(request.request_id):
             self._end(request, RefusalText(error))
         elif request.is_finished:
             self._end(request)
-        elif request.is_streaming and request.num_generated_tokens > request.num_sent_tokens:
+        elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:
             self._responses.append(HeldResponse(request, is_final=False))
 
     def _end(self, request: LlmRequest, error: str = "") -> None:

@@ -296,7 +296,7 @@ class InflightBatcher:
         if not isinstance(scheduler, GuardedScheduler):
             return explain(scheduler, self.active)
         if scheduler.is_overruled:
-            return explain(scheduler.default, self.active)
+            return self._explain_default(scheduler.default)
         return explain_left_out(
             scheduler.name,
             self.active,
@@ -305,6 +305,19 @@ class InflightBatcher:
             max_batch_size=self._max_batch_size,
             max_num_tokens=self.engine.max_num_tokens,
         )
+
+    def _explain_default(self, default: RequestScheduler) -> dict[int, WaitReason]:
+        """It decides to explain, and nothing stays of that: the user's would find other contexts.
+
+        A replay, in which nobody asks, would find them as they were.
+        """
+        contexts = [request for request in self.active if request.is_context_init_state]
+        sizes = [(each.context_chunk_size, each.num_chunk_drafts) for each in contexts]
+        try:
+            return explain(default, self.active)
+        finally:
+            for request, size in zip(contexts, sizes, strict=True):
+                request.context_chunk_size, request.num_chunk_drafts = size
 
     def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
         if params.scheduler_class is None:

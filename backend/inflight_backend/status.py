@@ -3,6 +3,8 @@
 Triton knows only "ready" or not; the launcher wants a progress bar, the size of the KV pool and the
 end of a drain. The model writes one small JSON object, replaced atomically, so that a reader
 sees a whole status or the one before. The launcher polls it.
+
+What the launcher has to say is the appearance of empty files, for which a full disk has room.
 """
 
 from __future__ import annotations
@@ -47,14 +49,15 @@ class ModelStatus:
 class StatusWriter:
     """Writes the status file; with an empty path it writes nothing. Safe to share among threads.
 
-    A failing write is logged and otherwise ignored: serving matters more than reporting. A phase
-    that may not follow the last one is passed over: who writes it did not know of that one.
+    A failing write is no error: serving matters more than reporting. The first of a row is logged.
+    A phase that may not follow the last one is passed over: who writes it did not know of that one.
     """
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = Path(path) if path else None
         self._lock = threading.Lock()
         self._last_phase: Phase = "loading"
+        self._is_failing = False
 
     def beat(self) -> None:
         """Renew the time of the file: the process lives."""
@@ -83,21 +86,34 @@ class StatusWriter:
             is_over.set()
             thread.join()
 
-    def write(self, phase: Phase, **fields: Any) -> None:
-        """Replace the status by ``phase`` with its JSON-serialisable ``fields``."""
+    def write(self, phase: Phase, **fields: Any) -> bool:
+        """Replace the status by ``phase`` with its JSON-serialisable ``fields``.
+
+        False if that failed, and must be tried again by whoever wants it to be known.
+        """
         if self._path is None:
-            return
+            return True
         text = json.dumps({"phase": phase, "pid": os.getpid(), "fields": fields})
         scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        try:
-            with self._lock:
-                if self._last_phase in _ON_THE_WAY_OUT and phase not in _AFTER_THAT:
-                    return
-                self._last_phase = phase
+        with self._lock:
+            if self._last_phase in _ON_THE_WAY_OUT and phase not in _AFTER_THAT:
+                return True
+            try:
                 scratch.write_text(text, encoding="utf-8")
                 scratch.replace(self._path)
-        except OSError as error:
-            _logger.warning("cannot write the status file %s: %s", self._path, error)
+            except OSError as error:
+                if not self._is_failing:
+                    _logger.warning("cannot write the status file %s: %s", self._path, error)
+                self._is_failing = True
+                return False
+            self._last_phase = phase
+            self._is_failing = False
+            return True
+
+
+def stop_file_of(drain_file: Path) -> Path:
+    """The file that appears beside ``drain_file`` when what still runs shall end."""
+    return drain_file.with_name(f"{drain_file.name}.stop")
 
 
 def read_status(path: str | Path) -> ModelStatus | None:

@@ -141,7 +141,7 @@ class OverlappedSteps:
             settled = self._settle(before, failed)
             if failed or any(map(_has_ended, settled)):
                 # They hold their slots until the caller releases them.
-                batcher.recorder.settled()
+                batcher.recorder.settled(batcher.active)
                 outputs = None if failed else read_outputs(before[1])
                 return StepOutcome(_NO_BATCH, settled, failed, outputs, is_completed=not failed)
         batch = batcher.schedule(may_pause=before is None or settled is not None)
@@ -166,7 +166,7 @@ class OverlappedSteps:
     def _turn_alone(self) -> StepOutcome:
         """Settle the step that runs, else run one to its end."""
         before, self._running = self._running, None
-        self._batcher.recorder.settled()
+        self._batcher.recorder.settled(self._batcher.active)
         if before is None:
             return self._plain.turn()
         failed: list[LlmRequest] = []

@@ -21,14 +21,19 @@ from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.private_log import get_logger
-from inflight_backend.status import StatusWriter
+from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
-from inflight_backend.triton.housekeeper import Chore, Housekeeper, exit_with_parent
+from inflight_backend.triton.housekeeper import (
+    PARENT_CHECK_SECONDS,
+    Chore,
+    Housekeeper,
+    exit_with_parent,
+)
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.stream import ResponseFactory
 from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
@@ -42,9 +47,7 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 _STDERR = 2
 _DRAIN_CHECK_SECONDS = 0.1
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
-_PARENT_CHECK_SECONDS = 0.5
 _LEAVING_CHECK_SECONDS = 0.05
-_STOP_ALL_WORD = "stop"
 _STALLED = "the server makes no progress; send the request elsewhere"
 _FAILING = "one step after the other fails"
 _DRAINING = "the server is shutting down; send the request elsewhere"
@@ -65,7 +68,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
         faulthandler.enable(_STDERR)  # a crash in native code says in the log where it was
-        exit_with_parent(_PARENT_CHECK_SECONDS)
+        exit_with_parent(PARENT_CHECK_SECONDS)
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
         config = json.loads(args["model_config"])
@@ -130,6 +133,10 @@ class TritonPythonModel:
         self._status = status
         self._drain_file = Path(parameters.drain_file) if parameters.drain_file else None
         self._is_draining = self._is_drained = False
+
+        def report(num_loaded: int, num_total: int) -> None:
+            status.write("loading", loaded_bytes=num_loaded, total_bytes=num_total)
+
         codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
         self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
         self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
@@ -151,9 +158,7 @@ class TritonPythonModel:
             self._dispatcher.return_stats,
             TrtGptModelOptionalParams.from_parameters(parameters),
             exclude_input_in_output=parameters.exclude_input_in_output,
-            on_progress=lambda done, total: status.write(
-                "loading", loaded_bytes=done, total_bytes=total
-            ),
+            on_progress=report,
         )
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
@@ -193,8 +198,7 @@ class TritonPythonModel:
             "device": engine.device_name,
             "dtype": engine.dtype_name,
         }
-        self._error = ""
-        status.write("ready", **self._ready_fields)
+        self._told_error = "" if self._tell("") else None
         self._watchdog = self._make_watchdog(parameters.stall_seconds)
 
     def _make_watchdog(self, stall_seconds: float) -> Watchdog:
@@ -222,29 +226,32 @@ class TritonPythonModel:
         """Tell the launcher that this process lives, and whether it gets anything done."""
         is_failing = not self._manager.health.is_healthy
         error = _STALLED if self._watchdog.is_stalled else _FAILING if is_failing else ""
-        if error != self._error:
-            self._error = error
-            if error:
-                self._status.write("unhealthy", error=error)
-            else:
-                self._status.write("ready", **self._ready_fields)
+        if error != self._told_error:
+            if self._tell(error):
+                self._told_error = error
+            elif error:
+                return  # what cannot be told is at least noticed as silence
         self._status.beat()
+
+    def _tell(self, error: str) -> bool:
+        """Report that all is well, or the ``error``; False if that has to be done again."""
+        if error:
+            return self._status.write("unhealthy", error=error)
+        return self._status.write("ready", **self._ready_fields)
 
     def _check_drain(self) -> None:
         """The launcher asks by a file: refuse new requests, say when nothing runs any more."""
         if self._drain_file is None or not self._drain_file.exists():
             return
+        self._arrivals.drain()
         if not self._is_draining:
-            self._is_draining = True
-            self._arrivals.drain()
-            self._status.write("draining")
-        if self._drain_file.read_text(encoding="utf-8").strip() == _STOP_ALL_WORD:
+            self._is_draining = self._status.write("draining")
+        if stop_file_of(self._drain_file).exists():
             self._frontend.end_all(_LEAVING)
         if self._frontend.num_live == 0:
             self._frontend.end_feeds()  # which never end by themselves
         if self._frontend.num_live == 0 and not self._is_drained:
-            self._is_drained = True
-            self._status.write("drained")
+            self._is_drained = self._status.write("drained")
 
 
 def _honour_pythonpath() -> None:

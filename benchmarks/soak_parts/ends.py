@@ -8,6 +8,8 @@ from typing import Any
 
 from soak_parts.traffic import Span
 
+_MAX_UNREAD_SECONDS = 1.0  # a client may still read what had come before; busy, it takes a while
+
 
 def judge(
     spans: Collection[Span],
@@ -19,10 +21,17 @@ def judge(
     """The part of the report, and what is wrong; all times in seconds of the monotonic clock.
 
     ``sent_and_open``: when those were sent that have not ended yet. Whatever was open at ``killed``
-    can only end with an error, and within ``limit``. So soon must also end what was sent from then
-    until ``served_again`` and never reached a server that lives.
+    can only end with an error, and within ``limit``, unless its end was on the way by then. So soon
+    must also end what was sent from then until ``served_again`` and never reached a server that
+    lives.
     """
-    waited = [span.ended - killed for span in spans if span.began <= killed < span.ended]
+    were_open = [span for span in spans if span.began <= killed < span.ended]
+    waited = [span.ended - killed for span in were_open]
+    unharmed = [
+        span.ended - killed
+        for span in were_open
+        if not (span.is_broken or span.is_refused) and span.ended - killed > _MAX_UNREAD_SECONDS
+    ]
     meanwhile = [
         span.ended - span.began
         for span in spans
@@ -41,4 +50,8 @@ def judge(
     late = [seconds for seconds in (*waited, *meanwhile) if seconds > limit]
     if late:
         failures.append(f"{len(late)} streams ended after up to {max(late):.1f} s, not {limit:g}")
+    if unharmed:
+        failures.append(
+            f"{len(unharmed)} streams ended without an error {max(unharmed):.1f} s later"
+        )
     return report, failures

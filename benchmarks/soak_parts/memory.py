@@ -23,6 +23,10 @@ MAX_MB_PER_HOUR = 15.0
 MIN_SECONDS = 600.0
 """Below that a slope says nothing: one allocation of torch is more than it."""
 
+JUDGED_FROM_SECONDS = 1800.0
+"""Of one policy, so an hour of two: from then on memory must have been judged."""
+
+_QUIET_SECONDS = 60.0  # between the warm-up and the steady time; it takes some 3
 _MAX_GROWTH_MB = 100.0  # where the time is too short for a slope
 # The compiler of grammars has two threads, the second from when two grammars come at once; and
 # tritonserver starts threads of its own for load and keeps them.
@@ -60,16 +64,32 @@ class Samples:
         }
 
 
+def longest_warm_up(load_seconds: float) -> float:
+    """How long the warm-up may take of ``load_seconds``, which the steady time is part of.
+
+    All that leaves enough to judge, for what is not warm is not judged either; of a time that is
+    too short for that, half.
+    """
+    return max(load_seconds / 2, load_seconds - MIN_SECONDS - _QUIET_SECONDS)
+
+
 def judge(
-    warm_up: Samples, steady: Samples, is_warm: bool, num_requests: int
+    warm_up: Samples, steady: Samples, is_warm: bool, num_requests: int, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
     """The part of the report, and what is wrong.
 
     ``is_warm``: the warm-up lasted until what fills up was full. ``num_requests``: in the steady
-    time. A slope is judged only where it means something; the report says so.
+    time. ``seconds``: of the policy, kills and all. A slope is judged only where it means
+    something; the report says so, and for `JUDGED_FROM_SECONDS` it has to.
     """
     report: dict[str, Any] = {"is_judged": is_warm and steady.seconds >= MIN_SECONDS}
     failures: list[str] = []
+    if seconds >= JUDGED_FROM_SECONDS and not report["is_judged"]:
+        how = "was" if is_warm else "was not"
+        failures.append(
+            f"memory was not judged: the warm-up {how} over after {warm_up.seconds:.0f} s, "
+            f"{steady.seconds:.0f} s of {MIN_SECONDS:.0f} s came after it"
+        )
     for program in steady.points[-1][1] if len(steady.points) > 2 else ():
         after = steady.describe(program)
         growth = after["last_mb"] - after["first_mb"]

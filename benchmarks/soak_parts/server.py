@@ -21,6 +21,9 @@ TRITONSERVER = "tritonserver"
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
 START_SECONDS = 240.0
+DRAIN_SECONDS = 60
+"""What a stop waits for requests that run; far more than a stop without any takes."""
+
 _STOP_SECONDS = 120.0
 _OURS = "connected to us"
 # What was lost and mended again, and what only our own bugs can cause.
@@ -54,7 +57,7 @@ class Served:
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={metrics_port}",
-            "--drain-seconds=20",
+            f"--drain-seconds={DRAIN_SECONDS}",
             "--verbose",  # what the servers say, also those that died, is kept in one place
             *(f"--set={key}={value}" for key, value in settings.items()),
         ]
@@ -129,6 +132,20 @@ class Served:
                 raise RuntimeError(f"the server did not start: {self.log}")
             time.sleep(0.05)
         self.shared_memory()
+
+
+def judge_stop(code: int, seconds: float, left: list[str]) -> list[str]:
+    """What is wrong with a stop while nothing was asked. The drain waits for each request that
+    the model process has accepted and not ended, so that one it has forgotten about takes it all.
+    """
+    failures = []
+    if code:
+        failures.append(f"exit code {code}")
+    if seconds >= DRAIN_SECONDS:
+        failures.append(f"the stop took {seconds:.0f} s: it waited for requests that nobody sent")
+    if left:
+        failures.append(f"left behind: {left}")
+    return failures
 
 
 def repairs(log: str) -> list[str]:

@@ -10,8 +10,6 @@ import asyncio
 import itertools
 import json
 import random
-import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
@@ -21,8 +19,8 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 from soak_parts.answers import OUT_OF_TIME, QUESTIONS, is_cut, is_whole
-from soak_parts.server import HOST
-from soak_parts.wire import LLM_MODEL, Answer, encode, with_limit
+from soak_parts.events import EventStream
+from soak_parts.wire import Answer, encode, with_limit
 from tritonclient.grpc import service_pb2_grpc
 
 SILENCE_SECONDS = 300.0
@@ -44,6 +42,7 @@ _KINDS = {
     "duplicate": 2,
     "feature": 12,
 }
+_HTTP_STATUSES = (400,)
 _LONG = 2000  # tokens of answers that are not to be read to their end
 _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"text_input": "", "max_tokens": 5}, "'text_input' is empty"),
@@ -59,11 +58,12 @@ _BAD: tuple[tuple[dict[str, Any], str], ...] = (
 
 class Span(NamedTuple):
     """When a request was sent and when its client heard of its end, and whether that was an error
-    of the transport."""
+    of the transport or one that the server told."""
 
     began: float
     ended: float
     is_broken: bool
+    is_refused: bool = False
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Tally:
     finals: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     num_tokens: int = 0
-    """Of answers that were read to their end and checked."""
+    """Of answers that were checked."""
 
     @property
     def num_requests(self) -> int:
@@ -132,19 +132,19 @@ class Traffic:
         """True if a short request is answered correctly now."""
         values = {"text_input": "1 2 3", "max_tokens": 8, "stream": True}
         try:
-            answer = await self._answer("", values, seconds=_PROBE_SECONDS)
+            answer = await self.read("", values, seconds=_PROBE_SECONDS)
         except (grpc.RpcError, asyncio.TimeoutError):
             return False
         return not answer.errors and is_whole("1 2 3", answer.text, 8)
 
     async def why_held(self, name: str) -> str:
         """Empty if a request with the id ``name`` is served, else what is said instead."""
-        answer = await self._answer(name, {"text_input": "1 2 3", "max_tokens": 1, "stream": True})
+        answer = await self.read(name, {"text_input": "1 2 3", "max_tokens": 1, "stream": True})
         return "; ".join(answer.errors) or ("" if answer.text == " " else repr(answer.text))
 
     async def ask_json(self, name: str, output: str, **values: Any) -> dict[str, Any]:
         """The JSON that answers a question about the server; the stream is read to its end."""
-        answer = await self._answer(name, values, seconds=_QUESTION_SECONDS)
+        answer = await self.read(name, values, seconds=_QUESTION_SECONDS)
         [told] = [each[output][0] for each in answer.responses if output in each]
         parsed: dict[str, Any] = json.loads(told)
         return parsed
@@ -153,10 +153,10 @@ class Traffic:
         kinds, weights = list(_KINDS), list(_KINDS.values())
         while not self._is_over:
             kind = self._draw.choices(kinds, weights)[0]
-            key, is_broken = next(self._keys), False
+            key, is_broken, is_refused = next(self._keys), False, False
             self.open_since[key] = began = time.monotonic()
             try:
-                await getattr(self, f"_{kind}")()
+                is_refused = await getattr(self, f"_{kind}")()
             except asyncio.TimeoutError:
                 self.tally.outcomes["silent"] += 1
                 self.tally.wrong.append(f"a request ({kind}) heard nothing")
@@ -164,92 +164,117 @@ class Traffic:
                 self.tally.outcomes["transport error"] += 1
                 is_broken = True
             del self.open_since[key]
-            self.spans.append(Span(began, time.monotonic(), is_broken))
+            self.spans.append(Span(began, time.monotonic(), is_broken, is_refused))
             if is_broken:
                 await asyncio.sleep(1.0)  # as clients should: the server may be starting again
 
-    async def _complete(self) -> None:
-        values = self._values(self._draw.choice((4, 20, 60, 150)))
-        answer = await self._read(self._new_name(), values)
-        await self._judge("completed", values, answer, is_whole)
+    # Of each kind of request: true if the server ended it with an error.
 
-    async def _stopped(self) -> None:
+    async def _complete(self) -> bool:
+        values = self._values(self._draw.choice((4, 20, 60, 150)))
+        answer = await self.read(self._new_name(), values)
+        return await self._judge("completed", values, answer, is_whole)
+
+    async def _stopped(self) -> bool:
         name = self._new_name()
 
         async def stop_soon(answer: Answer) -> None:
             if len(answer.responses) == 3:
-                stop = await self._answer(name, {"stop": True})
+                stop = await self.read(name, {"stop": True})
                 for error in stop.errors:
                     await self._count_error(error)
 
         values = self._values(_LONG)
-        answer = await self._read(name, values, stop_soon)
-        await self._judge("stopped", values, answer, is_cut)
+        answer = await self.read(name, values, stop_soon)
+        return await self._judge("stopped", values, answer, is_cut)
 
-    async def _duplicate(self) -> None:
+    async def _duplicate(self) -> bool:
         name = self._new_name()
         second: list[Answer] = []
 
         async def again(_: Answer) -> None:
             if not second:
                 values = {"text_input": "7", "max_tokens": 4, "stream": True}
-                second.append(await self._answer(name, values))
+                second.append(await self.read(name, values))
 
         values = self._values(300)
-        answer = await self._read(name, values, again)
-        await self._judge("completed beside a duplicate", values, answer, is_whole)
+        answer = await self.read(name, values, again)
+        is_refused = await self._judge("completed beside a duplicate", values, answer, is_whole)
         if second and not any("still being processed" in error for error in second[0].errors):
             # The first may have ended between its last message and the second request.
             self.tally.outcomes[SERVED_TWICE] += 1
+        return is_refused
 
-    async def _feature(self) -> None:
+    async def _feature(self) -> bool:
         what = self._draw.choice(list(QUESTIONS))
         prompt = self._values(0)["text_input"]
         question = self._draw.choice(QUESTIONS[what])(prompt)
-        answer = await self._read(self._new_name(), question.values)
+        answer = await self.read(self._new_name(), question.values)
         if question.may_be_late and any(OUT_OF_TIME in error for error in answer.errors):
             self.tally.outcomes[f"{what}: not started in time"] += 1
-        else:
-            await self._judge(what, question.values, answer, lambda *_: question.is_right(answer))
+            return True
+        return await self._judge(
+            what, question.values, answer, lambda *_: question.is_right(answer)
+        )
 
-    async def _cancelled(self) -> None:
-        call = self._call(self._new_name(), self._values(_LONG))
+    async def _cancelled(self) -> bool:
+        """A stream that is cancelled at some point, or not even looked at."""
+        values = self._values(_LONG)
+        call = self._call(self._new_name(), values)
         num_wanted = self._draw.randrange(6)
-        num_read = 0
         if num_wanted == 0:
             await asyncio.sleep(self._draw.random() * 0.05)
+            call.cancel()
+            self.tally.outcomes["cancelled"] += 1
+            return False
+        answer = Answer()
+        async for message in with_limit(call, SILENCE_SECONDS):
+            answer.add(message)
+            if len(answer.responses) == num_wanted:
+                call.cancel()
+                break
         else:
-            async for message in with_limit(call, SILENCE_SECONDS):
-                if message.error_message:
-                    await self._count_error(message.error_message)
-                    return
-                num_read += 1
-                if num_read == num_wanted:
-                    break
-        call.cancel()
-        self.tally.outcomes["cancelled"] += 1
-
-    async def _reset(self) -> None:
-        """An HTTP stream whose connection is reset after its first tokens."""
-        reader, writer = await asyncio.open_connection(HOST, self._http_port)
-        body = json.dumps({"text_input": "1 2 3", "max_tokens": _LONG, "stream": True}).encode()
-        head = (
-            f"POST /v2/models/{LLM_MODEL}/generate_stream HTTP/1.1\r\nHost: {HOST}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            self.tally.finals[answer.num_finals] += 1
+        has_ended = bool(answer.num_finals) or len(answer.responses) < num_wanted
+        return await self._judge(
+            "cancelled", values, answer, lambda *asked: not has_ended and _is_begun(*asked)
         )
-        writer.write(head.encode() + body)
-        received = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), SILENCE_SECONDS)
-        is_accepted = b" 200 " in received
-        if is_accepted:
-            await asyncio.wait_for(reader.readuntil(b"data:"), SILENCE_SECONDS)
-        raw: socket.socket = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
-        self.tally.outcomes["reset" if is_accepted else "refused over HTTP"] += 1
 
-    async def _bad(self) -> None:
+    async def _reset(self) -> bool:
+        """An HTTP stream whose connection is reset after its first tokens."""
+        values = self._values(_LONG)
+        stream = await EventStream.send(self._http_port, values)
+        try:
+            await asyncio.wait_for(stream.read_head(), SILENCE_SECONDS)
+            if stream.status != 200:
+                error = await asyncio.wait_for(stream.read_error(), SILENCE_SECONDS)
+                await self._count_error(error, stream.status)
+                return True
+            return await self._read_events(stream, values)
+        except ValueError as error:
+            self.tally.wrong.append(f"an answer over HTTP could not be read: {error!r:.200}")
+            return False
+        finally:
+            stream.reset()
+
+    async def _read_events(self, stream: EventStream, values: dict[str, Any]) -> bool:
+        """Judge the first events of a stream."""
+        text, num_wanted, num_read = "", self._draw.randrange(1, 4), 0
+        async for event in with_limit(stream.events(), SILENCE_SECONDS):
+            if error := event.get("error"):
+                await self._count_error(str(error))
+                return True
+            text += str(event.get("text_output"))
+            num_read += 1
+            if num_read == num_wanted:
+                break
+        is_right = num_read == num_wanted and _is_begun(values["text_input"], text, _LONG)
+        self._count("reset", values, text, is_right=is_right)
+        return False
+
+    async def _bad(self) -> bool:
         values, expected = self._draw.choice(_BAD)
-        answer = await self._read(self._new_name(), values)
+        answer = await self.read(self._new_name(), values)
         if len(answer.errors) == 1 and expected in answer.errors[0]:
             self.tally.outcomes["refused by name"] += 1
         elif len(answer.errors) == 1:
@@ -257,30 +282,23 @@ class Traffic:
         else:
             told = answer.errors or answer.text
             self.tally.wrong.append(f"bad input was answered with {told!r:.200}")
+        return bool(answer.errors)
 
-    async def _read(
-        self,
-        name: str,
-        values: dict[str, Any],
-        on_message: Callable[[Answer], Any] | None = None,
-    ) -> Answer:
-        """Read a stream to its end and count its finals."""
-        answer = await self._answer(name, values, on_message)
-        self.tally.finals[answer.num_finals] += 1
-        return answer
-
-    async def _answer(
+    async def read(
         self,
         name: str,
         values: dict[str, Any],
         on_message: Callable[[Answer], Any] | None = None,
         seconds: float = SILENCE_SECONDS,
     ) -> Answer:
+        """Read a stream to its end and count its finals; `asyncio.TimeoutError` if nothing comes
+        for ``seconds``."""
         answer = Answer()
         async for message in with_limit(self._call(name, values), seconds):
             answer.add(message)
             if on_message is not None and not answer.errors:
                 await on_message(answer)
+        self.tally.finals[answer.num_finals] += 1
         return answer
 
     async def _judge(
@@ -289,19 +307,25 @@ class Traffic:
         values: dict[str, Any],
         answer: Answer,
         is_right: Callable[[str, str, int], bool],
-    ) -> None:
-        """Count an answer that was read to its end, or say what is wrong with it."""
+    ) -> bool:
+        """Count an answer, or say what is wrong with it; true if it is an error."""
         if answer.errors:
             await self._count_error(answer.errors[0])
-        elif is_right(values["text_input"], answer.text, values["max_tokens"]):
+            return True
+        is_as_asked = is_right(values["text_input"], answer.text, values["max_tokens"])
+        self._count(outcome, values, answer.text, is_right=is_as_asked)
+        return False
+
+    def _count(self, outcome: str, values: dict[str, Any], text: str, *, is_right: bool) -> None:
+        if is_right:
             self.tally.outcomes[outcome] += 1
-            self.tally.num_tokens += min(len(answer.text), values["max_tokens"])  # tokens are bytes
-        else:
-            asked = {key: value for key, value in values.items() if key != "text_input"}
-            self.tally.wrong.append(
-                f"{outcome}: {values['text_input']!r} with {asked} was continued with "
-                f"{len(answer.text)} tokens, ending in {answer.text[-80:]!r}"
-            )
+            self.tally.num_tokens += min(len(text), values["max_tokens"])  # tokens are bytes
+            return
+        asked = {key: value for key, value in values.items() if key != "text_input"}
+        self.tally.wrong.append(
+            f"{outcome}: {values['text_input']!r} with {asked} was continued with "
+            f"{len(text)} tokens, ending in {text[-80:]!r}"
+        )
 
     def _values(self, max_tokens: int) -> dict[str, Any]:
         first = self._draw.randrange(1, 5000)
@@ -314,13 +338,16 @@ class Traffic:
         self.names = [*self.names[-200:], name]
         return name
 
-    async def _count_error(self, error: str) -> None:
+    async def _count_error(self, error: str, status: int = 0) -> None:
+        """``status``: of HTTP, for a request that was refused there."""
         for known in _REFUSALS:
-            if known in error:
-                self.tally.outcomes[f"refused: {known}"] += 1
+            if known in error and status in (0, *_HTTP_STATUSES):
+                how = "refused over HTTP" if status else "refused"
+                self.tally.outcomes[f"{how}: {known}"] += 1
                 await asyncio.sleep(0.2)  # as a client does that is told to try again later
                 return
-        self.tally.wrong.append(f"unexpected error: {error}")
+        over_http = f" (HTTP status {status})" if status else ""
+        self.tally.wrong.append(f"unexpected error{over_http}: {error}")
 
     def _call(self, name: str, values: dict[str, Any]) -> Any:
         request = encode(name, values)
@@ -329,3 +356,8 @@ class Traffic:
             yield request
 
         return self._stub.ModelStreamInfer(requests())
+
+
+def _is_begun(prompt: str, text: str, num_tokens: int) -> bool:
+    """True if ``text`` is some of the answer to ``prompt``, but not all of it."""
+    return bool(text) and is_cut(prompt, text, num_tokens)

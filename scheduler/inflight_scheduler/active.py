@@ -26,13 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import repeat
 from operator import attrgetter
 from typing import overload
 
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import PENDING_TOKEN, FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
 from inflight_scheduler.request_lines import GenerationLine, RequestLine
+from inflight_scheduler.settling import AwaitedTokens
 from inflight_scheduler.step_calendar import StepCalendar
 
 DEFAULT_PRIORITY_SPAN = 1000
@@ -205,11 +205,12 @@ class ActiveRequests(Sequence[LlmRequest]):
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
         due = []
-        for request in self._borders.take():
+        for request in self._borders.due():
             num_places_left = self.block_manager.num_places_left(request)
-            self._borders.enter(request, num_places_left)
             if num_places_left == 0:
                 due.append(request)
+            else:
+                self._borders.enter(request, num_places_left)
         return due
 
     def tick(self, have_all_run: bool) -> None:
@@ -219,8 +220,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         """
         # Whoever got a block and fills its first place has no need of the next one for a while.
         num_steps = self.block_manager.tokens_per_block if have_all_run else 1
-        for request in self._borders.take():
-            self._borders.enter(request, num_steps)
+        self._borders.postpone(num_steps)
         for request in self._ends.take():  # early: it has not got a token in each step
             self._ends.enter(request, request.num_remaining_tokens)
         self._borders.clock += 1
@@ -237,13 +237,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         for request in self._take_full():
             request.finish(FinishReason.LENGTH)
 
-    def expect_tokens(self) -> None:
+    def expect_tokens(self) -> AwaitedTokens:
         """`LlmRequest.expect_token` for each of `generation`."""
-        self._generation.append(repeat(PENDING_TOKEN, len(self._generation.requests)))
-        for request in self._generation.requests:
-            request.num_pending_tokens += 1
+        awaited = self._generation.append_pending()
         for request in self._take_full():
             request.await_last_token()
+        return awaited
 
     def check_integrity(self) -> None:
         """Compare everything with what the requests say; O(requests).

@@ -8,7 +8,7 @@ from dataclasses import replace
 from inflight_scheduler.batch import BeamMove, BlockAssignment, BlockCopy, SlotSetup
 from inflight_scheduler.beam_search import Candidate
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import FinishReason, LlmRequest
+from inflight_scheduler.request import LlmRequest
 
 Candidates = Mapping[int, Sequence[Candidate]]
 """What the engine tells of each row of a search, by row."""
@@ -81,38 +81,3 @@ def search(request: LlmRequest, candidates: Candidates, manager: BlockManager) -
     if has_gone_on and not request.is_finished:
         assert request.beams.step is not None
         manager.follow_beams(request, request.beams.step.parents)
-
-
-def has_failed_unseen(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> bool:
-    """True if somebody got no token who has left while the step ran, and not because of a token.
-
-    What the step has written for it may be cached, and nobody is there any more to forget it.
-    """
-    by_token = (FinishReason.END_ID, FinishReason.LENGTH)
-    return any(
-        token < 0
-        and not request.num_pending_tokens
-        and request.finish_reason not in by_token
-        and request.tokens[-1] >= 0  # else its numbers had failed before
-        for request, token in zip(owners, tokens, strict=True)
-    )
-
-
-def settle_each(
-    owners: Sequence[LlmRequest],
-    tokens: Sequence[int],
-    candidates: Candidates,
-    manager: BlockManager,
-) -> list[LlmRequest]:
-    """`settle_tokens` where some search, or have got no token; nothing of these is kept."""
-    settled: list[LlmRequest] = []
-    for request, token in zip(owners, tokens, strict=True):
-        if request.num_pending_tokens:
-            if request.beams is None:
-                request.settle_token(token)
-            else:
-                search(request, candidates, manager)
-            settled.append(request)
-            if token < 0:
-                manager.forget(request.request_id)
-    return settled

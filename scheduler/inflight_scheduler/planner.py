@@ -41,16 +41,15 @@ from inflight_scheduler.beam_planning import (
     NO_CANDIDATES,
     Candidates,
     append_beam_blocks,
-    has_failed_unseen,
     move_beams,
     open_beams,
     search,
     set_up_rows,
-    settle_each,
 )
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.plan_parts import check_num_tokens, grow, no_room, rows_of, slots_of
-from inflight_scheduler.request import LlmRequest, settle_tokens
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.settling import AwaitedTokens, has_failed_unseen, settle_each, settle_tokens
 from inflight_scheduler.slot_pool import SlotPool
 from inflight_scheduler.verification import OpenSlots, add_verified_tokens, fitting_drafts
 
@@ -87,7 +86,7 @@ class BatchPlanner:
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
-        self._advanced: set[int] = set()  # of those, the ones that were advanced
+        self._advanced: dict[int, AwaitedTokens | None] = {}  # of those, the ones advanced
         self.has_forgotten = False  # whether the last `settle` emptied the cache
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
@@ -209,10 +208,10 @@ class BatchPlanner:
             return
         assert batch.num_drafts == 0, "nobody knows how far a step with drafts will come"
         context_requests, generation_requests = self._planned[batch.iteration]
-        self._advanced.add(batch.iteration)
         everybody = self._everybody(generation_requests)
+        self._advanced[batch.iteration] = None  # first: what is applied in part can be discarded
         if everybody is not None:
-            everybody.expect_tokens()
+            self._advanced[batch.iteration] = everybody.expect_tokens()
         for request in generation_requests if everybody is None else ():
             _drop_drafts(request)
             request.expect_token()
@@ -239,14 +238,15 @@ class BatchPlanner:
         self.has_forgotten = False
         owners, has_beams = self.token_owners(batch), self.must_settle_first(batch)
         if not has_beams and min(tokens, default=0) >= 0:
-            settled = settle_tokens(owners, tokens)
+            everybody = self._advanced[batch.iteration] if len(self._advanced) == 2 else None
+            settled = settle_tokens(owners, tokens, everybody)
         else:
             self.has_forgotten = has_failed_unseen(owners, tokens)
             if self.has_forgotten:
                 self.block_manager.forget_all()
             settled = settle_each(owners, tokens, candidates, self.block_manager)
         del self._planned[batch.iteration]  # last, as in `update`
-        self._advanced.remove(batch.iteration)
+        del self._advanced[batch.iteration]
         return settled
 
     def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
@@ -274,7 +274,7 @@ class BatchPlanner:
             num_beams=requests[0].num_rows if requests else 1,
         )
         self._planned[batch.iteration] = ([], list(requests))
-        self._advanced.add(batch.iteration)
+        self._advanced[batch.iteration] = None
         return batch
 
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
@@ -286,7 +286,7 @@ class BatchPlanner:
         """
         context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
         if batch.iteration in self._advanced:
-            self._advanced.remove(batch.iteration)
+            del self._advanced[batch.iteration]
             self.block_manager.forget_all()
         requests = [*context_requests, *generation_requests]
         for request in requests:

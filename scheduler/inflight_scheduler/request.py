@@ -14,7 +14,7 @@ The life of the token list (beam width 1)::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,7 +51,8 @@ _GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
 PENDING_TOKEN = -2
-"""Stands in the token list for a token that a running step will draw."""
+"""Stands in the token list, at its end, for a token that a running step will draw. No token that
+is known has this value."""
 
 
 class FinishReason(IntEnum):
@@ -84,8 +85,10 @@ class LlmRequest:
     ``block_keys`` and ``prefix_match`` are the memory of `ReuseIndex` for this text, and
     ``text_number`` is what the flight recorder calls it (-1: nothing).
 
-    While steps of it run (overlapped loop), the last ``num_pending_tokens`` entries of ``tokens``
-    are `PENDING_TOKEN`: they count wherever tokens are counted, and nobody has seen them.
+    While steps of it run (overlapped loop), the last entries of ``tokens`` are `PENDING_TOKEN`:
+    they count wherever tokens are counted, and nobody has seen them. How many there are is read
+    off ``tokens``: a count beside them would be one more place to go to, for each request, in
+    each step.
 
     ``queue_deadline`` is when it must have started at the latest, ``run_deadline`` when it must
     have finished, on the clock of `time.monotonic`; the owner of the loop watches them, and
@@ -122,7 +125,6 @@ class LlmRequest:
         "num_accepted_drafts",
         "num_chunk_drafts",
         "num_pauses",
-        "num_pending_tokens",
         "num_reused_blocks",
         "num_sent_tokens",
         "num_verified_drafts",
@@ -197,7 +199,6 @@ class LlmRequest:
         self.seq_slot: int | None = None
         self.num_sent_tokens = 0
         self.num_pauses = 0
-        self.num_pending_tokens = 0
         self.num_reused_blocks = 0
         self.queue_deadline = queue_deadline
         self.run_deadline = run_deadline
@@ -221,7 +222,15 @@ class LlmRequest:
     @property
     def num_drawn_tokens(self) -> int:
         """Prompt plus generated tokens that are known: none of them is pending."""
-        return len(self.tokens) - self.num_pending_tokens
+        num_known = len(self.tokens)
+        while self.tokens[num_known - 1] == PENDING_TOKEN:  # before them is a prompt
+            num_known -= 1
+        return num_known
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens that running steps will draw."""
+        return len(self.tokens) - self.num_drawn_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -341,7 +350,6 @@ class LlmRequest:
         The last token that may come makes the state GENERATION_TO_COMPLETE: nothing more runs.
         """
         self.tokens.append(PENDING_TOKEN)
-        self.num_pending_tokens += 1
         if len(self.tokens) >= self.max_num_tokens:
             self.await_last_token()
 
@@ -352,11 +360,11 @@ class LlmRequest:
 
     def settle_token(self, token: int) -> None:
         """Put the drawn token in the place of the oldest pending one; it may end the request."""
-        self.tokens[-self.num_pending_tokens] = token
-        self.num_pending_tokens -= 1
+        num_pending = self.num_pending_tokens
+        self.tokens[-num_pending] = token
         if token == self.end_id:
             self.finish(FinishReason.END_ID)
-        elif self.num_pending_tokens == 0 and self.state is _GENERATION_TO_COMPLETE:
+        elif num_pending == 1 and self.state is _GENERATION_TO_COMPLETE:
             self.finish(FinishReason.LENGTH)
 
     def advance_beams(self, rows: Sequence[Sequence[Candidate]]) -> bool:
@@ -365,7 +373,7 @@ class LlmRequest:
         False if no token could follow: then the last token is -1, as for any failed draw.
         """
         assert self.beams is not None
-        self.num_pending_tokens = 0
+        self.drop_pending_tokens()
         has_gone_on = self.beams.advance(rows)
         self.beams.write(self.tokens, self.prompt_len)
         if not has_gone_on:
@@ -381,9 +389,7 @@ class LlmRequest:
 
     def drop_pending_tokens(self) -> None:
         """Whatever running steps draw is not wanted any more."""
-        if self.num_pending_tokens:
-            del self.tokens[-self.num_pending_tokens :]
-            self.num_pending_tokens = 0
+        del self.tokens[self.num_drawn_tokens :]
 
     def finish(self, reason: FinishReason) -> None:
         """End the request; the caller frees its blocks and slot."""
@@ -424,24 +430,3 @@ class LlmRequest:
     def _tell_phase(self) -> None:
         if self.tracker is not None:
             self.tracker.phase_changed(self)
-
-
-def settle_tokens(requests: Iterable[LlmRequest], tokens: Iterable[int]) -> list[LlmRequest]:
-    """`LlmRequest.settle_token` for those of ``requests`` that expect one; returns these.
-
-    Each generating request comes through here once per iteration: written out, the loop takes half
-    of what it takes with method calls.
-    """
-    settled = []
-    for request, token in zip(requests, tokens, strict=True):
-        num_pending = request.num_pending_tokens
-        if num_pending == 0:
-            continue
-        request.tokens[-num_pending] = token
-        request.num_pending_tokens = num_pending - 1
-        if token == request.end_id:
-            request.finish(FinishReason.END_ID)
-        elif num_pending == 1 and request.state is _GENERATION_TO_COMPLETE:
-            request.finish(FinishReason.LENGTH)
-        settled.append(request)
-    return settled

@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from operator import eq
 
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.settling import AwaitedTokens, with_end_id
 
 
 class RequestLine:
@@ -87,10 +87,13 @@ class GenerationLine(RequestLine):
 
     def with_end_id(self, tokens: Sequence[int]) -> list[LlmRequest]:
         """Those whose token is the one that ends them."""
-        if not any(map(eq, tokens, self._end_ids)):
-            return []
-        matches = map(eq, tokens, self._end_ids)
-        return [request for request, is_end in zip(self.requests, matches, strict=True) if is_end]
+        return with_end_id(self.requests, self._end_ids, tokens)
+
+    def append_pending(self) -> AwaitedTokens:
+        """Each text goes on with what a step will draw that has been started."""
+        for text in self._texts:
+            text.append(PENDING_TOKEN)
+        return AwaitedTokens(self.view(), self._texts.copy(), self._end_ids.copy())
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the requests say the same; O(requests)."""

@@ -8,7 +8,8 @@ from inflight_scheduler.request import LlmRequest
 class StepCalendar:
     """At most one entry for each request; ``clock`` counts the steps, and its owner moves it on.
 
-    Before that the owner takes the entries of the step: those of the past are never looked at.
+    Before that the owner takes or postpones the entries of the step: those of the past are never
+    looked at.
     """
 
     __slots__ = ("_entries", "_step_of", "clock")
@@ -40,6 +41,18 @@ class StepCalendar:
         for request_id in taken:
             del self._step_of[request_id]
         return list(taken.values())
+
+    def due(self) -> list[LlmRequest]:
+        """Who has an entry for this step, and keeps it."""
+        return list(self._entries.get(self.clock, {}).values())
+
+    def postpone(self, num_steps: int) -> None:
+        """Look at those with an entry for this step in ``num_steps``, at least 1, from now."""
+        postponed = self._entries.pop(self.clock, {})
+        if postponed:
+            step = self.clock + num_steps
+            self._step_of.update(dict.fromkeys(postponed, step))
+            self._entries.setdefault(step, {}).update(postponed)
 
     def num_steps_to(self, request: LlmRequest) -> int:
         """Steps until the entry of ``request``; `KeyError` if it has none."""

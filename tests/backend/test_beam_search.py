@@ -247,6 +247,22 @@ def test_log_probs_are_those_the_beams_were_chosen_by(folder: Path) -> None:
     assert tensors["num_output_tokens"].tolist() == [[18]]
 
 
+def test_an_end_id_counts_in_the_sum_of_its_beam(
+    folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
+) -> None:
+    case = CASES[2]
+    _, scores = search(folder, case, end_ids[2])
+    made = make_request(0, case, end_ids[2], return_log_probs=True)
+    tensors = run(folder, [made]).named_tensors[0][-1]
+    sums = tensors["cum_log_probs"][0]
+    has_ended = np.array([len(beam) < case.num_new for beam in expected[2]])
+    assert has_ended.any()
+    lengths = np.array([len(beam) for beam in expected[2]]) + has_ended
+    np.testing.assert_allclose(sums / lengths, scores, rtol=1e-4)
+    is_more = tensors["output_log_probs"][0].sum(axis=1) > sums + 1e-4
+    assert is_more.tolist() == has_ended.tolist()
+
+
 def test_a_stream_tells_all_beams_so_far_and_a_pause_repeats_none(folder: Path) -> None:
     cases = (CASES[2], CASES[4])
     requests = [make_request(i, case, None, streaming=True) for i, case in enumerate(cases)]

@@ -101,11 +101,25 @@ def test_no_path_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failing_write_is_logged_not_raised(
+def test_failing_write_is_logged_once_not_raised_and_can_be_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    StatusWriter(tmp_path / "gone" / "status.json").write("drained")
-    assert "cannot write the status file" in caplog.text
+    """A *draining* that nobody has read does not count as the last phase."""
+    path = tmp_path / "gone" / "status.json"
+    writer = StatusWriter(path)
+    assert [writer.write("draining") for _ in range(3)] == [False, False, False]
+    assert caplog.text.count("cannot write the status file") == 1
+    path.parent.mkdir()
+    for phase in ("draining", "drained"):
+        assert writer.write(phase)
+        status = read_status(path)
+        assert status is not None
+        assert status.phase == phase
+    assert writer.write("ready"), "what is passed over needs no other try"
+    path.unlink()
+    path.parent.rmdir()
+    assert not writer.write("failed", error="e")
+    assert caplog.text.count("cannot write the status file") == 2
 
 
 def test_foreign_file_is_refused(tmp_path: Path) -> None:

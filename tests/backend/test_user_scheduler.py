@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,17 +31,19 @@ from user_schedulers import (
     PausesAll,
     PausesMidway,
     Raises,
+    RaisesAtFirst,
     ShortestFits,
     ThreeAtOnce,
 )
 
 from inflight_backend.commands.common import scheduler_maker
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.inflight_batcher import InflightBatcher
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_backend.user_scheduler import find_scheduler_class
-from inflight_scheduler import CapacityScheduler
-from inflight_scheduler.recording.files import open_recording
+from inflight_scheduler import CapacityScheduler, CapacitySchedulerPolicy, LlmRequest
+from inflight_scheduler.recording.files import RecordingReader, open_recording
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.replay import replay
 
@@ -138,6 +141,32 @@ def test_asking_why_does_not_ask_the_users_scheduler(tmp_path: Path) -> None:
     name = f"{EveryOtherTime.__module__}:{EveryOtherTime.__name__}"
     with open_recording(tmp_path / "r.jsonl") as reader:
         result = replay(reader, scheduler_maker(name))
+    assert result.divergence is None, str(result)
+
+
+def test_asking_why_changes_no_context_of_a_refused_scheduler() -> None:
+    """The default explains by deciding, which cuts the third prompt; the next one of the user's
+    would run that piece, and a replay, in which nobody asks, the whole prompt."""
+    engine = CountingEngine(max_num_tokens=16)
+    params = replace(params_for(RaisesAtFirst), enable_chunked_context=True, context_chunk_unit=4)
+    batcher = InflightBatcher(engine, CapacitySchedulerPolicy.MAX_UTILIZATION, params)
+    lengths = {1: 12, 2: 6, 3: 15}
+    for request_id, length in lengths.items():
+        new = LlmRequest(request_id, [request_id] * length, 8)
+        batcher.active.add(new)
+        batcher.recorder.arrived(new)
+
+    def turn() -> list[int]:
+        outcome = steps.turn()
+        batcher.recorder.finish_iteration()
+        return [len(chunk.tokens) for chunk in outcome.batch.context_chunks]
+
+    steps = batcher.make_steps()
+    assert turn() == [4, 12], "the default's: it alone cuts"
+    assert batcher.explain() == {}, "the default would run all, the third one in part"
+    assert turn() == [15]
+    reader = RecordingReader(io.BytesIO("".join(batcher.recorder.lines()).encode()), "ring")
+    result = replay(reader, scheduler_maker(params.scheduler_class))
     assert result.divergence is None, str(result)
 
 

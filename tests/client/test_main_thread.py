@@ -32,7 +32,9 @@ class Source:
                 self.num_taken += 1
                 yield number
             if self._is_endless:
-                signal.raise_signal(signal.SIGINT)  # always handled in the main thread
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, signal.SIGINT)  # where the kernel sends Ctrl-C
                 assert self.is_cancelled.wait(WAIT_SECONDS)
             if self._end is not None:
                 raise self._end

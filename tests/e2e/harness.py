@@ -21,6 +21,8 @@ from pathlib import Path
 
 import httpx
 
+from inflight_client.protocol import LLM_MODEL_NAME
+
 HOST = "127.0.0.1"
 START_SECONDS = 120
 STOP_SECONDS = 60
@@ -96,21 +98,24 @@ class ServeProcess:
             time.sleep(0.01)
         return self.process.returncode
 
-    def kill_model(self, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill_model(
+        self, number: signal.Signals = signal.SIGKILL, model: str = LLM_MODEL_NAME
+    ) -> None:
         """Kill the process of the Python model, or send it another signal."""
-        os.kill(self.pid_of(MODEL), number)
+        os.kill(self.pid_of(MODEL, model), number)
 
     def kill_tritonserver(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill the server, not the model, or send it another signal."""
         os.kill(self.pid_of(TRITONSERVER), number)
 
-    def pid_of(self, program: str) -> int:
+    def pid_of(self, program: str, model: str = LLM_MODEL_NAME) -> int:
         """The process that runs ``program`` for this run, and not one that only tries whether it
-        starts: that one has no arguments."""
+        starts: that one has no arguments. Each ``model`` has one of its own."""
         found = []
         for pid, line in self._command_lines().items():
             name, *arguments = line.rstrip("\0").split("\0")
-            if name.endswith(program) and arguments:
+            is_other = program == MODEL and f"/{model}/1/model.py" not in "".join(arguments)
+            if name.endswith(program) and arguments and not is_other:
                 found.append(pid)
         (pid,) = found
         return pid
@@ -165,8 +170,10 @@ def start_serve(
     settings: Mapping[str, object] | None = None,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    output: int | None = None,
 ) -> ServeProcess:
-    """Start ``inflight serve`` in ``scratch`` (its output and its temporary files go there)."""
+    """Start ``inflight serve`` in ``scratch`` (its temporary files go there, and its output unless
+    there is a descriptor ``output``)."""
     (scratch / "tmp").mkdir(exist_ok=True)  # by the run before
     http_port, grpc_port, metrics_port = free_ports(3)
     arguments = [
@@ -183,8 +190,8 @@ def start_serve(
             [Path(sys.executable).parent / "inflight", "serve", *arguments],
             env={**base, **(environment or {})},
             stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=stdout if output is None else output,
+            stderr=stderr if output is None else output,
         )
     return ServeProcess(scratch, process, http_port, grpc_port, metrics_port)
 

@@ -223,13 +223,13 @@ def test_errors_of_the_server(
 def test_second_request_with_an_id_in_flight(caller: Caller, url: str, protocol: Protocol) -> None:
     with InflightClient(url, protocol=protocol) as client:
         text = ""
-        for index, chunk in enumerate(client.stream(PROMPT, 500, request_id="twice")):
+        for index, chunk in enumerate(client.stream(PROMPT, 1_000, request_id="twice")):
             text += chunk.text
             if index == 3:
                 with pytest.raises(ServerError, match="still being processed"):
                     caller.generate(PROMPT, 3, request_id="twice")
 
-    assert_counts(PROMPT, text, 500)  # the first goes on to its end
+    assert_counts(PROMPT, text, 1_000)  # the first goes on to its end
 
 
 def test_health(caller: Caller) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +293,31 @@ def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
     assert finished - begin < BOUND_SECONDS
     assert time.monotonic() - finished < BOUND_SECONDS
     idle.close()
+
+
+@pytest.mark.case(100)
+def test_a_launcher_whose_reader_is_gone_drains_alike(serve: ServeFactory) -> None:
+    """As after Ctrl-C to ``inflight serve 2>&1 | tee log``: `tee` is gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    running = serve(wait_for="", output=writer, environment={"PYTHONUNBUFFERED": ""})
+    os.close(writer)
+    wait_until_it_answers(running)
+    stream = stream_text(running, PROMPT, SHORT)
+    first = next(stream)
+    running.process.send_signal(signal.SIGINT)
+    assert_counts(PROMPT, remaining(first, stream), SHORT)
+    assert running.wait() == 0
+
+
+def wait_until_it_answers(running: ServeProcess) -> None:
+    deadline = time.monotonic() + BOUND_SECONDS
+    while running.process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if ask_ready(running).status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"not ready, exit code {running.process.poll()}")
 
 
 @pytest.mark.case(100, 126)

@@ -27,13 +27,16 @@ def test_two_minutes_of_soak_leave_zeros_where_zeros_belong(tmp_path: Path) -> N
     assert [part["policy"] for part in parts] == ["guaranteed_no_evict", "max_utilization"]
     for part in parts:
         load = part["load"]
-        assert set(load["finals_per_request_read_to_its_end"]) == {"1"}
+        for each in (load, part["questions"]):
+            assert set(each["finals_per_request_read_to_its_end"]) == {"1"}
         for outcome in ("completed", "cancelled", "stopped", "reset", "refused by name"):
             assert load["outcomes"][outcome] > 0
         for outcome in ("beams", "several sequences", "guided", "log probabilities", "stop words"):
             assert load["outcomes"][outcome] > 0
-        assert any(outcome.startswith("deadline") for outcome in load["outcomes"])
+        assert load["outcomes"]["deadline"] > 0  # one that has begun, not one that came too late
         assert "silent" not in {**load["outcomes"], **part["kills"]["outcomes"]}
         assert part["questions"]["not_answered"] == 0
-        assert {each["what"] for each in part["recoveries"]} >= {"model process killed"}
         assert any(each["open_streams"] for each in part["recoveries"])
+    # On a slow machine each policy has time for one kill only, and the next one for the next.
+    kills = {each["what"] for part in parts for each in part["recoveries"]}
+    assert kills == {"model process killed", "tritonserver killed"}

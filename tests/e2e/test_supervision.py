@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,12 +18,14 @@ import pytest
 from e2e.conftest import ServeFactory
 from e2e.harness import HOST, MODEL, ServeProcess, assert_counts, start_serve, stream_text
 
+from inflight_backend.serve.repository import OPTIONAL_MODELS
 from inflight_client import InflightClient
 from inflight_client.openai.upstream import Upstream
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3 4"
+BLS = "tensorrt_llm_bls"
 ENDLESS = 8000
 NOTICE_SECONDS = 10.0  # 2 s are the aim; the soak measures them, tests share two cores
 RECOVER_SECONDS = 120.0  # 4 s on a machine that does nothing else
@@ -46,10 +48,14 @@ def drained(stream: Iterator[str]) -> tuple[BaseException | None, float]:
 
 
 class OpenStreams:
-    """A stream over each protocol, with its first token here and a reader of its own."""
+    """A stream over each protocol and one through each model of ``added``, with its first token
+    here and a reader of its own."""
 
-    def __init__(self, running: ServeProcess, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, running: ServeProcess, pool: ThreadPoolExecutor, added: Sequence[str] = ()
+    ) -> None:
         streams = [grpc_text(running, ENDLESS), stream_text(running, PROMPT, ENDLESS)]
+        streams += [stream_text(running, PROMPT, ENDLESS, model=model) for model in added]
         for stream in streams:
             assert next(stream)
         self._readers: list[Future[tuple[BaseException | None, float]]] = [
@@ -101,12 +107,17 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
     serve: ServeFactory, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     recording = tmp_path / "recording.jsonl"
-    running = serve(options=["--max-restarts=2"], settings={"record_file": str(recording)})
+    running = serve(
+        options=["--max-restarts=2", f"--add={BLS}"], settings={"record_file": str(recording)}
+    )
     before = running.shared_memory()
     assert before
-    kills: list[Callable[[], None]] = [running.kill_model, running.kill_tritonserver]
+    kills: list[Callable[[], None]] = [
+        running.kill_model,
+        lambda: running.kill_model(model=BLS),
+    ]
     for number, kill in enumerate(kills, start=1):
-        streams = OpenStreams(running, pool)
+        streams = OpenStreams(running, pool, added=[BLS])
         wait_until_recorded(recording)
         killed = time.monotonic()
         kill()
@@ -117,11 +128,15 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
         assert len(after) == len(before)
         assert_holds_a_stream(recording.with_name("recording.jsonl.1"))
     assert recording.with_name("recording.jsonl.2").exists()
-    running.kill_model()
+    streams = OpenStreams(running, pool, added=[BLS])
+    killed = time.monotonic()
+    running.kill_tritonserver()
+    streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)
     assert running.wait() == 1
     *_, last = running.error_lines
-    assert last.startswith("error: giving up after 3 failures in a row, last: the model process")
-    assert "process died: killed by SIGKILL (--verbose shows its log)" in running.stderr
+    assert last.startswith("error: giving up after 3 failures in a row, last: tritonserver ended")
+    assert "the model process died: killed by SIGKILL (--verbose shows its log)" in running.stderr
+    assert f"the process of {BLS} died: killed by SIGKILL (--verbose" in running.stderr
     assert "starting again now (failure 1)" in running.stderr
     assert "(killed by SIGKILL)" in running.stderr
 
@@ -169,8 +184,8 @@ def test_nothing_outlives_a_launcher_that_was_killed(
     serve: ServeFactory, pool: ThreadPoolExecutor
 ) -> None:
     """And the next run removes its files and its shared memory, as the fixture sees."""
-    running = serve()
-    streams = OpenStreams(running, pool)
+    running = serve(options=[f"--add={model}" for model in OPTIONAL_MODELS])
+    streams = OpenStreams(running, pool, added=[BLS])
     killed = time.monotonic()
     running.process.kill()
     running.wait_until_gone(NOTICE_SECONDS)

@@ -23,7 +23,7 @@ from tritonclient.grpc import model_config_pb2 as pb
 
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
-from inflight_backend.triton import bls_model, vllm_model
+from inflight_backend.triton import bls_model, relay, vllm_model
 from inflight_backend.triton.postprocessing_model import Postprocessor
 from inflight_backend.triton.preprocessing_model import Preprocessor
 from inflight_backend.triton.text_model import Convert, respond
@@ -125,7 +125,10 @@ class Relaying:
         }
         self.server = server
         self.model = model
-        with mock.patch.dict(sys.modules, {"triton_python_backend_utils": calling(server)}):
+        with (
+            mock.patch.object(relay, "exit_with_parent"),
+            mock.patch.dict(sys.modules, {"triton_python_backend_utils": calling(server)}),
+        ):
             self.model.initialize({"model_config": json.dumps(config)})
 
     def check(self, inputs: Tensors, parameters: Mapping[str, Any], good: Tensors) -> None:

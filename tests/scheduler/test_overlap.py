@@ -96,6 +96,36 @@ def test_a_token_behind_the_end_is_discarded() -> None:
     assert world.num_discarded_tokens == 1
 
 
+def test_who_has_ended_while_a_step_ran_is_passed_by() -> None:
+    """Even if nothing is left of its answer, as where that begins with a stop word."""
+    world = make_world()
+    requests = [make_request(number, 1, 8) for number in range(3)]
+    for request in requests:
+        world.arrive(request)
+    world.step()
+    world.step()
+    first, second, third = requests
+    second.drop_pending_tokens()
+    del second.tokens[1:]
+    world.stop(second)
+    world.drain()
+    assert second.tokens == make_request(1, 1).tokens
+    assert [first.tokens, third.tokens] == [answer_alone(make_request(k, 1, 8)) for k in (0, 2)]
+
+
+def test_those_whom_the_next_step_leaves_out_get_their_tokens() -> None:
+    world = make_world()
+    requests = [make_request(number, 2, 8) for number in range(3)]
+    for request in requests:
+        world.arrive(request)
+    world.step()
+    world.step()
+    world.step(([], requests[1:2], []))
+    assert [request.num_pending_tokens for request in requests] == [0, 1, 0]
+    world.drain()
+    assert [r.tokens for r in requests] == [answer_alone(make_request(k, 2, 8)) for k in range(3)]
+
+
 def test_a_prompt_is_shared_while_its_step_runs() -> None:
     world = make_world(enable_reuse=True)
     world.arrive(make_request(0, 8, 4, family=1))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -116,7 +117,8 @@ def whatif(
         make = scheduler_maker(scheduler_class)
         measured = workload.latencies.summary()
         with recordings_folder(save, is_needed=timelines is not None) as folder:
-            rows = _run(variants, jobs, book, cost, make, folder)
+            num_steps = workload.num_steps if rate is None else None
+            rows = _run(variants, jobs, book, cost, make, folder, num_steps)
             if rate is None:
                 rows.insert(0, Prediction(MEASURED, measured, recording=recording))
             answer = Answer(
@@ -191,6 +193,7 @@ def _run(
     cost: CostModel,
     make: MakeScheduler,
     folder: Path | None,
+    num_recorded_steps: int | None,
 ) -> list[Prediction]:
     """One prediction per variant, with its recording in ``folder``, and how sure it is."""
     from inflight_scheduler.recording.simulation import default_scheduler
@@ -200,45 +203,36 @@ def _run(
     for variant in variants:
         maker = make if variant.settings.scheduler_class is not None else default_scheduler
         path = None if folder is None else folder / _file_name(variant)
-        summary = _predict(variant.settings, jobs, book, cost, maker, path)
+        run = partial(
+            predict,
+            variant.settings,
+            jobs,
+            book=book,
+            make_scheduler=maker,
+            num_recorded_steps=num_recorded_steps,
+        )
+        summary = _predict_into(path, variant.settings, partial(run, cost))
         span: tuple[float, float] | None = None
         if len(jobs) <= MAX_SURE_JOBS:
-            costs = cost.scaled(1 - TOLERANCE), cost.scaled(1 + TOLERANCE)
-            low, high = (
-                predict(variant.settings, jobs, c, book=book, make_scheduler=maker) for c in costs
-            )
+            low, high = (run(cost.scaled(1 + part)) for part in (-TOLERANCE, TOLERANCE))
             span = low.ttft_p50, high.ttft_p50
         predictions.append(Prediction(variant.name, summary, span, path))
     return predictions
 
 
-def _predict(
-    settings: Settings,
-    jobs: Sequence[Job],
-    book: TextBook | None,
-    cost: CostModel,
-    maker: MakeScheduler,
-    path: Path | None,
-) -> Summary:
+def _predict_into(path: Path | None, settings: Settings, run: Callable[..., Summary]) -> Summary:
+    """The prediction ``run``, recorded where there is a ``path``."""
     from inflight_scheduler.recording.files import RecordingFile
     from inflight_scheduler.recording.recorder import FlightRecorder
-    from inflight_scheduler.recording.whatif import Clock, predict
+    from inflight_scheduler.recording.whatif import Clock
 
     if path is None:
-        return predict(settings, jobs, cost, book=book, make_scheduler=maker)
+        return run()
     clock = Clock()
     path.parent.mkdir(parents=True, exist_ok=True)
     recorder = FlightRecorder(settings, software="whatif", sink=RecordingFile(path), clock=clock)
     try:
-        return predict(
-            settings,
-            jobs,
-            cost,
-            book=book,
-            make_scheduler=maker,
-            recorder=recorder,
-            clock=clock,
-        )
+        return run(recorder=recorder, clock=clock)
     finally:
         recorder.close()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TextIO, cast
+
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight_backend.serve.checks import has_tokenizer
+from inflight_backend.serve.messages import ForgivingStream, say
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.status import ModelStatus
 from inflight_client.protocol import ENSEMBLE_MODEL_NAME
@@ -17,10 +21,10 @@ class LoadingDisplay:
     """Progress on stderr: a bar on a terminal, one line elsewhere."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        console = Console(stderr=True)
+        stream = cast(TextIO, ForgivingStream(sys.stderr)) if sys.stderr is not None else None
+        console = Console(file=stream, stderr=True)
         self._name = settings.model.name
         self._is_live = console.is_terminal and not settings.is_verbose
-        self._console = console
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -34,7 +38,7 @@ class LoadingDisplay:
 
     def __enter__(self) -> LoadingDisplay:
         if not self._is_live:
-            self._console.print(f"starting tritonserver with {self._name} ...", soft_wrap=True)
+            say(f"starting tritonserver with {self._name} ...", err=True)
         self._progress.start()
         return self
 

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import typer
-
 from inflight_backend.serve.checks import check_install, check_settings
 from inflight_backend.serve.display import LoadingDisplay, ready_block
 from inflight_backend.serve.install import TritonInstall, environment, locate, prepare_backends
+from inflight_backend.serve.messages import say
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.repository import assemble
 from inflight_backend.serve.scratch import BackendScratch
@@ -139,10 +138,10 @@ class Run:
     def _announce(self, status: ModelStatus) -> None:
         self._attempt.mark_ready()
         if self._attempt.failed_at is None:
-            typer.echo(ready_block(self._settings, status))
+            say(ready_block(self._settings, status))
         else:
             seconds = time.monotonic() - self._attempt.failed_at
-            typer.echo(f"ready again {seconds:.1f} s after the failure", err=True)
+            say(f"ready again {seconds:.1f} s after the failure", err=True)
 
     def _wait_until_ready(self) -> ModelStatus | None:
         """The status of the ready model; None if asked to stop before."""
@@ -169,15 +168,22 @@ class Run:
     def _drain(self) -> None:
         """Let running requests finish within the drain time, then end them with an error."""
         seconds = self._settings.drain_seconds
-        typer.echo(
+        say(
             f"stopping: running requests may finish within {seconds:g} s (Ctrl-C: stop them now)",
             err=True,
         )
-        self._workspace.ask_to_drain()
+        self._ask_to_drain()
         if self._wait_until_drained(seconds, lambda: self._signals.is_asked(times=2)):
             return
-        self._workspace.ask_to_drain(stop_all=True)
+        self._ask_to_drain(stop_all=True)
         self._wait_until_drained(_STOP_ALL_SECONDS, lambda: self._signals.is_asked(times=3))
+
+    def _ask_to_drain(self, stop_all: bool = False) -> None:
+        """A disk without room for one more name takes away this step, not those after it."""
+        try:
+            self._workspace.ask_to_drain(stop_all)
+        except OSError as error:
+            say(f"the model cannot be told: {error.strerror}", err=True)
 
     def _wait_until_drained(self, seconds: float, is_hurried: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + seconds

@@ -1,6 +1,6 @@
-"""tritonserver and the model process it starts, as one thing to watch and to stop.
+"""tritonserver and the model processes it starts, as one thing to watch and to stop.
 
-Both live in a process group of their own, so that Ctrl-C reaches the launcher alone, which decides.
+They live in a process group of their own, so that Ctrl-C reaches the launcher alone, which decides.
 The server is killed by the kernel if the launcher dies; the launcher adopts and reaps a
 model process whose server died.
 """
@@ -96,6 +96,17 @@ def end_of(pid: int) -> str:
     """How the process ``pid`` ended, in words; "" unless it is dead and not reaped yet."""
     stat = _stat(pid)
     return _in_words(os.waitstatus_to_exitcode(int(stat[-1]))) if stat[:1] == ["Z"] else ""
+
+
+def children_of(pid: int) -> dict[int, list[str]]:
+    """The processes that ``pid`` has started and their command lines; of a dead one it is empty."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        if _stat(int(folder.name))[1:2] == [str(pid)]:
+            with contextlib.suppress(OSError):  # it was reaped just now
+                line = (folder / "cmdline").read_text(encoding="utf-8", errors="replace")
+                found[int(folder.name)] = line.rstrip("\0").split("\0")
+    return found
 
 
 def _stat(pid: int) -> list[str]:

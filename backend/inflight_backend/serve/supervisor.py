@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import typer
-
 from inflight_backend.errors import ServingError
+from inflight_backend.serve.messages import say
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.workspace import Workspace
 
@@ -100,7 +99,7 @@ class Supervisor:
                 raise error
             raise ServingError(f"giving up after {number} failures in a row, last: {error}")
         when = f"in {delay:g} s" if delay else "now"
-        typer.echo(f"{error}; starting again {when} (failure {number})", err=True)
+        say(f"{error}; starting again {when} (failure {number})", err=True)
         return delay
 
     def _wait(self, seconds: float) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import http.client
 import time
+from pathlib import Path
 
 from inflight_backend.errors import ServingError
 from inflight_backend.serve.log import explain
-from inflight_backend.serve.process import ServerProcess, end_of, is_running
+from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
+from inflight_backend.serve.repository import DEFAULT_MODELS
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import ModelStatus, beat_of, read_status
+from inflight_client.protocol import LLM_MODEL_NAME
 
 _HEALTH_SECONDS = 2.0
 _PROBE_PERIOD_SECONDS = 2.0
@@ -21,7 +24,7 @@ _SEE_LOG = "(--verbose shows its log)"
 
 
 class Vitals:
-    """Looks at one server and its model process; raises `ServingError` saying what is wrong."""
+    """Looks at one server and its model processes; raises `ServingError` saying what is wrong."""
 
     def __init__(
         self, settings: ServeSettings, workspace: Workspace, server: ServerProcess
@@ -35,9 +38,12 @@ class Vitals:
         self._last_beat = 0
         self._last_stage = _stage_of(None)
         self._unhealthy_since: float | None = None
+        self._added: dict[str, int | None] | None = None
 
     def check_processes(self, status: ModelStatus | None, is_loading: bool = False) -> None:
         """Fail if the model could not be loaded or a process died."""
+        # Before the server, which its models follow: what is wrong is the server then.
+        death = "" if is_loading else self._death_of_added()
         end = self._server.exit_status()
         is_model_dead = status is not None and not is_running(status.pid)
         latest = read_status(self._workspace.status_file)  # what was written before the death
@@ -50,6 +56,8 @@ class Vitals:
         if is_model_dead:
             how = end_of(status.pid) if status is not None else ""
             raise ServingError(f"the model process died{how and f': {how}'} {_SEE_LOG}")
+        if death:
+            raise ServingError(f"{death} {_SEE_LOG}")
 
     def check_loading(self, status: ModelStatus | None) -> None:
         """Fail if nothing is heard of the model, or its load stands still for too long."""
@@ -93,6 +101,35 @@ class Vitals:
             return False
         finally:
             connection.close()
+
+    def _death_of_added(self) -> str:
+        """Which process of a model beside `tensorrt_llm` died, and how; "" if none did.
+
+        They write no status: who serves such a model is looked up when all are loaded.
+        """
+        if self._added is None:
+            self._added = self._find_added_models()
+        for model, pid in self._added.items():
+            if pid is None or not is_running(pid):
+                how = "" if pid is None else end_of(pid)
+                return f"the process of {model} died{how and f': {how}'}"
+        return ""
+
+    def _find_added_models(self) -> dict[str, int | None]:
+        """Model -> its process; None if that has died already.
+
+        Nobody is watched where even `tensorrt_llm`'s is not found: then this Triton starts them in
+        another way than the ones we know.
+        """
+        added = [model for model in self._settings.models if model not in DEFAULT_MODELS]
+        children = children_of(self._server.pid) if added else {}
+        found = {
+            Path(argument).parts[-3]: pid
+            for pid, arguments in children.items()
+            for argument in arguments
+            if argument.endswith("/1/model.py")
+        }
+        return {model: found.get(model) for model in added} if LLM_MODEL_NAME in found else {}
 
     def _check_beat(self) -> None:
         now = time.monotonic()

@@ -1,8 +1,9 @@
 """The private folder of one run, and everything else a run could leave on the machine.
 
 A run owns ``<tmp>/inflight-serve-XXXXXXXX`` (mode 0700); the same name is the prefix of its shared
-memory. The folder is locked while its launcher lives, however it dies, so that a later
-run can recognise and remove what a killed one left.
+memory. A file in it is locked while its launcher lives, however it dies, so that a later
+run can recognise and remove what a killed one left; the folder itself is locked so that a cleaner
+of temporary files leaves it alone, who would take what is read at a start only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from inflight_backend.serve.scratch import remove_scratch
+from inflight_backend.status import stop_file_of
 
 _PREFIX = "inflight-serve-"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -37,6 +39,7 @@ class Workspace:
         self._lock = unlocked.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
+        self._folder = _kept_from_cleaners(self.path)
 
     def __enter__(self) -> Workspace:
         return self
@@ -66,7 +69,7 @@ class Workspace:
 
     @property
     def drain_file(self) -> Path:
-        """Its appearance asks the model to drain; ``stop`` in it, to end what still runs."""
+        """Its appearance asks the model to drain; that of `stop_file_of` it, to end what runs."""
         return self.path / "drain"
 
     @property
@@ -81,14 +84,15 @@ class Workspace:
 
     def ask_to_drain(self, stop_all: bool = False) -> None:
         """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
-        scratch = self.drain_file.with_suffix(".new")
-        scratch.write_text("stop" if stop_all else "", encoding="utf-8")
-        scratch.replace(self.drain_file)
+        self.drain_file.touch()
+        if stop_all:
+            stop_file_of(self.drain_file).touch()
 
     def clear_run(self) -> None:
         """Remove what a server that has failed left, and keep the rest for the next one."""
         _remove_outside(self.path)
-        for file in (self.status_file, self.drain_file, self.scratch_note):
+        asked = (self.drain_file, stop_file_of(self.drain_file))
+        for file in (self.status_file, *asked, self.scratch_note):
             file.unlink(missing_ok=True)
         if self.log_file.exists():
             self.log_file.replace(self.log_file.with_suffix(".old"))
@@ -96,7 +100,17 @@ class Workspace:
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""
         _remove_run(self.path)
+        os.close(self._folder)
         self._lock.close()
+
+
+def _kept_from_cleaners(folder: Path) -> int:
+    """A descriptor of ``folder`` with a lock; whoever cleans as systemd does (tmpfiles.d(5), the
+    note on aging) passes over a locked folder with everything below it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # of a file system that locks no folders
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
 
 
 def sweep_abandoned() -> None:

@@ -17,6 +17,9 @@ from inflight_backend.triton.watchdog import Progress
 
 _logger = get_logger(__name__)
 
+PARENT_CHECK_SECONDS = 0.5
+"""How often a model process looks whether its server lives."""
+
 
 @dataclass(slots=True)
 class Chore:

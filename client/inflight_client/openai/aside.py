@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from inflight_client.openai.errors import ApiError
 from inflight_client.openai.places import Place
@@ -26,7 +26,9 @@ class Aside:
 
     async def run(self, place: Place, work: Callable[[], _Result]) -> _Result:
         """What ``work`` gives; ends the request of ``place`` if no thread is free in time."""
-        future = self._threads.submit(_run, work)
+        held = _Work(work)
+        future = self._threads.submit(held.run)
+        future.add_done_callback(held.drop)
 
         def give_up() -> None:
             if future.cancel():  # not once it runs
@@ -39,11 +41,23 @@ class Aside:
             waiting.cancel()
 
 
-def _run(work: Callable[[], _Result]) -> _Result:
-    try:
-        return work()
-    except Exception:
-        raise
-    except BaseException as error:  # a panic of the tokenizer: nobody above handles such
-        _logger.error("a library gave up a request", exc_info=error)
-        raise ApiError(500, "the request failed") from None
+class _Work(Generic[_Result]):
+    """Work, and with it the body of a request, until it is done or its client has gone: the pool
+    keeps what was cancelled until a thread comes to it."""
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work: Callable[[], _Result] | None = work
+
+    def drop(self, future: Future[_Result]) -> None:
+        self._work = None
+
+    def run(self) -> _Result:
+        work = self._work
+        assert work is not None, "what runs cannot be cancelled any more"
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of the tokenizer: nobody above handles such
+            _logger.error("a library gave up a request", exc_info=error)
+            raise ApiError(500, "the request failed") from None

@@ -145,7 +145,12 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         maximum=86_400,
     ),
     ParameterSpec("status_file", "str", "", "file in which the model reports loading and state"),
-    ParameterSpec("drain_file", "str", "", "file whose appearance makes the model drain"),
+    ParameterSpec(
+        "drain_file",
+        "str",
+        "",
+        "file whose appearance makes the model drain; that of NAME.stop ends what still runs",
+    ),
     ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
     ParameterSpec(
         "enable_chunked_context", "bool", "false", "a prompt may be computed in several iterations"

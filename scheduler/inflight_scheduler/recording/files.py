@@ -136,15 +136,19 @@ class RecordingReader:
         self._name = name
         self._reader = LineReader()
         self._line_number = 0
-        line = self._next_line()
+        with self._named_place():
+            line = self._next_line()
+            if line is not None:
+                self.header: Header = self._reader.header(line, self._next_line)
         if line is None:
             raise RecordingError(f"{name} is empty")
-        with self._named_place():
-            self.header: Header = self._reader.header(line)
 
     def __iter__(self) -> Iterator[Iteration]:
-        while (line := self._next_line()) is not None:
+        while True:
             with self._named_place():
+                line = self._next_line()
+                if line is None:
+                    return
                 iteration = self._reader.iteration(line)
             yield iteration
 
@@ -155,18 +159,17 @@ class RecordingReader:
     def _next_line(self) -> str | None:
         """The next line, None at the end of the file."""
         self._line_number += 1
-        with self._named_place():
-            line = self._file.readline(MAX_LINE_BYTES + 1)
-            if not line:
-                return None
-            if len(line) > MAX_LINE_BYTES:
-                raise RecordingError(f"the line is longer than {MAX_LINE_BYTES} bytes")
-            if not line.endswith(b"\n"):
-                raise RecordingError("the line is cut off")
-            try:
-                return line.decode("ascii")
-            except UnicodeDecodeError:
-                raise RecordingError("the line is no ASCII text (damaged?)") from None
+        line = self._file.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return None
+        if len(line) > MAX_LINE_BYTES:
+            raise RecordingError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+        if not line.endswith(b"\n"):
+            raise RecordingError("the line is cut off")
+        try:
+            return line.decode("ascii")
+        except UnicodeDecodeError:
+            raise RecordingError("the line is no ASCII text (damaged?)") from None
 
     @contextmanager
     def _named_place(self) -> Iterator[None]:

@@ -5,20 +5,24 @@
     {"inflight_recording": 1, "software": "0.1.0", "started": "2026-01-31T12:00:00Z",
      "settings": {...}, "active": [[id, ...], ...], "running": true, "cache": {...}}
 
-Everything in it can change decisions, so what is not known here is refused, not passed over.
+A large cache has lines of its own behind it (`cache_lines`). Everything there can change decisions,
+so what is not known here is refused, not passed over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
+from inflight_scheduler.recording.cache_lines import join_cache, split_cache
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.records import (
     MAX_NUM_BLOCKS,
     MAX_NUM_REQUESTS,
+    MAX_NUM_TEXTS,
     MAX_NUM_TOKENS,
     CacheStart,
     KeptBlock,
@@ -44,7 +48,6 @@ FORMAT_VERSION = 1
 _HEADER_KEYS = frozenset(
     ("inflight_recording", "software", "started", "settings", "active", "running", "cache")
 )
-_MAX_NUM_TEXTS = 2**37  # numbered since the server started
 _CACHE_KEYS = frozenset(("texts", "parts", "of", "tables", "kept", "idle", "starts"))
 
 
@@ -80,8 +83,13 @@ def header_fields(header: Header) -> dict[str, Any]:
     return content
 
 
-def read_header(content: dict[str, Any]) -> Header:
-    """The way back."""
+def header_lines(header: Header) -> Iterator[dict[str, Any]]:
+    """The first line, and those that belong to it."""
+    return split_cache(header_fields(header))
+
+
+def read_header(content: dict[str, Any], next_content: Callable[[], dict[str, Any]]) -> Header:
+    """The way back; ``next_content`` reads a further line."""
     if "inflight_recording" not in content:
         raise RecordingError("this is no recording of inflight: the first line is no header")
     version = content["inflight_recording"]
@@ -98,13 +106,17 @@ def read_header(content: dict[str, Any]) -> Header:
     is_running = read_flag(content, "running")
     if is_running and not settings.is_overlapped:
         raise RecordingError("running: only in an overlapped loop does a step run at the start")
+    cache: CacheStart | None = None
+    if "cache" in content:
+        fields = join_cache(content["cache"], next_content, settings.num_blocks)
+        cache = _read_cache(fields, settings, active)
     return Header(
         settings=settings,
         software=read_text(content.get("software", "")),
         started=read_text(content.get("started", "")),
         active=active,
         is_running=is_running,
-        cache=_read_cache(content["cache"], settings, active) if "cache" in content else None,
+        cache=cache,
     )
 
 
@@ -224,12 +236,12 @@ def _read_cache(content: Any, settings: Settings, active: tuple[RequestState, ..
         raise RecordingError("cache: an object is expected, and block reuse in the settings")
     _refuse_unknown(content, _CACHE_KEYS, "key of cache")
     num_blocks = settings.num_blocks
-    num_texts = read_integer(content.get("texts"), "texts", 0, _MAX_NUM_TEXTS)
+    num_texts = read_integer(content.get("texts"), "texts", 0, MAX_NUM_TEXTS)
 
     def flat(key: str, *bounds: int) -> list[tuple[int, ...]]:
         """A list of rows written without brackets; each column has its bound."""
         width = len(bounds)
-        values = read_list(content, key, width * _MAX_NUM_TEXTS)
+        values = read_list(content, key, width * MAX_NUM_TEXTS)
         if len(values) % width:
             raise RecordingError(f"{key} must hold rows of {width} numbers")
         return [

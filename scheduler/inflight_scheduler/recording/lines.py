@@ -29,7 +29,7 @@ from typing import Any
 
 from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.header import Header, header_fields, read_header
+from inflight_scheduler.recording.header import Header, header_lines, read_header
 from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.records import (
     END_REASONS,
@@ -84,8 +84,8 @@ class LineWriter:
     _generation: tuple[int, ...] = field(default=())
 
     def header(self, header: Header) -> str:
-        """The first line."""
-        return _dump(header_fields(header))
+        """The first line, and those that belong to it."""
+        return "".join(map(_dump, header_lines(header)))
 
     def iteration(self, iteration: Iteration) -> str:
         """The line of one iteration."""
@@ -135,9 +135,16 @@ class LineReader:
         self._number = 0
         self._start_us = 0
 
-    def header(self, line: str) -> Header:
-        """Read the first line."""
-        return read_header(_load(line))
+    def header(self, line: str, next_line: Callable[[], str | None] = lambda: None) -> Header:
+        """Read the first line, and with ``next_line`` those that belong to it, if there are any."""
+
+        def next_content() -> dict[str, Any]:
+            following = next_line()
+            if following is None:
+                raise RecordingError("the recording ends within what was cached")
+            return _load(following)
+
+        return read_header(_load(line), next_content)
 
     def iteration(self, line: str) -> Iteration:
         """Read one of the other lines; they must come in order."""

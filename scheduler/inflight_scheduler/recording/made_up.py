@@ -17,7 +17,7 @@ from inflight_scheduler.recording.beams import RecordedBeams
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import Likeness, TextBook
 from inflight_scheduler.recording.records import Arrival, CacheStart, RequestState
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 
 MAX_CACHED_TOKENS = 2**27
 """Tokens of all texts of which something was cached, each from its beginning; about a minute."""
@@ -27,32 +27,38 @@ class MadeUpText(list[int]):
     """The tokens of a request without tokens: constant memory, whatever the length.
 
     Without a book all are 0. With one, texts agree where the book says so (block reuse).
-    ``is_broken``: the last token is the one that says that the model's numbers failed.
+    The last ``num_pending`` of them are `PENDING_TOKEN`. ``is_broken``: the last one before these
+    says that the model's numbers failed.
     """
 
-    __slots__ = ("book", "is_broken", "length", "number")
+    __slots__ = ("book", "is_broken", "length", "num_pending", "number")
 
     def __init__(self, length: int, book: TextBook | None = None, number: int = 0) -> None:
         super().__init__()
         self.length = length
         self.number = number
+        self.num_pending = 0
         self.is_broken = False
         self.book = book
 
     def __len__(self) -> int:
         return self.length
 
-    def append(self, _: int) -> None:
+    def append(self, token: int) -> None:
         """One token more."""
         self.length += 1
+        self.num_pending += token == PENDING_TOKEN
 
     def __setitem__(self, index: object, token: object) -> None:
         """A token that was expected has come; which one does not matter."""
+        self.num_pending -= 1
 
     def __delitem__(self, index: SupportsIndex | slice) -> None:
-        """Tokens that were expected are not wanted any more."""
+        """The last tokens are not wanted any more."""
         assert isinstance(index, slice)
-        self.length -= len(range(*index.indices(self.length)))
+        num_dropped = len(range(*index.indices(self.length)))
+        self.length -= num_dropped
+        self.num_pending = max(self.num_pending - num_dropped, 0)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> int: ...
@@ -60,9 +66,11 @@ class MadeUpText(list[int]):
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
         if not isinstance(index, slice):
+            place = range(self.length)[index]
+            if place >= self.length - self.num_pending:
+                return PENDING_TOKEN
             if self.is_broken:
                 return -1
-            place = range(self.length)[index]
             return 0 if self.book is None else self.book.tokens(self.number, place, place + 1)[0]
         start, end, _ = index.indices(self.length)
         if self.book is None:

@@ -7,7 +7,7 @@ nothing is formatted or written here. The calls of one iteration, in order::
     withdrawn(request)                       behind its arrival, if it was not after all
     decided(active, context, ...)            between deciding and carrying out
     carried_out(num_free_blocks)             after carrying out
-    settled()                                if no step runs on (overlapped loop)
+    settled(active)                          if no step runs on (overlapped loop); before ended()
     failed()                                 if the step brought no tokens
     lost()                                   if the step before brought none (overlapped loop)
     forgot()                                 if what that one wrote emptied the cache
@@ -165,9 +165,7 @@ class FlightRecorder:
         if not self._segments or self._segments[-1].is_full:
             self._open_segment(active_requests)
         if self._arrivals:
-            self._places = _places(active_requests, self._arrivals)
-            if self._places:  # each is inserted behind those before it
-                self._arrivals.sort(key=lambda request: self._places[request.request_id])
+            self._note_places(active_requests)
             self._register_texts()
         if self._texts is not None:
             for request in paused_requests:
@@ -186,11 +184,16 @@ class FlightRecorder:
         """What the decision has left of the free blocks."""
         self._num_free_blocks = num_free_blocks
 
-    def settled(self) -> None:
-        """No step runs on: all tokens are there when this iteration ends."""
+    def settled(self, active_requests: Sequence[LlmRequest]) -> None:
+        """No step runs on: all tokens are there when this iteration ends.
+
+        Those whom they end are still among ``active_requests``, as they are in a replay.
+        """
         if self._ends:
             self._decided_ns = self._clock()
             self._note_early_ends()
+        if self._arrivals:  # maybe nothing is decided in this iteration
+            self._note_places(active_requests)
         self._is_settled = True
 
     def failed(self) -> None:
@@ -243,6 +246,12 @@ class FlightRecorder:
         """Close the sink."""
         if self._sink is not None:
             self._sink.close()
+
+    def _note_places(self, active_requests: Sequence[LlmRequest]) -> None:
+        """Where the arrivals stand, who are recorded in that order."""
+        self._places = _places(active_requests, self._arrivals)
+        if self._places:  # each is inserted behind those before it
+            self._arrivals.sort(key=lambda request: self._places[request.request_id])
 
     def _note_generation(
         self, active_requests: Sequence[LlmRequest], generation: Sequence[LlmRequest]

@@ -23,6 +23,9 @@ MAX_NUM_BLOCKS = 2**22
 MAX_NUM_REQUESTS = 2**16
 """Requests in flight at once, at most (the bound of ``max_batch_size``)."""
 
+MAX_NUM_TEXTS = 2**37
+"""Texts numbered since the server started, at most."""
+
 MAX_NUM_DRAFTS = 2**12
 """Drafts of one request in one step, at most."""
 

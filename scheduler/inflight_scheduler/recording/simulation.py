@@ -416,7 +416,8 @@ class Simulation:
         for request in owners:
             if not request.is_generation_in_progress_state:
                 raise RecordingError(f"request {request.request_id} expects a token in its context")
-            request.num_pending_tokens = 1
+            assert isinstance(request.tokens, MadeUpText)
+            request.tokens.num_pending = 1
             if request.num_remaining_tokens == 0:
                 request.state = LlmRequestState.GENERATION_TO_COMPLETE
         return Plan(self.planner.resume(owners), None)

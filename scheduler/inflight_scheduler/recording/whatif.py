@@ -36,6 +36,12 @@ from inflight_scheduler.recording.steps import Step
 from inflight_scheduler.recording.workload import Job, check_jobs
 from inflight_scheduler.request import FinishReason, LlmRequest
 
+MIN_STEPS = 2**19
+"""Steps that any prediction may take, some ten seconds: iterations, and requests in each."""
+
+STEPS_PER_STEP = 100
+"""So many more it may take for each step of the recording."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -64,14 +70,19 @@ def predict(
     make_scheduler: MakeScheduler = default_scheduler,
     recorder: FlightRecorder | None = None,
     clock: Clock | None = None,
+    num_recorded_steps: int | None = None,
 ) -> Summary:
     """Run ``jobs`` under ``settings``; ``recorder`` (with the same ``clock``) hears everything.
 
-    ``book``: the texts of the jobs (block reuse), from where the jobs are.
+    ``book``: the texts of the jobs (block reuse), from where the jobs are. ``num_recorded_steps``
+    bounds the work by that of the recording: a few lines can tell of a request that runs for hours.
     """
     check_jobs(jobs, book)
     simulation = Simulation(settings, (), make_scheduler, book=book)
-    return _Run(simulation, jobs, cost, recorder, clock or Clock()).run()
+    run = _Run(simulation, jobs, cost, recorder, clock or Clock())
+    if num_recorded_steps is not None:
+        run.max_steps = MIN_STEPS + STEPS_PER_STEP * num_recorded_steps
+    return run.run()
 
 
 _rank = attrgetter("rank")
@@ -79,6 +90,8 @@ _rank = attrgetter("rank")
 
 class _Run:
     """One prediction."""
+
+    max_steps: int | None = None
 
     def __init__(
         self,
@@ -100,6 +113,7 @@ class _Run:
         self._patience: list[tuple[int, int]] = []  # a heap: until when, request
         self._latencies = Latencies()
         self._num_refused = 0
+        self._num_steps = 0
 
     def run(self) -> Summary:
         """Until every job has ended."""
@@ -183,10 +197,11 @@ class _Run:
             raise RecordingError("nobody runs under these settings, though requests wait")
         if recorder is not None:
             if is_alone:
-                recorder.settled()
+                recorder.settled(simulation.active)
             # Of a user's scheduler that is guarded; ours are never overruled.
             is_by_default = getattr(simulation.scheduler, "is_overruled", False)
             recorder.decided(simulation.active, *lists, is_by_default=is_by_default)
+        self._count_steps(len(lists[0]) + len(lists[1]))
         plan = simulation.plan(lists, told)
         self._latencies.decided(lists)
         if recorder is not None:
@@ -206,8 +221,20 @@ class _Run:
     def _settle(self) -> None:
         """A turn in which the tokens of the step that runs come, and nothing is decided."""
         if self._recorder is not None:
-            self._recorder.settled()
+            self._recorder.settled(self._simulation.active)
+        self._count_steps(0)
         self._apply(self._simulation.settle(_told((), (), is_settled=True)))
+
+    def _count_steps(self, num_requests: int) -> None:
+        """An iteration in which so many run."""
+        self._num_steps += 1 + num_requests
+        if self.max_steps is not None and self._num_steps > self.max_steps:
+            raise RecordingError(
+                f"this prediction takes more than {self.max_steps:,} steps (iterations, and "
+                f"requests in each), which is {MIN_STEPS:,} and {STEPS_PER_STEP} for each of the "
+                "recording; who has not ended there is taken to use all its tokens: record for "
+                "longer, or make up requests (--rate)"
+            )
 
     def _apply(self, step: Step) -> None:
         """What a step has brought, after the time that it took."""

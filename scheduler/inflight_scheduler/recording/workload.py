@@ -51,7 +51,7 @@ class RecordedWorkload:
 
     ``book``: with block reuse, the texts of the jobs, prompts and what was generated.
     ``num_found`` were in flight when the recording began and are no jobs, and ``num_unended`` jobs
-    had not ended with it.
+    had not ended with it. ``num_steps`` were run: iterations, and requests in each of them.
     """
 
     jobs: list[Job] = field(default_factory=list)
@@ -60,6 +60,7 @@ class RecordedWorkload:
     book: TextBook | None = None
     num_found: int = 0
     num_unended: int = 0
+    num_steps: int = 0
 
 
 def read_workload(reader: RecordingReader) -> RecordedWorkload:
@@ -147,6 +148,9 @@ class _Collector:
         for request in self._found:  # until the first iteration nobody knows when that was
             latencies.found(request.request_id, request.num_generated_tokens, start_us)
         self._found = []
+        self._workload.num_steps += 1
+        if iteration.decision is not None:
+            self._workload.num_steps += iteration.decision.num_requests
         is_alone = iteration.decision is None and iteration.is_settled
         if self._last is not None and (not is_alone or simulation.must_settle):
             # Somebody was active, so the next turn came at once, after waiting for these steps.

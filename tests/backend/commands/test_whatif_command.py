@@ -125,6 +125,22 @@ def test_a_ring_says_whom_it_does_not_know_to_the_end(tmp_path: Path) -> None:
     assert (content["num_in_flight_at_start"], content["num_unended"]) == (0, 0), "made up"
 
 
+def test_a_prediction_that_goes_on_and_on_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three have hundreds of tokens to come; requests that are made up take as long as asked."""
+    monkeypatch.setattr("inflight_scheduler.recording.whatif.MIN_STEPS", 500)
+    monkeypatch.setattr("inflight_scheduler.recording.whatif.STEPS_PER_STEP", 0)
+    path = tmp_path / "ring.jsonl"
+    path.write_text(ring(), encoding="ascii")
+    done = run(whatif, path)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: this prediction takes more than 500 steps (iterations, ")
+    assert done.stderr.count("\n") == 1
+    done = run(whatif, path, "--rate", 5, "--num-requests", 9)
+    assert done.exit_code == 0, done.stderr
+
+
 def test_json_and_the_tokens_are_those_recorded(recording: Path) -> None:
     done = run(whatif, recording, "--max-batch-size", 10, "--json")
     rows = {row["setting"]: row for row in json.loads(done.stdout)["rows"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -31,6 +33,16 @@ def test_mistake_is_one_line(arguments: list[str], message: str) -> None:
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+def test_a_mistake_that_nobody_hears_of_ends_alike(
+    nobody_hears: AbstractContextManager[None],
+) -> None:
+    with nobody_hears:
+        with pytest.raises(typer.Exit) as ended:
+            serve(model=Path("nowhere"))
+        sys.stderr.flush()  # as Python does at its end: nothing may be left
+    assert ended.value.exit_code == 1
 
 
 def test_two_equal_ports_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,17 @@ def test_off_a_terminal_loading_is_one_line(capfd: pytest.CaptureFixture[str]) -
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err == "starting tritonserver with llama ...\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_loading_goes_on_when_nobody_sees_it(
+    is_terminal: bool,
+    nobody_hears: AbstractContextManager[None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """rich would end the process. Off a terminal, FORCE_COLOR makes it believe in one."""
+    monkeypatch.setenv("FORCE_COLOR", "1" if is_terminal else "")
+    with nobody_hears, LoadingDisplay(ServeSettings(model=Path("llama"))) as display:
+        assert display._progress.disable != is_terminal
+        display.update(ModelStatus("loading", 1, {"loaded_bytes": 5, "total_bytes": 10}))
+        display._progress.refresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_failure_after_ready_is_followed_by_a_clean_start(
     assert seen == [(1, False), (2, False)]
     assert "the model process died; starting again now (failure 1)" in capsys.readouterr().err
     assert workspace.log_file.with_suffix(".old").read_text() == "old"
+
+
+@pytest.mark.case(119)
+def test_a_restart_that_nobody_hears_of_takes_place(
+    workspace: Workspace, nobody_hears: AbstractContextManager[None]
+) -> None:
+    numbers: list[int] = []
+
+    def serve(attempt: Attempt) -> None:
+        numbers.append(attempt.number)
+        attempt.mark_ready()
+        if attempt.number == 1:
+            raise ServingError("the model process died")
+
+    with nobody_hears:
+        run(workspace, serve)
+    assert numbers == [1, 2]
 
 
 def test_a_server_that_never_was_ready_is_not_started_again(workspace: Workspace) -> None:

@@ -13,15 +13,20 @@ import pytest
 
 from inflight_backend.errors import ServingError
 from inflight_backend.serve import vitals
-from inflight_backend.serve.process import ServerProcess
+from inflight_backend.serve.process import ServerProcess, children_of, is_running
+from inflight_backend.serve.repository import DEFAULT_MODELS
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.vitals import Vitals
 from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import StatusWriter, read_status
+from inflight_client.protocol import LLM_MODEL_NAME
 
-# Says that it is live, as tritonserver does, until it is stopped by a signal.
+# Says that it is live, as tritonserver does, until it is stopped by a signal; each argument is a
+# model file, which it starts a process for and does not look at again.
 SERVER = """
-import http.server
+import http.server, subprocess, sys
+SLEEP = "import time; time.sleep(600)"
+models = [subprocess.Popen([sys.executable, "-c", SLEEP, file]) for file in sys.argv[1:]]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -32,22 +37,28 @@ server.serve_forever()
 """
 STALL = 1.0
 LOAD = 2.0
+ADDED = ("tensorrt_llm_bls", "preprocessing")
 
 
 class Running:
-    """A server, this process as its model, and the vitals of both."""
+    """A server, this process as its model, processes of added models, and the vitals of all."""
 
     def __init__(self, folder: Path, workspace: Workspace) -> None:
+        models = (LLM_MODEL_NAME, *ADDED)
+        files = [str(workspace.models / model / "1" / "model.py") for model in models]
         log = folder / "log"
         with log.open("wb") as output:
-            self.server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
+            self.server = ServerProcess([sys.executable, "-c", SERVER, *files], os.environ, output)
         deadline = time.monotonic() + 20
         while not log.read_text().endswith("\n"):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         parameters = {"stall_seconds": str(STALL), "accumulate_tokens": "true"}  # not all of one
         settings = ServeSettings(
-            http_port=int(log.read_text()), parameters=parameters, load_seconds=LOAD
+            http_port=int(log.read_text()),
+            parameters=parameters,
+            load_seconds=LOAD,
+            models=(*DEFAULT_MODELS, *ADDED),
         )
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready")
@@ -64,6 +75,17 @@ class Running:
             self.vitals.check_processes(self.status)
             self.vitals.check_progress()
             time.sleep(0.01)
+
+    def kill_added(self, model: str) -> None:
+        """Kill the process of an added model, and wait until it is dead."""
+        (pid,) = (
+            pid
+            for pid, arguments in children_of(self.server.pid).items()
+            if arguments[-1].endswith(f"/{model}/1/model.py")
+        )
+        os.kill(pid, signal.SIGKILL)
+        while is_running(pid):
+            time.sleep(0.001)
 
     def has_loaded_for(self, seconds: float) -> bool:
         """True when `load` has taken so long."""
@@ -121,6 +143,30 @@ def test_a_server_that_died_is_found(running: Running) -> None:
     os.kill(running.server.pid, signal.SIGKILL)
     with pytest.raises(ServingError, match=r"tritonserver ended \(killed by SIGKILL\)"):
         running.watch(30.0)
+
+
+@pytest.mark.case(90)
+@pytest.mark.parametrize("model", ADDED)
+def test_an_added_model_that_died_is_found_at_once(running: Running, model: str) -> None:
+    running.watch(0.2)
+    running.kill_added(model)
+    with pytest.raises(ServingError, match=f"the process of {model} died: killed by SIGKILL"):
+        running.vitals.check_processes(running.status)
+
+
+@pytest.mark.case(90)
+def test_an_added_model_that_died_before_all_were_loaded_is_found_then(running: Running) -> None:
+    """Not before: the process of one whose turn has not come is not there either."""
+    running.kill_added("preprocessing")
+    running.load(lambda: running.has_loaded_for(0.2))
+    with pytest.raises(ServingError, match=r"the process of preprocessing died \("):
+        running.vitals.check_processes(running.status)
+
+
+def test_nobody_is_blamed_where_triton_starts_models_in_another_way(running: Running) -> None:
+    running.kill_added(LLM_MODEL_NAME)
+    running.kill_added("preprocessing")
+    running.watch(0.2)
 
 
 def never() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.serve.workspace import Workspace, sweep_abandoned
+from inflight_backend.status import stop_file_of
 
 KILLED = """
 import os
@@ -138,10 +140,28 @@ def test_folder_that_is_being_made_is_left_alone(temporary_folder: Path) -> None
     assert made.is_dir()
 
 
-def test_drain_file_says_which_kind_of_stop() -> None:
+def test_an_empty_file_each_says_which_kind_of_stop() -> None:
+    """Empty, since there is room for that on a full disk."""
     with Workspace() as workspace:
-        assert not workspace.drain_file.exists()
+        stop_file = stop_file_of(workspace.drain_file)
         workspace.ask_to_drain()
-        assert workspace.drain_file.read_text() == ""
+        assert (workspace.drain_file.exists(), stop_file.exists()) == (True, False)
         workspace.ask_to_drain(stop_all=True)
-        assert workspace.drain_file.read_text() == "stop"
+        assert [file.stat().st_size for file in (workspace.drain_file, stop_file)] == [0, 0]
+        workspace.clear_run()
+        assert (workspace.drain_file.exists(), stop_file.exists()) == (False, False)
+
+
+def test_cleaners_of_temporary_files_pass_over_the_folder_of_a_living_run() -> None:
+    """systemd-tmpfiles asks for a shared lock on each folder: tmpfiles.d(5), the note on aging."""
+    with Workspace() as workspace:
+        folder = os.open(workspace.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(folder)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with Workspace():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == num_open

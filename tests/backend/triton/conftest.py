@@ -12,14 +12,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import Gate, Server
 
 from inflight_backend import gpt_manager, triton_model
+from inflight_backend.triton import preprocessing_model, relay
 
 MakeServer = Callable[..., Server]
+
+
+@pytest.fixture(autouse=True)
+def unwatched_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is loaded here does not end this process with whoever runs the tests."""
+    for module in (triton_model, relay, preprocessing_model):
+        monkeypatch.setattr(module, "exit_with_parent", lambda period: None)
 
 
 @pytest.fixture
 def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeServer]:
     """A factory of `Server`; unloads what it made."""
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     made: list[Server] = []
 

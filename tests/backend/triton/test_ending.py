@@ -115,7 +115,7 @@ def test_the_end_of_the_drain_time_frees_before_it_tells(form: str) -> None:
         assert told.sent[0][1].has_response.wait(WAIT)
         told.send(2, 4, 40)  # now there is room in the queue
         told.step("ok")
-        told.server.drain_file.write_text("stop")
+        told.server.end_all()
         wait_until(lambda: bool(told.server.model._arrivals._stops))
         for _ in range(60):
             told.step("ok")

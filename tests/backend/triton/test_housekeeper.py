@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 
 WAIT = 10.0
+TESTS = Path(__file__).parents[2]
 
 
 def test_a_chore_that_raises_is_tried_again_and_the_others_run() -> None:
@@ -34,20 +36,38 @@ def test_a_chore_that_raises_is_tried_again_and_the_others_run() -> None:
     housekeeper.close()
 
 
+WATCHER = "from inflight_backend.triton.housekeeper import exit_with_parent; exit_with_parent(0.05)"
+# As Triton does it; that `tensorrt_llm` does so too is seen in tests/e2e/test_supervision.py.
+ADDED_MODEL = f"""
+import importlib, json, sys
+from fakes import FakePbUtils
+sys.modules["triton_python_backend_utils"] = FakePbUtils
+module = importlib.import_module("inflight_backend.triton.%s")
+parameters = {{"gpt_model_path": {{"string_value": {str(DEMO_MODEL)!r}}}}}
+module.TritonPythonModel().initialize({{"model_config": json.dumps({{"parameters": parameters}})}})
+"""
+ADDED_MODELS = ("preprocessing_model", "postprocessing_model", "bls_model", "vllm_model")
+
+
 @pytest.mark.case(124)
-def test_a_process_ends_soon_after_its_parent() -> None:
+@pytest.mark.parametrize(
+    "code", [WATCHER, *(ADDED_MODEL % name for name in ADDED_MODELS)], ids=["itself", *ADDED_MODELS]
+)
+def test_a_process_ends_soon_after_its_parent(code: str) -> None:
     """The parent starts a child that would sleep for a minute, and is gone."""
-    child = (
-        "import time; from inflight_backend.triton.housekeeper import exit_with_parent;"
-        "exit_with_parent(0.05); print('watching', flush=True); time.sleep(60)"
-    )
+    child = f"{code}\nimport time; print('watching', flush=True); time.sleep(60)"
     parent = (
         "import subprocess, sys;"
         f"p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE);"
-        "p.stdout.readline(); print(p.pid)"
+        "assert p.stdout.readline(); print(p.pid)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", parent],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     pid = int(result.stdout)
     deadline = time.monotonic() + WAIT

@@ -314,7 +314,7 @@ def test_the_end_of_the_drain_time_ends_what_still_runs_with_an_error(
     gate.close_after(3)
     sender = server.send(input_ids=[1], request_output_len=200, streaming=True)
     assert gate.is_reached.wait(WAIT)
-    server.drain_file.write_text("stop")
+    server.end_all()
     wait_for_phase(server, "drained")  # though the step does not return
     assert sender.is_final.is_set()
     error = sender.responses[-1].error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import Gate, Server, error_of, ids_of, wait_until
+from triton_harness import Gate, Server, error_of, full_disk, ids_of, wait_until
 
 from inflight_backend.status import beat_of, read_status
 from inflight_backend.triton.watchdog import Watchdog, Watched
@@ -126,6 +127,49 @@ def test_the_beat_renews_the_status_file(make_server: MakeServer) -> None:
     assert beat_of(server.status_file) == 10**9
     wait_until(lambda: beat_of(server.status_file) > 10**18)
     assert beat_of(server.status_file.with_name("none")) == 0
+
+
+@pytest.mark.case(88)
+def test_a_stall_that_cannot_be_told_is_silence_until_it_can(make_server: MakeServer) -> None:
+    gate = Gate()
+    gate.clear()
+    server = make_server(CountingEngine(before_step=gate), stall_seconds=str(STALL))
+    with server.full_disk():
+        assert server.send(input_ids=[1], request_output_len=5).is_final.wait(10)
+        wait_until(lambda: not server.model.is_ready())
+        os.utime(server.status_file, (1, 1))
+        time.sleep(2 * STALL)  # beats come after a quarter of it
+        assert beat_of(server.status_file) == 10**9
+    wait_until(lambda: phase_of(server) == "unhealthy")
+    with server.full_disk():
+        gate.set()
+        wait_until(server.model.is_ready)
+        assert phase_of(server) == "unhealthy"
+    wait_until(lambda: phase_of(server) == "ready")
+
+
+def test_a_load_that_cannot_be_told_is_told_when_it_can(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    with full_disk(tmp_path / "status.json"):
+        server = make_server(CountingEngine(), stall_seconds=str(STALL))
+        assert not server.status_file.exists()
+        server.status_file.touch()
+        os.utime(server.status_file, (1, 1))
+        wait_until(lambda: beat_of(server.status_file) > 10**18)  # it gets things done
+    wait_until(lambda: server.status_file.stat().st_size > 0)
+    assert phase_of(server) == "ready"
+
+
+@pytest.mark.case(100)
+def test_a_drain_that_cannot_be_told_is_told_when_it_can(make_server: MakeServer) -> None:
+    server = make_server(CountingEngine())
+    with server.full_disk():
+        server.drain_file.touch()
+        wait_until(lambda: not server.model.is_ready())
+        time.sleep(0.3)  # it looks ten times a second
+        assert phase_of(server) == "ready"
+    wait_until(lambda: phase_of(server) == "drained")
 
 
 def test_draining_is_not_ready(make_server: MakeServer) -> None:

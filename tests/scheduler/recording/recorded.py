@@ -219,10 +219,16 @@ class SearchingWorld(RecordedWorld):
         return self.planner.update(batch, tokens, self.engine.candidates), []
 
 
-def searching(number: int, width: int = 3) -> LlmRequest:
+def searching(number: int, width: int = 3, priority: float = 0.5) -> LlmRequest:
     """A request that searches, for 16 tokens or until its end id."""
     return make_request(
-        number, 3 + number % 7, 16, end_id=1, beam_width=width, search=BeamParams(width, 1)
+        number,
+        3 + number % 7,
+        16,
+        end_id=1,
+        beam_width=width,
+        priority=priority,
+        search=BeamParams(width, 1),
     )
 
 

@@ -41,6 +41,7 @@ class SearchingWorld(RecordedWorld):
                 family=request.request_id % 3,
                 beam_width=width,
                 search=BeamParams(width, 1),
+                priority=request.priority,
             )
             if self.manager.can_ever_fit(search):
                 request = search
@@ -67,7 +68,7 @@ class SearchingWorld(RecordedWorld):
             settled = self.planner.settle(before, self._draw(before), candidates)
             ended = [(request, "") for request in settled if request.is_finished]
         if ended:
-            self.recorder.settled()
+            self.recorder.settled(self.active)
             for request, error in ended:
                 if self.active.get(request.request_id) is request:
                     self.end(request, error)
@@ -75,7 +76,7 @@ class SearchingWorld(RecordedWorld):
         return bool(ended)
 
     def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
-        if batch.is_empty or fault:
+        if batch.is_empty or fault in ("failed", "lost"):
             return super()._run(batch, fault)
         return self.planner.update(batch, self._draw(batch), self._candidates(batch)), []
 

@@ -45,7 +45,7 @@ class DraftingWorld(RecordedWorld):
             self._guess()
         if not self.active.num_with_drafts:
             return super().iterate(stops, fault)
-        self.recorder.settled()
+        self.recorder.settled(self.active)
         if self.running is not None:
             before, self.running = self.running, None
             for request in self.planner.settle(before, self._draw(before)):
@@ -99,6 +99,7 @@ class DraftingWorld(RecordedWorld):
     seed=st.integers(0, 2**16),
     has_faults=st.booleans(),
     has_wrapped=st.booleans(),
+    is_equal=st.booleans(),
 )
 def test_replay_is_identical(
     is_overlapped: bool,
@@ -111,7 +112,9 @@ def test_replay_is_identical(
     seed: int,
     has_faults: bool,
     has_wrapped: bool,
+    is_equal: bool,
 ) -> None:
+    """Also where somebody urgent comes in a turn in which nothing is decided."""
     settings = Settings(
         policy,  # type: ignore[arg-type]
         num_blocks,
@@ -121,12 +124,22 @@ def test_replay_is_identical(
         chunking,
         *reuse,
         is_overlapped=is_overlapped,
+        priority_span=5,
     )
+    priorities = (0.5,) if is_equal else (0.0, 0.5, 0.9)
 
     def text() -> str:
         world = DraftingWorld(settings, seed)
         rate = 0.05 if has_faults else 0.0
-        return play(settings, num_requests=12, seed=seed, world=world, fault_rate=rate).text
+        play(
+            settings,
+            num_requests=12,
+            seed=seed,
+            world=world,
+            priorities=priorities,
+            fault_rate=rate,
+        )
+        return world.text
 
     if has_wrapped:
         with tiny_ring():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWo
 from scheduler.world import make_request
 
 from inflight_scheduler import ContextChunking
+from inflight_scheduler.recording import whatif
 from inflight_scheduler.recording.cost_model import (
     MIN_SAMPLES,
     CostModel,
@@ -172,6 +174,40 @@ def test_time_in_the_queue_before_a_place_counts() -> None:
     assert workload.latencies.summary().ttft_p99 == pytest.approx(summary.ttft_p99, abs=0.01)
     both = predict(Settings(GUARANTEED, 24, 4, 2), workload.jobs, PRICES)
     assert both.ttft_p99 < summary.ttft_p99 / 2
+
+
+def test_a_few_lines_do_not_keep_a_prediction_busy_for_hours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request that had just begun, and may generate sixteen million tokens."""
+    settings = Settings(GUARANTEED, 2**20, 64, 8)
+    world = RecordedWorld(settings)
+    world.arrive(make_request(1, 1, 2**24 - 1))
+    for _ in range(40):
+        world.iterate()
+    workload = read_workload(read(world.text))
+    assert (workload.num_unended, workload.num_steps) == (1, 80)
+    monkeypatch.setattr(whatif, "MIN_STEPS", 1000)
+    with pytest.raises(RecordingError, match=r"more than 9,000 steps .* which is 1,000 and 100"):
+        predict(settings, workload.jobs, PRICES, num_recorded_steps=workload.num_steps)
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_a_prediction_of_what_was_recorded_takes_as_many_steps(
+    is_overlapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the bound, a hundred times that, is for no recording of those who have ended too low."""
+    monkeypatch.setattr(whatif, "MIN_STEPS", 0)
+    monkeypatch.setattr(whatif, "STEPS_PER_STEP", 1)
+    settings = replace(SETTINGS, is_overlapped=is_overlapped)
+    clock = Clock()
+    recorder = FlightRecorder(settings, clock=clock)
+    predict(settings, JOBS, PRICES, recorder=recorder, clock=clock)
+    reader = RecordingReader(io.BytesIO("".join(recorder.lines()).encode()), "predicted")
+    workload = read_workload(reader)
+    predict(settings, workload.jobs, PRICES, num_recorded_steps=workload.num_steps)
+    with pytest.raises(RecordingError, match="this prediction takes more than"):
+        predict(settings, workload.jobs, PRICES, num_recorded_steps=workload.num_steps - 1)
 
 
 def test_nothing_to_run_is_an_error() -> None:

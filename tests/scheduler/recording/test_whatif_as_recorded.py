@@ -31,10 +31,11 @@ from inflight_scheduler import (
 from inflight_scheduler.recording import beams
 from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.header import Header, header_fields, read_header
+from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.in_force import Lists, scheduler_of
 from inflight_scheduler.recording.latency import Latencies, Summary
+from inflight_scheduler.recording.lines import LineReader, LineWriter
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
@@ -170,13 +171,23 @@ def test_beams_are_as_they_were(policy: object) -> None:
     assert {job.beam_width for job in jobs} == {3}
 
 
+@pytest.mark.parametrize("is_equal", [False, True])
 @pytest.mark.parametrize("has_others", [False, True])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
-def test_overlapped_beams_are_as_they_were(policy: object, has_others: bool) -> None:
-    """A step with beams is waited for before the next decision; others run beside that."""
+def test_overlapped_beams_are_as_they_were(
+    policy: object, has_others: bool, is_equal: bool
+) -> None:
+    """A step with beams is waited for before the next decision; others run beside that.
+
+    Some come in a turn in which only its tokens do, and are more urgent than those who wait.
+    """
     settings = replace(SEARCHING, policy=policy, num_blocks=18, is_overlapped=True)  # type: ignore[arg-type]
+    priorities = [0.5 if is_equal else (0.0, 0.5, 0.9)[i % 3] for i in range(24)]
     requests = [
-        make_request(i, 5, 15) if has_others and i % 3 == 0 else searching(i) for i in range(1, 25)
+        make_request(i, 5, 15, priority=priority)
+        if has_others and i % 3 == 0
+        else searching(i, priority=priority)
+        for i, priority in enumerate(priorities, start=1)
     ]
     world = serve(OverlappedSearchingWorld(settings, PRICES), requests)
     measured = check_as_recorded(world)
@@ -376,7 +387,7 @@ def test_a_recording_from_before_the_new_settings_is_read() -> None:
     assert reader.header.settings == ORDERED
     assert (ORDERED.priority_span, ORDERED.max_drafting_batch) == (1000, None)
     settings = replace(ORDERED, priority_span=2.5, max_drafting_batch=7)
-    assert read_header(header_fields(Header(settings))).settings == settings
+    assert LineReader().header(LineWriter().header(Header(settings))).settings == settings
 
 
 @pytest.mark.parametrize("span", [-1, True, "5", [5], math.inf, math.nan, 10**400])

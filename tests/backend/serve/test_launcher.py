@@ -1,0 +1,138 @@
+"""The story of one run over a server that only says that it is ready, with this process as model:
+what goes wrong beside it takes no part of the story away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.serve import launcher
+from inflight_backend.serve.launcher import Run
+from inflight_backend.serve.process import ServerProcess
+from inflight_backend.serve.scratch import BackendScratch
+from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.serve.signals import StopSignals
+from inflight_backend.serve.supervisor import Attempt
+from inflight_backend.serve.workspace import Workspace
+from inflight_backend.status import StatusWriter, stop_file_of
+
+# Says that it is ready, and how it was ended.
+SERVER = """
+import http.server, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+def leave(*_):
+    print("asked to end", flush=True)
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+DRAIN = 0.4
+READY = {
+    "model": "m",
+    "device": "cpu",
+    "dtype": "float32",
+    "num_blocks": 1,
+    "tokens_per_block": 1,
+    "policy": "p",
+    "max_batch_size": 1,
+    "max_seq_len": 1,
+}
+
+
+class Story:
+    """One `Run`, and what its server has printed."""
+
+    def __init__(self, folder: Path, workspace: Workspace, scratch: BackendScratch) -> None:
+        self._log = folder / "log"
+        with self._log.open("wb") as output:
+            server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
+        wait_until(lambda: self.said.endswith("\n"))
+        settings = ServeSettings(http_port=int(self.said), drain_seconds=DRAIN)
+        self.workspace = workspace
+        self.model = StatusWriter(workspace.status_file)
+        self.model.write("ready", **READY)
+        self.signals = StopSignals()
+        self.attempt = Attempt(1)
+        self._run = Run(settings, workspace, scratch, server, self.signals, self.attempt)
+
+    @property
+    def said(self) -> str:
+        """What the server has printed."""
+        return self._log.read_text()
+
+    def run(self, interfere: Callable[[], None]) -> None:
+        """Run until it ends; when it is ready, ``interfere`` on another thread."""
+
+        def wait() -> None:
+            wait_until(lambda: self.attempt.ready_at is not None)
+            interfere()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        try:
+            self._run.run()
+        finally:
+            thread.join()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(launcher, "_STOP_ALL_SECONDS", 0.2)
+    with Workspace() as workspace, BackendScratch(workspace.scratch_note) as scratch:
+        scratch.release()  # this server makes none, and others want to start
+        yield Story(tmp_path, workspace, scratch)
+
+
+@pytest.mark.case(100)
+def test_a_stop_that_nobody_hears_of_is_a_drain(
+    story: Story, nobody_hears: AbstractContextManager[None]
+) -> None:
+    def drain() -> None:
+        story.signals.count = 1
+        wait_until(story.workspace.drain_file.exists)
+        story.model.write("drained")
+
+    with nobody_hears:
+        story.run(drain)
+    assert not stop_file_of(story.workspace.drain_file).exists()
+    assert story.said.endswith("asked to end\n")
+
+
+@pytest.mark.case(126)
+def test_a_model_that_cannot_be_told_gets_its_time_and_its_server_is_asked_to_end(
+    story: Story, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = []
+
+    def stop() -> None:
+        shutil.rmtree(story.workspace.path)
+        began.append(time.monotonic())
+        story.signals.count = 1
+
+    story.run(stop)
+    assert time.monotonic() - began[0] > DRAIN
+    assert story.said.endswith("asked to end\n")
+    assert "the model cannot be told" in capfd.readouterr().err
