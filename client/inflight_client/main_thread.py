@@ -11,10 +11,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from contextlib import closing
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
+
+_LOOK_SECONDS = 0.2
+"""After so long at most Ctrl-C is noticed, also where a signal does not end a wait: on Windows, or
+after ``signal.siginterrupt(SIGINT, False)``."""
 
 
 def iterate_beside_main_thread(
@@ -43,7 +47,7 @@ def iterate_beside_main_thread(
     try:
         while True:
             is_next_wanted.put(True)
-            item = given.get()
+            item = _get(given)
             if isinstance(item, StopIteration):
                 return
             if isinstance(item, BaseException):
@@ -53,3 +57,11 @@ def iterate_beside_main_thread(
         is_next_wanted.put(False)
         cancel()
         taker.join()
+
+
+def _get(given: SimpleQueue[_Item]) -> _Item:
+    while True:
+        try:
+            return given.get(timeout=_LOOK_SECONDS)
+        except Empty:
+            continue
