@@ -188,9 +188,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         return tuple(self._generation.slots)
 
     @property
-    def generation_ids(self) -> tuple[int, ...]:
-        """The request ids of `generation`, in that order."""
-        return tuple(self._generation.ids)
+    def generation_ids(self) -> bytes:
+        """The request ids of `generation`, in that order, eight bytes each (an ``array("Q")``).
+
+        A copy of thousands takes some microseconds, and no garbage collection looks into it.
+        """
+        return self._generation.ids.tobytes()
 
     @property
     def completing(self) -> Sequence[LlmRequest]:

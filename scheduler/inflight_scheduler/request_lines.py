@@ -60,7 +60,7 @@ class GenerationLine(RequestLine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ids: list[int] = []
+        self.ids = array("Q")
         self.slots: list[int | None] = []
         self._texts: list[list[int]] = []
         self._end_ids: list[int] = []
@@ -97,7 +97,7 @@ class GenerationLine(RequestLine):
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the requests say the same; O(requests)."""
-        assert self.ids == [request.request_id for request in self.requests], "ids have drifted"
+        assert self.ids.tolist() == [r.request_id for r in self.requests], "ids have drifted"
         for request, slot, text, end_id in zip(
             self.requests, self.slots, self._texts, self._end_ids, strict=True
         ):

@@ -17,6 +17,7 @@ from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.lines import MAX_LINE_BYTES, LineReader, LineWriter
 from inflight_scheduler.recording.records import Iteration
+from inflight_scheduler.recording.segment import PackedIteration, Unpacker
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class RecordingFile:
         self._path = path
         self._file: TextIO = path.open("w", encoding="ascii")
         self._writer = LineWriter()
-        self._pending: deque[Iteration] = deque()
+        self._unpacker = Unpacker()
+        self._pending: deque[PackedIteration] = deque()
         self._is_closing = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="RecordingFile", daemon=True)
@@ -49,7 +51,7 @@ class RecordingFile:
         self._flush()  # a process that is killed young leaves a recording, not an empty file
         self._thread.start()
 
-    def add(self, iteration: Iteration) -> None:
+    def add(self, iteration: PackedIteration) -> None:
         """Hand over an iteration; the file has it a quarter of a second later."""
         if self._has_failed:
             return
@@ -79,7 +81,8 @@ class RecordingFile:
         while is_open:
             is_open = not self._is_closing.wait(_WRITE_PERIOD_SECONDS)
             while self._pending and not self._has_failed:
-                self._write(self._writer.iteration(self._pending.popleft()))
+                iteration = self._unpacker.iteration(self._pending.popleft())
+                self._write(self._writer.iteration(iteration))
             self._flush()
 
     def _write(self, line: str) -> None:

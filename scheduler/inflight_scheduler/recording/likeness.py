@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from inflight_scheduler.recording.errors import RecordingError
 
@@ -28,7 +28,9 @@ MAX_STEPS = 10_000
 """Pieces that are looked at for one answer; a recording that needs more was not made by us."""
 
 _INT32 = "i"
-_WIDTH = struct.calcsize(_INT32)
+TOKEN_BYTES = struct.calcsize(_INT32)
+"""Of a packed token."""
+
 _MIN_TOKENS = 2**20
 _MIN_TEXTS = 2**10
 _NUM_DISMANTLED = 4  # nodes with each new text, which makes half as many
@@ -51,7 +53,7 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 def num_packed(text: bytes) -> int:
     """How many tokens a packed text has."""
-    return len(text) // _WIDTH
+    return len(text) // TOKEN_BYTES
 
 
 class _Tree:
@@ -61,15 +63,28 @@ class _Tree:
     the first with that. ``_children`` by the number of the parent and the first token behind it. So
     there is no object for a node, and the garbage collector, which would stop everybody to look at
     hundreds of thousands, never looks into dictionaries of bytes and numbers.
+
+    ``_ends`` are the nodes at which texts end that are like no other from there on: these go on
+    without a walk (`go_on`).
     """
 
-    __slots__ = ("_children", "_edges", "_owners", "_roots", "named", "num_texts", "num_tokens")
+    __slots__ = (
+        "_children",
+        "_edges",
+        "_ends",
+        "_owners",
+        "_roots",
+        "named",
+        "num_texts",
+        "num_tokens",
+    )
 
     def __init__(self) -> None:
         self._roots: dict[bytes, int] = {}
         self._children: dict[bytes, int] = {}
         self._edges: dict[int, bytes] = {}
         self._owners = array("q")
+        self._ends: dict[int, int] = {}
         self.named: dict[int, None] = {}  # everybody who was the first with some tokens
         self.num_tokens = 0
         self.num_texts = 0  # with tokens of their own; each makes two nodes at most
@@ -106,7 +121,7 @@ class _Tree:
             key = _child_key(node, text, place)
             child = self._children.get(key)
             if child is None:
-                self._append(node, text, place, [*inherited, (len(text), owner)])
+                self._append(node, text, place, owner, inherited)
                 break
             edge = self._edges[child]
             common = _common_size(edge, text, place)
@@ -114,28 +129,58 @@ class _Tree:
             if self._owners[child] != owner:
                 best, length = self._owners[child], place
             node = child if common == len(edge) else self._split(key, child, common)
-        return Likeness(best, length // _WIDTH) if length else NO_LIKENESS
+        return Likeness(best, length // TOKEN_BYTES) if length else NO_LIKENESS
+
+    def go_on(self, owner: int, tokens: bytes) -> bool:
+        """The text of ``owner``, as it was entered here, goes on with ``tokens``.
+
+        False, and nothing is done, if another one may go on likewise.
+        """
+        node = self._ends.get(owner)
+        if node is None:
+            return False
+        self._edges[node] += tokens
+        self.num_tokens += len(tokens) // TOKEN_BYTES
+        return True
 
     def dismantle(self, num_nodes: int) -> bool:
         """Give up so many nodes of a tree that is not used any more; False if it had none."""
         for _ in range(min(num_nodes, len(self._edges))):
             self._edges.popitem()
-            if self._children:
-                self._children.popitem()
+            for others in (self._children, self._ends):
+                if others:
+                    others.popitem()
         return bool(self._edges)
 
     def _append(
-        self, node: int, text: bytes, place: int, owners: Iterable[tuple[int, int]]
+        self,
+        node: int,
+        text: bytes,
+        place: int,
+        owner: int,
+        inherited: Iterable[tuple[int, int]],
     ) -> None:
-        """``text`` goes on behind ``node`` from ``place`` as no other did."""
-        for end, owner in owners:
+        """``text`` goes on behind ``node`` from ``place`` as no other did.
+
+        Up to where those ``inherited`` come it is theirs. If that is not up to its end, from there
+        on it is like no other one.
+        """
+        if self._ends.get(self._owners[node]) == node:
+            del self._ends[self._owners[node]]
+        for end, other in inherited:
             if end > place:
-                key = _child_key(node, text, place)
-                self._children[key] = node = self._new(text[place:end], owner)
-                self.named[owner] = None
-                self.num_tokens += (end - place) // _WIDTH
-                self.num_texts += 1
+                node = self._add_child(node, text, place, end, other)
                 place = end
+        if len(text) > place:
+            self._ends[owner] = self._add_child(node, text, place, len(text), owner)
+
+    def _add_child(self, node: int, text: bytes, place: int, end: int, owner: int) -> int:
+        child = self._new(text[place:end], owner)
+        self._children[_child_key(node, text, place)] = child
+        self.named[owner] = None
+        self.num_tokens += (end - place) // TOKEN_BYTES
+        self.num_texts += 1
+        return child
 
     def _new(self, edge: bytes, owner: int) -> int:
         node = len(self._owners)
@@ -155,25 +200,37 @@ class _Tree:
 
 def _child_key(node: int, text: bytes, place: int) -> bytes:
     """Where the child of ``node`` is found with which ``text`` goes on at ``place``."""
-    return node.to_bytes(4, "little") + text[place : place + _WIDTH]
+    return node.to_bytes(4, "little") + text[place : place + TOKEN_BYTES]
 
 
 def _common_size(edge: bytes, text: bytes, place: int) -> int:
     """Bytes of the tokens with which ``edge`` begins and ``text`` goes on at ``place``."""
     if text.startswith(edge, place):
         return len(edge)
-    low, high = 0, min(len(edge), len(text) - place) // _WIDTH  # tokens: at least, at most
+    low, high = 0, min(len(edge), len(text) - place) // TOKEN_BYTES  # tokens: at least, at most
     while low < high:
         middle = (low + high + 1) // 2
-        if text.startswith(edge[low * _WIDTH : middle * _WIDTH], place + low * _WIDTH):
+        if text.startswith(
+            edge[low * TOKEN_BYTES : middle * TOKEN_BYTES], place + low * TOKEN_BYTES
+        ):
             low = middle
         else:
             high = middle - 1
-    return low * _WIDTH
+    return low * TOKEN_BYTES
 
 
-Texts: TypeAlias = Mapping[int, tuple[bytes, bytes]]
-"""Salt and packed tokens of each, by number."""
+class Texts(NamedTuple):
+    """Packed tokens by number, and the salts of those that have one.
+
+    Not a pair for each text: that would be one more object for the garbage collector to visit.
+    """
+
+    tokens: dict[int, bytes]
+    salts: dict[int, bytes]
+
+
+def _no_texts() -> Texts:
+    return Texts({}, {})
 
 
 class TextIndex:
@@ -192,7 +249,7 @@ class TextIndex:
         self,
         num_blocks: int,
         tokens_per_block: int,
-        texts_in_use: Callable[[], Texts] = dict,
+        texts_in_use: Callable[[], Texts] = _no_texts,
     ) -> None:
         self._limits = (
             max(4 * num_blocks * tokens_per_block, _MIN_TOKENS),
@@ -202,43 +259,64 @@ class TextIndex:
         self._texts_in_use = texts_in_use
         self._young, self._old = _Tree(), _Tree()
         self._forgotten: _Tree | None = None
-        self._moving: dict[int, tuple[bytes, bytes]] = {}  # in use, and maybe only in `_old`
+        self._moving = _no_texts()  # in use, and maybe only in `_old`
 
     def add(self, salt: bytes, text: bytes, number: int) -> Likeness:
         """Enter the packed text ``number`` (again, when it has grown); say whom it is like."""
+        found = self._enter(salt, text, number)
+        self._tidy()
+        return found
+
+    def grow(self, salt: bytes, text: bytes, number: int, old_size: int) -> Likeness:
+        """As `add`, if the first ``old_size`` bytes were entered before under this number.
+
+        Nothing is found where no other text is like this one beyond those.
+        """
+        found = NO_LIKENESS
+        if not self._young.go_on(number, text[old_size:]):
+            found = self._enter(salt, text, number)
+        self._tidy()
+        return found if found.length * TOKEN_BYTES > old_size else NO_LIKENESS
+
+    def _enter(self, salt: bytes, text: bytes, number: int) -> Likeness:
         before = self._old.owners_along(salt, text)
         found = self._young.add(salt, text, number, before)
         for end, owner in reversed(before):
             if owner != number:
-                if end > found.length * _WIDTH:
-                    found = Likeness(owner, end // _WIDTH)
+                if end > found.length * TOKEN_BYTES:
+                    found = Likeness(owner, end // TOKEN_BYTES)
                 break
-        if self._moving:
+        return found
+
+    def _tidy(self) -> None:
+        """A little of what is to be done, with each text that is entered."""
+        if self._moving.tokens:
             self._move()
         if self._forgotten is not None and not self._forgotten.dismantle(_NUM_DISMANTLED):
             self._forgotten = None
         if self._young.num_tokens > self._max_tokens or self._young.num_texts > self._max_texts:
             self._turn()
-        return found
 
     def _turn(self) -> None:
-        while self._moving:
+        while self._moving.tokens:
             self._move()
         self._forgotten, self._old, self._young = self._old, self._young, _Tree()
         self._max_tokens, self._max_texts = self._limits
-        self._moving.update(self._texts_in_use())
+        self._moving = self._texts_in_use()
 
     def _move(self) -> None:
         """Enter one text again; the limits are for new ones."""
         num_tokens, num_texts = self._young.num_tokens, self._young.num_texts
-        number, (salt, text) = self._moving.popitem()
+        number, text = self._moving.tokens.popitem()
+        salt = self._moving.salts.get(number, b"")
         self._young.add(salt, text, number, self._old.owners_along(salt, text))
         self._max_tokens += self._young.num_tokens - num_tokens
         self._max_texts += self._young.num_texts - num_texts
 
     def is_named(self, number: int) -> bool:
         """Whether a later text can be found to be like this one."""
-        return number in self._young.named or number in self._old.named or number in self._moving
+        trees = self._young, self._old
+        return number in self._moving.tokens or any(number in tree.named for tree in trees)
 
 
 class _Piece(NamedTuple):

@@ -17,8 +17,8 @@ nothing is formatted or written here. The calls of one iteration, in order::
 The last iterations are kept in a ring of segments. A segment begins with the state of all active
 requests and, with block reuse, of the cache (some 20 bytes per block of the pool), so it can be
 replayed without those before it; the oldest is dropped when there are too many. However many
-segments that are, their iterations take at most 16 x 32,768 numbers, or 16 x 9 for each active
-request where that is more (see `SEGMENT_NUMBERS`), and the states 11 numbers for each request and
+segments that are, their iterations take at most 16 x 2 MiB, or 16 x 576 bytes for each active
+request where that is more (see `SEGMENT_BYTES`), and the states some 60 bytes for each request and
 segment.
 """
 
@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.cache_state import CacheState
@@ -40,24 +40,28 @@ from inflight_scheduler.recording.lines import LineWriter
 from inflight_scheduler.recording.records import (
     ERROR,
     NOT_FINITE,
-    Arrival,
-    Chunk,
-    Decision,
-    Drafts,
     End,
-    Iteration,
-    RequestState,
     Settings,
+    standing,
 )
-from inflight_scheduler.recording.segment import PlainIteration, Segment, named
+from inflight_scheduler.recording.segment import (
+    PackedIteration,
+    Segment,
+    Unpacker,
+    flat,
+    pack_ids,
+    pack_iteration,
+    pack_states,
+    unpack_ids,
+)
 from inflight_scheduler.recording.texts import CacheMark, RecordedTexts
 from inflight_scheduler.request import FinishReason, LlmRequest
 
 SEGMENT_ITERATIONS = 512
-SEGMENT_NUMBERS = 32_768
-"""A segment ends at either: so many iterations, or so many numbers in them, or nine for each active
-request where that is more. Eight ids in the list of who generates count as one number, since they
-are references: a number is 64 bytes at most."""
+SEGMENT_BYTES = 2**21
+REQUEST_BYTES = 576
+"""A segment ends at either: so many iterations, or so many bytes of them, or so many bytes for each
+active request where that is more."""
 
 NUM_SEGMENTS = 16
 """The ring holds so many segments. From `MANY_REQUESTS` on it holds four, each as long as a quarter
@@ -66,7 +70,8 @@ segment."""
 
 MANY_REQUESTS = 1024
 
-_NO_GENERATION: tuple[int, ...] = ()
+_Step: TypeAlias = tuple[tuple[int, ...], bytes]
+"""Its contexts (id, tokens, id, ...), and the packed ids of who generates."""
 
 
 class RecordingSink(Protocol):
@@ -75,7 +80,7 @@ class RecordingSink(Protocol):
     def begin(self, header: Header) -> None:
         """The recording starts: who is active, and under which settings."""
 
-    def add(self, iteration: Iteration) -> None:
+    def add(self, iteration: PackedIteration) -> None:
         """One more iteration; returns at once."""
 
     def close(self) -> None:
@@ -116,10 +121,11 @@ class FlightRecorder:
         self._texts: RecordedTexts | None = None
         if settings.enable_reuse:
             self._texts = RecordedTexts(settings.num_blocks, settings.tokens_per_block, cache_state)
-        self._decision: Decision | None = None
+        self._context: tuple[int, ...] | None = None  # id, tokens, id, ... if there is a decision
+        self._paused: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
-        self._generation_ids = _NO_GENERATION
+        self._generation_ids = b""
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
         self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
@@ -127,7 +133,7 @@ class FlightRecorder:
         self._is_by_default = False
         self._move_watch = MoveWatch()
         self._moves: tuple[Moves, ...] = ()
-        self._running: Decision | None = None  # overlapped: the step whose tokens come next
+        self._running: _Step | None = None  # overlapped: the step whose tokens come next
         if sink is not None:
             sink.begin(Header(settings, software, self._started))
 
@@ -174,11 +180,8 @@ class FlightRecorder:
             self._note_generation(active_requests, generation_requests)
         if not isinstance(active_requests, ActiveRequests) or active_requests.num_with_drafts:
             self._drafting = _with_drafts(active_requests)
-        self._decision = Decision(
-            tuple([Chunk(r.request_id, r.context_chunk_size) for r in context_requests]),
-            self._generation_ids,
-            tuple([request.request_id for request in paused_requests]),
-        )
+        self._context = flat([(r.request_id, r.context_chunk_size) for r in context_requests])
+        self._paused = tuple([request.request_id for request in paused_requests])
 
     def carried_out(self, num_free_blocks: int) -> None:
         """What the decision has left of the free blocks."""
@@ -221,25 +224,26 @@ class FlightRecorder:
 
     def finish_iteration(self) -> None:
         """Close the record; nothing happens if nothing happened."""
-        is_silent = self._decision is None and not self._arrivals and not self._ends
+        is_silent = self._context is None and not self._arrivals and not self._ends
         if is_silent and not self._is_settled:
             self._running = None
             return
         decided_ns = self._decided_ns
-        if self._decision is None:
+        if self._context is None:
             decided_ns = self._clock()
             self._register_texts()
         has_ended = self._has_failed or self._has_lost or self._is_settled
-        is_running = self.settings.is_overlapped and not has_ended
+        is_running = self.settings.is_overlapped and not has_ended and self._context is not None
         self._append(decided_ns)
-        self._running, self._decision = self._decision if is_running else None, None
+        self._running = (self._context or (), self._generation_ids) if is_running else None
+        self._context, self._paused = None, ()
 
     def lines(self) -> Iterator[str]:
         """The ring as a recording, line by line.
 
         Call it on the thread that records; the lines may be taken on another one.
         """
-        iterations = [plain for segment in self._segments for plain in segment.plain_iterations]
+        iterations = [packed for segment in self._segments for packed in segment.packed]
         return self._format(self._segments[0] if self._segments else None, iterations)
 
     def close(self) -> None:
@@ -258,17 +262,11 @@ class FlightRecorder:
     ) -> None:
         """The ids of ``generation``, if those are others than before."""
         if isinstance(active_requests, ActiveRequests) and generation is active_requests.generation:
-            ids: tuple[int, ...] | None = active_requests.generation_ids
+            self._generation_ids = active_requests.generation_ids
         # Comparing two lists of the same objects is some nanoseconds per entry; ids are not.
         elif list(self._generation) != list(generation):
-            ids = tuple([request.request_id for request in generation])
-        else:
-            ids = None
+            self._generation_ids = pack_ids([request.request_id for request in generation])
         self._generation = generation
-        if ids is not None:
-            self._generation_ids = ids
-            # Mostly shared by many iterations, and references to numbers that are there.
-            self._segments[-1].num_numbers += len(ids) // 8
 
     def _note_early_ends(self) -> None:
         """Requests that ended between two decisions: a record of its own, without a decision."""
@@ -287,28 +285,30 @@ class FlightRecorder:
         if not self._segments:
             self._open_segment(())
         self._number += 1
-        iteration = Iteration(
+        fields = (
             self._number,
             (decided_ns - self._start_ns) // 1000,
             (self._clock() - decided_ns) // 1000,
-            tuple([self._arrival(request, decided_ns) for request in self._arrivals]),
-            self._decision,
+            flat([self._arrival(request, decided_ns) for request in self._arrivals]),
+            self._context,
+            self._paused,
             self._num_free_blocks,
-            tuple(self._ends),
+            flat(self._ends),
             self._has_failed,
             () if self._texts is None else self._texts.take_growths(),
-            self._is_by_default and self._decision is not None,
+            self._is_by_default and self._context is not None,
             self._has_lost,
-            tuple(
+            flat(
                 [
-                    Drafts(request.request_id, num, num_kept, request.num_tokens - num_before)
+                    (request.request_id, num, num_kept, request.num_tokens - num_before)
                     for request, num, num_kept, num_before in self._drafting
                 ]
             ),
             self._is_settled,
-            self._moves,
+            flat(self._moves),
             self._has_forgotten,
         )
+        iteration = pack_iteration(fields, self._generation_ids)
         self._arrivals, self._ends, self._places, self._drafting = [], [], {}, []
         self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
         self._moves = ()
@@ -316,17 +316,19 @@ class FlightRecorder:
         if self._sink is not None:
             self._sink.add(iteration)
 
-    def _arrival(self, request: LlmRequest, decided_ns: int) -> Arrival:
-        came_ns = self._came_ns.pop(request.request_id, decided_ns)
-        return Arrival(
-            request.request_id,
+    def _arrival(self, request: LlmRequest, decided_ns: int) -> tuple[Any, ...]:
+        """The fields of an `Arrival`, in its order."""
+        request_id = request.request_id
+        likeness = NO_LIKENESS if self._texts is None else self._texts.likeness(request)
+        return (
+            request_id,
             request.orig_prompt_len,
             request.max_new_tokens,
-            max(decided_ns - came_ns, 0) // 1000,
-            request.priority,
+            max(decided_ns - self._came_ns.pop(request_id, decided_ns), 0) // 1000,
+            float(request.priority),
             request.beam_width,
-            self._places.get(request.request_id),
-            NO_LIKENESS if self._texts is None else self._texts.likeness(request),
+            self._places.get(request_id),
+            *likeness,
         )
 
     def _register_texts(self) -> None:
@@ -335,15 +337,16 @@ class FlightRecorder:
             for request in self._arrivals:
                 self._texts.add(request)
 
-    def _format(self, first: Segment | None, iterations: list[PlainIteration]) -> Iterator[str]:
-        writer = LineWriter()
+    def _format(self, first: Segment | None, packed: list[PackedIteration]) -> Iterator[str]:
+        writer, unpacker = LineWriter(), Unpacker()
         header = Header(self.settings, self._software, self._started)
-        if first is not None and iterations and named(iterations[0]).number > 1:
-            cache = None if first.cache is None else first.cache.start(map(named, iterations))
+        if first is not None and packed and unpacker.iteration(packed[0]).number > 1:
+            iterations = map(unpacker.iteration, packed)
+            cache = None if first.cache is None else first.cache.start(iterations)
             header = replace(header, active=first.active, is_running=first.is_running, cache=cache)
         yield writer.header(header)
-        for iteration in iterations:
-            yield writer.iteration(named(iteration))
+        for iteration in map(unpacker.iteration, packed):
+            yield writer.iteration(iteration)
 
     def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
         new_ids = {request.request_id for request in self._arrivals}
@@ -353,20 +356,21 @@ class FlightRecorder:
         if self._texts is not None and state is not None:
             mark = self._texts.mark(requests, state)
         places = _token_places(self._running)
-        states: list[Any] = []
-        for request in requests:
-            request_id = request.request_id
-            states += RequestState.of(
-                request,
-                places[request_id] if request.num_pending_tokens else 0,
-                self._num_blocks_of(request_id) if _has_guessed(request) else 0,
+        states = (  # one at a time: thousands of rows at once would bring about collections
+            (
+                *standing(request),
+                places[request.request_id] if places and request.num_pending_tokens else 0,
+                self._num_blocks_of(request.request_id) if _has_guessed(request) else 0,
             )
-        is_running = self._running is not None and self._running.num_requests > 0
+            for request in requests
+        )
+        is_running = self._running is not None and any(self._running)
         size = max(NUM_SEGMENTS // 4, 1) if len(requests) >= MANY_REQUESTS else 1
-        max_iterations = size * SEGMENT_ITERATIONS
-        max_numbers = size * max(SEGMENT_NUMBERS, 9 * len(requests))
+        max_bytes = size * max(SEGMENT_BYTES, REQUEST_BYTES * len(requests))
         self._segments.append(
-            Segment(tuple(states), is_running, mark, size, max_iterations, max_numbers)
+            Segment(
+                pack_states(states), is_running, mark, size, size * SEGMENT_ITERATIONS, max_bytes
+            )
         )
         while sum(segment.size for segment in self._segments) > NUM_SEGMENTS:
             self._segments.popleft()
@@ -385,11 +389,12 @@ def _has_guessed(request: LlmRequest) -> bool:
     return request.num_verified_drafts > 0 or request.num_draft_tokens > 0
 
 
-def _token_places(decision: Decision | None) -> dict[int, int]:
+def _token_places(step: _Step | None) -> dict[int, int]:
     """Where the tokens of a running step will come, from 1: contexts, then generations."""
-    if decision is None:
+    if step is None:
         return {}
-    ids = [*(chunk.request_id for chunk in decision.context), *decision.generation]
+    context, generation = step
+    ids = [*context[::2], *unpack_ids(generation)]
     return {request_id: place for place, request_id in enumerate(ids, start=1)}
 
 

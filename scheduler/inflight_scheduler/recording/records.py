@@ -14,7 +14,6 @@ from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN
 from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
-from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import CapacitySchedulerPolicy
 
 MAX_NUM_BLOCKS = 2**22
@@ -94,19 +93,6 @@ class Arrival(NamedTuple):
     likeness: Likeness = NO_LIKENESS
 
 
-_standing = attrgetter(  # half the time that one after another takes, of thousands at once
-    "request_id",
-    "orig_prompt_len",
-    "prompt_len",
-    "num_tokens",
-    "max_new_tokens",
-    "context_current_position",
-    "num_pauses",
-    "priority",
-    "beam_width",
-)
-
-
 class RequestState(NamedTuple):
     """Where an active request stood when the recording began.
 
@@ -129,10 +115,19 @@ class RequestState(NamedTuple):
     pending_place: int = 0
     num_blocks: int = 0
 
-    @classmethod
-    def of(cls, request: LlmRequest, pending_place: int = 0, num_blocks: int = 0) -> RequestState:
-        """The state of ``request`` now."""
-        return cls._make((*_standing(request), pending_place, num_blocks))
+
+standing = attrgetter(  # half the time that one after another takes, of thousands at once
+    "request_id",
+    "orig_prompt_len",
+    "prompt_len",
+    "num_tokens",
+    "max_new_tokens",
+    "context_current_position",
+    "num_pauses",
+    "priority",
+    "beam_width",
+)
+"""The first fields of a `RequestState`, of a request now."""
 
 
 class TextPart(NamedTuple):

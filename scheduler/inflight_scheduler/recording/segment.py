@@ -1,17 +1,20 @@
 """A part of the recorder's ring, which can be replayed without those before it.
 
-Everything is held as plain tuples of numbers wherever it is many: the garbage collector, a pause of
-which is a pause of everybody, does not look into those. Into every `Iteration` and `Arrival` it
-does, as a tuple with names may be more than a tuple; so they are made again when the ring is read.
+Everything is held as bytes: they are small, their size is known, and the garbage collector, a pause
+of which is a pause of everybody, does not look into them. A tuple of numbers it would visit at
+least once, with each of its numbers; and tuples with names for ever.
 """
 
 from __future__ import annotations
 
+import marshal
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
+from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.records import (
     Arrival,
@@ -25,103 +28,120 @@ from inflight_scheduler.recording.records import (
 )
 from inflight_scheduler.recording.texts import CacheMark
 
-PlainIteration: TypeAlias = tuple[Any, ...]
-"""The fields of an `Iteration`; of each list in it the fields of all entries, one after another."""
+PackedIteration: TypeAlias = tuple[bytes, bytes]
+"""An iteration (see `pack_iteration`), and the ids of who generated (see `pack_ids`), which many
+iterations share."""
+
+_VERSION = 2  # of marshal: the last one that does not look for objects it has seen before
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Ids of requests, eight bytes each."""
+    return array("Q", ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """The way back."""
+    return tuple(array("Q", packed))
+
+
+def pack_iteration(fields: tuple[Any, ...], generation: bytes) -> PackedIteration:
+    """``fields`` are those of an `Iteration`, in its order.
+
+    Of each list the fields of all entries, one after another; a likeness is two of them. Instead of
+    the decision stand its context chunks in such a list, or None, and the paused ids.
+    """
+    return marshal.dumps(fields, _VERSION), generation
+
+
+class Unpacker:
+    """Gives iterations their names again; for those of one recorder, in their order."""
+
+    def __init__(self) -> None:
+        self._packed_ids = b""
+        self._ids: tuple[int, ...] = ()
+
+    def iteration(self, packed: PackedIteration) -> Iteration:
+        """What `pack_iteration` was given."""
+        content, generation = packed
+        if generation is not self._packed_ids:
+            self._packed_ids, self._ids = generation, unpack_ids(generation)
+        fields = marshal.loads(content)
+        arrivals, context, paused, num_free_blocks, ends, has_failed, growths = fields[3:10]
+        is_by_default, has_lost, drafts, is_settled, moves, has_forgotten = fields[10:]
+        rows = _rows(arrivals, len(Arrival._fields) + 1)
+        decision = None
+        if context is not None:
+            decision = Decision(tuple(map(Chunk._make, _rows(context, 2))), self._ids, paused)
+        return Iteration._make(
+            (
+                *fields[:3],
+                tuple([Arrival._make((*row[:-2], Likeness(*row[-2:]))) for row in rows]),
+                decision,
+                num_free_blocks,
+                tuple(map(End._make, _rows(ends, 2))),
+                has_failed,
+                tuple([Growth(row[0], Likeness(*row[1:])) for row in _rows(growths, 3)]),
+                is_by_default,
+                has_lost,
+                tuple(map(Drafts._make, _rows(drafts, 4))),
+                is_settled,
+                tuple(map(Moves._make, _rows(moves, 2))),
+                has_forgotten,
+            )
+        )
+
+
+def pack_states(states: Iterable[tuple[Any, ...]]) -> bytes:
+    """The fields of each `RequestState`."""
+    return marshal.dumps(flat(states), _VERSION)
 
 
 @dataclass(slots=True)
 class Segment:
-    """``states``: the fields of each `RequestState`, one after another. ``size``: it is as long as
-    so many of the shortest."""
+    """``states``: see `pack_states`. ``size``: it is as long as so many of the shortest."""
 
-    states: tuple[Any, ...]
+    states: bytes
     is_running: bool
     cache: CacheMark | None
     size: int
     max_iterations: int
-    max_numbers: int
-    num_numbers: int = 0
-    _iterations: list[PlainIteration] = field(default_factory=list)
+    max_bytes: int
+    num_bytes: int = 0
+    packed: list[PackedIteration] = field(default_factory=list)
 
-    def add(self, iteration: Iteration) -> None:
+    def add(self, iteration: PackedIteration) -> None:
         """One more iteration."""
-        self._iterations.append(plain(iteration))
-        self.num_numbers += _num_numbers(iteration)
+        content, generation = iteration
+        self.num_bytes += len(content) + _OVERHEAD
+        if not self.packed or self.packed[-1][1] is not generation:
+            self.num_bytes += len(generation)
+        self.packed.append(iteration)
 
     @property
     def is_full(self) -> bool:
         """True when the next iteration needs another segment."""
-        is_long = len(self._iterations) >= self.max_iterations
-        return is_long or self.num_numbers >= self.max_numbers
-
-    @property
-    def plain_iterations(self) -> tuple[PlainIteration, ...]:
-        """All that were added, to be read with `named`."""
-        return tuple(self._iterations)
+        return len(self.packed) >= self.max_iterations or self.num_bytes >= self.max_bytes
 
     @property
     def iterations(self) -> tuple[Iteration, ...]:
         """All that were added."""
-        return tuple(map(named, self._iterations))
+        return tuple(map(Unpacker().iteration, self.packed))
 
     @property
     def active(self) -> tuple[RequestState, ...]:
         """Who was active when it began."""
-        return tuple(map(RequestState._make, _rows(self.states, len(RequestState._fields))))
+        states = marshal.loads(self.states)
+        return tuple(map(RequestState._make, _rows(states, len(RequestState._fields))))
 
 
-def plain(iteration: Iteration) -> PlainIteration:
-    """``iteration`` without names."""
-    decision = iteration.decision
-    return (
-        *iteration[:3],
-        _flat([(*arrival[:-1], *arrival.likeness) for arrival in iteration.arrivals]),
-        *((None, (), ()) if decision is None else (_flat(decision.context), *decision[1:])),
-        iteration.num_free_blocks,
-        _flat(iteration.ends),
-        iteration.has_failed,
-        _flat([(growth.request_id, *growth.likeness) for growth in iteration.growths]),
-        *iteration[9:11],
-        _flat(iteration.drafts),
-        *iteration[12:],
-    )
+_OVERHEAD = 160  # bytes of the objects that hold an iteration
 
 
-def named(fields: PlainIteration) -> Iteration:
-    """The iteration that `plain` was given."""
-    arrivals, context, generation, paused, num_free_blocks, ends, has_failed, growths = fields[3:11]
-    rows = _rows(arrivals, len(Arrival._fields) + 1)
-    decision = None
-    if context is not None:
-        decision = Decision(tuple(map(Chunk._make, _rows(context, 2))), generation, paused)
-    return Iteration._make(
-        (
-            *fields[:3],
-            tuple([Arrival._make((*row[:-2], Likeness(*row[-2:]))) for row in rows]),
-            decision,
-            num_free_blocks,
-            tuple(map(End._make, _rows(ends, 2))),
-            has_failed,
-            tuple([Growth(row[0], Likeness(*row[1:])) for row in _rows(growths, 3)]),
-            *fields[11:13],
-            tuple(map(Drafts._make, _rows(fields[13], 4))),
-            *fields[14:],
-        )
-    )
-
-
-def _flat(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+def flat(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The fields of all ``rows``, one after another."""
     return tuple(chain.from_iterable(rows))
 
 
-def _rows(flat: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:
-    return zip(*[iter(flat)] * width, strict=True)
-
-
-def _num_numbers(iteration: Iteration) -> int:
-    """Ids held by the record, but for who generates, which many share."""
-    number = 8 + 6 * len(iteration.arrivals) + 2 * len(iteration.ends)
-    number += 4 * len(iteration.drafts)
-    if iteration.decision is not None:
-        number += 2 * len(iteration.decision.context) + len(iteration.decision.paused)
-    return number
+def _rows(fields: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:
+    return zip(*[iter(fields)] * width, strict=True)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from inflight_scheduler.cache_state import CacheState
 from inflight_scheduler.recording.likeness import (
     NO_LIKENESS,
+    TOKEN_BYTES,
     Likeness,
     TextIndex,
+    Texts,
     num_packed,
     pack,
 )
 from inflight_scheduler.recording.part_log import PartLog, PartMark
-from inflight_scheduler.recording.records import CacheStart, Growth, Iteration, KeptBlock
+from inflight_scheduler.recording.records import CacheStart, Iteration, KeptBlock
 from inflight_scheduler.request import LlmRequest
 
-_MIN_CACHED = 64  # texts that may be cached, before a look at which of them are
+_NUM_POOLS = 2  # as many tokens have texts that may be cached, before a look at which of them are
 
 StateSource = Callable[[], CacheState | None]
 """What the cache holds now; None without a cache."""
@@ -32,8 +35,8 @@ class CacheMark:
 
     parts: PartMark
     num_texts: int
-    request_ids: tuple[int, ...]
-    text_numbers: tuple[int, ...]
+    request_ids: array[int]
+    text_numbers: array[int]
     state: CacheState
 
     def start(self, iterations: Iterable[Iteration]) -> CacheStart:
@@ -47,7 +50,7 @@ class CacheMark:
         return CacheStart(
             num_texts=self.num_texts,
             parts=self.parts.needed(needed),
-            text_numbers=self.text_numbers,
+            text_numbers=tuple(self.text_numbers),
             tables=tuple(tables.get(request_id, ()) for request_id in self.request_ids),
             kept=kept,
             idle=tuple(self.state.idle),
@@ -68,13 +71,16 @@ class RecordedTexts:
         self._cache_state = cache_state
         self._num_texts = 0
         self._numbers: dict[int, int] = {}  # of active requests, by their ids
-        # Salt and packed tokens, by number. Of each active request: its prompt, with what was
-        # generated before a pause. What it has generated since belongs to no text before `grow`.
-        self._prompts: dict[int, tuple[bytes, bytes]] = {}
-        self._cached: dict[int, tuple[bytes, bytes]] = {}  # those that may be cached
-        self._look_at = _MIN_CACHED
+        # Packed tokens, by number. Of each active request: its prompt, with what was generated
+        # before a pause. What it has generated since belongs to no text before `grow`.
+        self._prompts: dict[int, bytes] = {}
+        self._cached: dict[int, bytes] = {}  # those that may be cached
+        self._salts: dict[int, bytes] = {}  # of all these that have one
+        self._num_cached_bytes = 0
+        self._max_cached_bytes = _NUM_POOLS * TOKEN_BYTES * num_blocks * tokens_per_block
+        self._look_at = self._max_cached_bytes
         self._likenesses: dict[int, Likeness] = {}
-        self._growths: list[Growth] = []
+        self._growths: list[int] = []
 
     def add(self, request: LlmRequest) -> None:
         """A prompt, as it came."""
@@ -82,7 +88,9 @@ class RecordedTexts:
         request.text_number = number
         self._numbers[request.request_id] = number
         text = pack(request.tokens[: request.prompt_len])
-        self._prompts[number] = request.cache_salt, text
+        self._prompts[number] = text
+        if request.cache_salt:
+            self._salts[number] = request.cache_salt
         found = self._index.add(request.cache_salt, text, number)
         self._likenesses[number] = found
         self._parts.add(number, found, 0)
@@ -97,20 +105,22 @@ class RecordedTexts:
         number = self._numbers.get(request.request_id)
         if number is None:
             return  # it ended before it was registered
-        salt, text = self._prompts[number]
+        text = self._prompts[number]
         if is_last:
             del self._numbers[request.request_id], self._prompts[number]
+            self._salts.pop(number, None)
         if request.tokens[-1] < 0:
             return
+        old_size = len(text)
         text += pack(request.tokens[num_packed(text) :])
         self._keep(request, number, text)
         if request.beams is not None or request.num_tokens == request.prompt_len:
             return
         if not is_last:
-            self._prompts[number] = salt, text
-        found = self._index.add(salt, text, number)
+            self._prompts[number] = text
+        found = self._index.grow(request.cache_salt, text, number, old_size)
         if found.length > request.prompt_len:
-            self._growths.append(Growth(request.request_id, found))
+            self._growths += (request.request_id, *found)
             self._parts.add(number, found, request.prompt_len)
 
     def forget(self, request_ids: Iterable[int]) -> None:
@@ -119,9 +129,10 @@ class RecordedTexts:
             number = self._numbers.pop(request_id, None)
             if number is not None:
                 del self._prompts[number]
+                self._salts.pop(number, None)
 
-    def take_growths(self) -> tuple[Growth, ...]:
-        """Those since the last call."""
+    def take_growths(self) -> tuple[int, ...]:
+        """The fields of each `Growth` since the last call, one after another."""
         growths, self._growths = tuple(self._growths), []
         return growths
 
@@ -132,15 +143,15 @@ class RecordedTexts:
         return CacheMark(
             self._parts.mark(),
             self._num_texts,
-            tuple([request.request_id for request in requests]),
-            tuple([request.text_number for request in requests]),
+            array("Q", [request.request_id for request in requests]),
+            array("q", [request.text_number for request in requests]),
             state,
         )
 
-    def _texts_in_use(self) -> dict[int, tuple[bytes, bytes]]:
+    def _texts_in_use(self) -> Texts:
         """Cached ones, and the prompts of active requests."""
         self._forget_what_is_not_cached()
-        return self._cached | self._prompts
+        return Texts(self._cached | self._prompts, self._salts.copy())
 
     def _keep(self, request: LlmRequest, number: int, text: bytes) -> None:
         """Its full blocks may be cached from now on, however many texts come before they are used.
@@ -149,13 +160,20 @@ class RecordedTexts:
         """
         if self._cache_state is None or request.num_tokens < self._tokens_per_block:
             return
-        self._cached[number] = request.cache_salt, text
-        if len(self._cached) > self._look_at:
+        self._num_cached_bytes += len(text) - len(self._cached.get(number, b""))
+        self._cached[number] = text
+        if request.cache_salt:
+            self._salts[number] = request.cache_salt
+        if self._num_cached_bytes > self._look_at:
             self._forget_what_is_not_cached()
-            self._look_at = max(_MIN_CACHED, 2 * len(self._cached))
+            self._look_at = max(self._max_cached_bytes, 2 * self._num_cached_bytes)
 
     def _forget_what_is_not_cached(self) -> None:
         state = None if self._cache_state is None else self._cache_state()
         if state is not None:
             numbers = state.kept_texts()
             self._cached = {n: text for n, text in self._cached.items() if n in numbers}
+            self._num_cached_bytes = sum(map(len, self._cached.values()))
+            texts = self._cached, self._prompts
+            salts = self._salts.items()
+            self._salts = {n: salt for n, salt in salts if any(n in known for known in texts)}

@@ -15,7 +15,14 @@ from inflight_scheduler import LlmRequest
 from inflight_scheduler.recording import likeness
 from inflight_scheduler.recording import texts as texts_module
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness, TextBook, TextIndex, pack
+from inflight_scheduler.recording.likeness import (
+    NO_LIKENESS,
+    Likeness,
+    TextBook,
+    TextIndex,
+    Texts,
+    pack,
+)
 
 texts = st.lists(st.sampled_from((0, 1, 256)), min_size=1, max_size=12)
 
@@ -39,7 +46,7 @@ def test_every_pair_agrees_as_far_as_the_real_pair(
 
     def grow(number: int, prompt: list[int], answer: list[int]) -> None:
         real[number] = prompt + answer
-        found = index.add(b"", pack(real[number]), number)
+        found = index.grow(b"", pack(real[number]), number, len(pack(prompt)))
         if found.length > len(prompt):
             book.extend(number, found, len(prompt))
 
@@ -87,10 +94,10 @@ def test_nobody_waits_until_all_texts_in_use_are_entered_again(
 ) -> None:
     """Ten thousand of them took a tenth of a second; now each new text brings one of them along."""
     monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
-    in_use = {number: (b"", pack([number, number])) for number in range(80)}
-    index = TextIndex(1, 1, lambda: in_use)
-    for number, (salt, text) in in_use.items():
-        index.add(salt, text, number)
+    in_use = {number: pack([number, number]) for number in range(80)}
+    index = TextIndex(1, 1, lambda: Texts(in_use.copy(), {}))
+    for number, text in in_use.items():
+        index.add(b"", text, number)
     num_added = 0
     add = likeness._Tree.add
 

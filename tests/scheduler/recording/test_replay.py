@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -95,11 +96,14 @@ def test_the_ring_replays_from_its_middle(
 
 
 def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "SEGMENT_NUMBERS", 100)
-    world = play(SMALL, num_requests=300, seed=1)
-    longest = 2 * recorder_module.NUM_SEGMENTS * 100
-    numbers = [json.loads(line) for line in world.text.splitlines()[1:]]
-    assert len(numbers) * 8 <= longest
+    """However many iterations a segment may have."""
+    monkeypatch.setattr(recorder_module, "SEGMENT_BYTES", 4000)
+    monkeypatch.setattr(recorder_module, "REQUEST_BYTES", 0)
+    segments = play(SMALL, num_requests=300, seed=1).recorder._segments
+    assert len(segments) == recorder_module.NUM_SEGMENTS
+    packed = [packed for segment in segments for packed in segment.packed]
+    size = sum(sys.getsizeof(packed) + sum(map(sys.getsizeof, packed)) for packed in packed)
+    assert 0.5 * 16 * 4000 < size < 1.1 * 16 * 4000
 
 
 def test_what_was_cached_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
