@@ -385,9 +385,9 @@ class BlockManager:
         for table in tables.values():
             blocks += table
         return CacheState(
-            holders=tuple(tables),
-            table_lengths=tuple(map(len, tables.values())),
-            table_blocks=tuple(blocks),
+            holders=array("Q", list(tables)),  # lists go faster into arrays than anything else
+            table_lengths=array("i", list(map(len, tables.values()))),
+            table_blocks=array("i", blocks),
             is_kept=self._pool.kept_flags(),
             text_numbers=self._text_numbers[:],
             places=self._places[:],

@@ -13,6 +13,7 @@ the block that has been idle longest, whose content is given up.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 
@@ -57,7 +58,7 @@ class BlockPool:
         """For each block 1 if its content is kept, else 0."""
         return bytes(self._is_kept)
 
-    def idle_links(self) -> tuple[int, ...]:
+    def idle_links(self) -> array[int]:
         """A copy of the order of the idle blocks, to be read by `follow_links`."""
         return self._idle.links()
 
@@ -187,8 +188,8 @@ class _IdleList:
 
     def __init__(self, num_blocks: int) -> None:
         self._knot = num_blocks
-        self._newer = [num_blocks] * (num_blocks + 1)
-        self._older = [num_blocks] * (num_blocks + 1)
+        self._newer = array("i", [num_blocks]) * (num_blocks + 1)
+        self._older = array("i", [num_blocks]) * (num_blocks + 1)
         self.size = 0
 
     def append(self, block_id: int) -> None:
@@ -217,9 +218,9 @@ class _IdleList:
         assert len(forward) == self.size, "the idle list has lost count"
         return forward
 
-    def links(self) -> tuple[int, ...]:
+    def links(self) -> array[int]:
         """A copy of the links from older to newer."""
-        return tuple(self._newer)
+        return self._newer[:]
 
 
 def follow_links(links: Sequence[int]) -> list[int]:

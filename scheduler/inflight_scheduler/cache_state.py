@@ -19,18 +19,18 @@ class CacheState(NamedTuple):
     """A copy of the books. Of block k, ``text_numbers[k]`` and ``places[k]`` tell the content.
 
     ``is_kept[k]`` says whether that is still kept. The order of ``beginnings`` means nothing.
-    ``table_blocks`` are the block tables of ``holders`` one after another, ``table_lengths`` long:
-    plain numbers, since a list for each would be one more thing for garbage collections to visit.
+    ``table_blocks`` are the block tables of ``holders`` one after another, ``table_lengths`` long.
+    All are arrays: into lists and tuples, however plain, garbage collections look.
     """
 
-    holders: tuple[int, ...]
-    table_lengths: tuple[int, ...]
-    table_blocks: tuple[int, ...]
+    holders: array[int]
+    table_lengths: array[int]
+    table_blocks: array[int]
     is_kept: bytes
     text_numbers: array[int]
     places: array[int]
-    idle_links: Sequence[int]
-    beginnings: Sequence[int]
+    idle_links: array[int]
+    beginnings: array[int]
 
     @property
     def tables(self) -> dict[int, tuple[int, ...]]:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from struct import pack
+from struct import calcsize, pack, unpack_from
 
 from inflight_scheduler.request import LlmRequest
 
 _KEY_SIZE = 32
+_BEGINNING_SIZE = _KEY_SIZE + calcsize("q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class ReuseIndex:
         "_block_to_key",
         "_hash_key",
         "_key_to_block",
+        "_last",
         "_packed_block",
         "_starts",
         "_version",
@@ -72,11 +75,13 @@ class ReuseIndex:
         self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
         self._key_to_block: dict[bytes, int] = {}
         self._block_to_key: dict[int, bytes] = {}
-        # For partial matches: block -> (parent key, tokens), and (parent key, first token) -> the
-        # last block stored with these.
-        self._starts: dict[int, tuple[bytes, tuple[int, ...]]] = {}
-        self._beginnings: dict[tuple[bytes, int], int] = {}
+        # For partial matches: block -> its content (see `_content`), and the beginning of that, one
+        # token long -> the last block stored with it. As bytes, since garbage collections would
+        # look into each tuple of hundreds of thousands.
+        self._starts: dict[int, bytes] = {}
+        self._beginnings: dict[bytes, int] = {}
         self._version = 0
+        self._last = b"", b""  # the key that was computed last, and of what content
 
     def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
         """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
@@ -87,11 +92,11 @@ class ReuseIndex:
         self._key_to_block[key] = block_id
         self._block_to_key[block_id] = key
         if self.may_copy:
-            start = index * self.tokens_per_block
-            tokens = tuple(request.tokens[start : start + self.tokens_per_block])
-            parent = self._parent(request, index)
-            self._starts[block_id] = (parent, tokens)
-            self._beginnings[parent, tokens[0]] = block_id
+            last_key, content = self._last
+            if last_key != key:
+                content = self._content(request, index, self._parent(request, index))
+            self._starts[block_id] = content
+            self._beginnings[content[:_BEGINNING_SIZE]] = block_id
         return True
 
     def forget(self, block_id: int) -> None:
@@ -99,14 +104,14 @@ class ReuseIndex:
         self._version += 1
         del self._key_to_block[self._block_to_key.pop(block_id)]
         if self.may_copy:
-            parent, tokens = self._starts.pop(block_id)
-            if self._beginnings.get((parent, tokens[0])) == block_id:
-                del self._beginnings[parent, tokens[0]]
+            beginning = self._starts.pop(block_id)[:_BEGINNING_SIZE]
+            if self._beginnings.get(beginning) == block_id:
+                del self._beginnings[beginning]
 
     @property
-    def beginnings(self) -> tuple[int, ...]:
+    def beginnings(self) -> array[int]:
         """The blocks that a partial match finds, in no special order."""
-        return tuple(self._beginnings.values())
+        return array("i", list(self._beginnings.values()))
 
     def keep_beginnings(self, block_ids: Collection[int]) -> None:
         """Of all blocks in the index a partial match finds these, and no others.
@@ -118,8 +123,7 @@ class ReuseIndex:
         for block_id in block_ids:
             if block_id not in self._starts:
                 raise ValueError(f"block {block_id} is not kept")
-            parent, tokens = self._starts[block_id]
-            self._beginnings[parent, tokens[0]] = block_id
+            self._beginnings[self._starts[block_id][:_BEGINNING_SIZE]] = block_id
         if len(self._beginnings) != len(block_ids):
             raise ValueError("two blocks have the same beginning")
 
@@ -144,9 +148,8 @@ class ReuseIndex:
         by_key = {key: block_id for block_id, key in self._block_to_key.items()}
         assert by_key == self._key_to_block, "the keys and the blocks disagree"
         assert self._starts.keys() == (self._block_to_key.keys() if self.may_copy else set())
-        for (parent, token), block_id in self._beginnings.items():
-            assert self._starts[block_id][0] == parent, f"block {block_id}"
-            assert self._starts[block_id][1][0] == token, f"block {block_id}"
+        for beginning, block_id in self._beginnings.items():
+            assert self._starts[block_id][:_BEGINNING_SIZE] == beginning, f"block {block_id}"
 
     @property
     def block_ids(self) -> frozenset[int]:
@@ -175,10 +178,11 @@ class ReuseIndex:
         rest = request.tokens[start : min(start + self.tokens_per_block, request.prompt_len - 1)]
         if not rest:
             return None, 0
-        source = self._beginnings.get((self._parent(request, index), rest[0]))
+        source = self._beginnings.get(self._parent(request, index) + pack("q", rest[0]))
         if source is None:
             return None, 0
-        return source, _num_common(rest, self._starts[source][1])
+        tokens = unpack_from(self._packed_block, self._starts[source], _KEY_SIZE)
+        return source, _num_common(rest, tokens)
 
     def _parent(self, request: LlmRequest, index: int) -> bytes:
         if index > 0:
@@ -190,13 +194,18 @@ class ReuseIndex:
     def _key(self, request: LlmRequest, index: int) -> bytes:
         """Key of block ``index``; kept with the request, whose text only ever grows."""
         keys = request.block_keys
-        size = self.tokens_per_block
         while len(keys) <= index:
-            start = len(keys) * size
             parent = keys[-1] if keys else self._parent(request, 0)
-            tokens = pack(self._packed_block, *request.tokens[start : start + size])
-            keys.append(self._hash(parent + tokens, b"block"))
+            content = self._content(request, len(keys), parent)
+            keys.append(self._hash(content, b"block"))
+            self._last = keys[-1], content
         return keys[index]
+
+    def _content(self, request: LlmRequest, index: int, parent: bytes) -> bytes:
+        """What block ``index`` holds: the key of ``parent``, the block before, and its tokens."""
+        start = index * self.tokens_per_block
+        tokens = request.tokens[start : start + self.tokens_per_block]
+        return parent + pack(self._packed_block, *tokens)
 
     def _hash(self, content: bytes, person: bytes) -> bytes:
         return hashlib.blake2b(
