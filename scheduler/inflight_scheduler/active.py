@@ -189,11 +189,12 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     @property
     def generation_ids(self) -> bytes:
-        """The request ids of `generation`, in that order, eight bytes each (an ``array("Q")``).
-
-        A copy of thousands takes some microseconds, and no garbage collection looks into it.
-        """
+        """The request ids of `generation`, in that order, eight bytes each (an ``array("Q")``)."""
         return self._generation.ids.tobytes()
+
+    def generation_changes(self, before: Sequence[LlmRequest]) -> tuple[int, ...] | None:
+        """What has made `generation` of ``before``: see `GenerationLine.changes_since`."""
+        return self._generation.changes_since(before)
 
     @property
     def completing(self) -> Sequence[LlmRequest]:

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Sequence
 from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 from inflight_scheduler.settling import AwaitedTokens, with_end_id
 
+MAX_CHANGES = 2**10
+"""So many numbers tell how a list of requests has changed; nobody may ever ask for them."""
+
 
 class RequestLine:
     """Requests by rank. `view` is a copy that is made only when something has changed."""
@@ -56,7 +59,7 @@ class GenerationLine(RequestLine):
     thousand requests takes a third of the time if it need not go there.
     """
 
-    __slots__ = ("_end_ids", "_texts", "ids", "slots")
+    __slots__ = ("_base", "_changes", "_end_ids", "_texts", "ids", "slots")
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +67,8 @@ class GenerationLine(RequestLine):
         self.slots: list[int | None] = []
         self._texts: list[list[int]] = []
         self._end_ids: list[int] = []
+        self._base: list[LlmRequest] | None = None  # an earlier view, and what came after it
+        self._changes: list[int] = []
 
     def insert(self, request: LlmRequest) -> int:
         """As `RequestLine.insert`; slot, token list and end id stay those it has now."""
@@ -72,13 +77,28 @@ class GenerationLine(RequestLine):
         self.slots.insert(index, request.seq_slot)
         self._texts.insert(index, request.tokens)
         self._end_ids.insert(index, request.end_id)
+        if len(self._changes) < MAX_CHANGES:
+            self._changes += (index, request.request_id)
         return index
 
     def remove(self, request: LlmRequest) -> int:
         """As `RequestLine.remove`."""
         index = super().remove(request)
         del self.ids[index], self.slots[index], self._texts[index], self._end_ids[index]
+        if len(self._changes) < MAX_CHANGES:
+            self._changes.append(~index)
         return index
+
+    def changes_since(self, before: Sequence[LlmRequest]) -> tuple[int, ...] | None:
+        """What has made `view` of ``before``, which was that when this was asked last.
+
+        None if it was not, or if too much has changed. In turn: a place and the id that was put
+        there, or the complement (below 0) of the place that was taken out.
+        """
+        is_short = before is self._base and len(self._changes) < MAX_CHANGES
+        changes = tuple(self._changes) if is_short else None
+        self._base, self._changes = self.view(), []
+        return changes
 
     def append(self, tokens: Iterable[int]) -> None:
         """Each text goes on with its token; ends nobody. `ValueError` if there are not as many."""

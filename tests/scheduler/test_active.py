@@ -21,6 +21,7 @@ from inflight_scheduler import (
     LlmRequest,
     make_scheduler,
 )
+from inflight_scheduler.request_lines import MAX_CHANGES
 
 
 def active_with(*priorities: float, span: float = DEFAULT_PRIORITY_SPAN) -> ActiveRequests:
@@ -101,6 +102,40 @@ def test_phases_follow_the_requests() -> None:
     assert active.remove(one)
     assert not active.remove(one)
     assert (len(active), active.get(0), active.get(2)) == (2, None, three)
+
+
+def test_changes_of_who_generates_lead_from_one_view_to_the_next() -> None:
+    """Whoever noted the view before need not note all of the next one."""
+    active = active_with(*[0.5] * 6)
+    zero, one, two, three, four, five = active
+    assert active.generation_changes(active.generation) is None, "nobody has asked before"
+    for request in (one, three, four):
+        request.move_to_next_context_chunk()
+    before = active.generation
+    assert active.generation_changes([]) is None, "that was no view"
+    for request in (five, zero, two):
+        request.move_to_next_context_chunk()
+    three.finish(FinishReason.CANCELLED)
+    one.pause()
+    assert ids(before, active.generation) == ([1, 3, 4], [0, 2, 4, 5])
+    known = active.generation
+    assert active.generation_changes(before) == (3, 5, 0, 0, 2, 2, ~3, ~1)
+    assert active.generation_changes(before) is None, "the changes are those since the last time"
+    assert active.generation_changes(known) == ()
+
+
+def test_changes_that_nobody_asks_for_are_bounded() -> None:
+    active = active_with(0.5, 0.5)
+    before, request = active.generation, active[0]
+    assert active.generation_changes(before) is None
+    for _ in range(MAX_CHANGES):
+        request.move_to_next_context_chunk()
+        request.pause()
+    assert len(active._generation._changes) <= MAX_CHANGES + 1
+    assert active.generation_changes(before) is None, "some are not known"
+    before = active.generation
+    request.move_to_next_context_chunk()
+    assert active.generation_changes(before) == (0, 0)
 
 
 def test_bad_additions_are_refused() -> None:

@@ -17,7 +17,7 @@ from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.lines import MAX_LINE_BYTES, LineReader, LineWriter
 from inflight_scheduler.recording.records import Iteration
-from inflight_scheduler.recording.segment import PackedIteration, Unpacker
+from inflight_scheduler.recording.segment import Unpacker
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class RecordingFile:
         self._file: TextIO = path.open("w", encoding="ascii")
         self._writer = LineWriter()
         self._unpacker = Unpacker()
-        self._pending: deque[PackedIteration] = deque()
+        self._pending: deque[bytes] = deque()
         self._is_closing = threading.Event()
         self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="RecordingFile", daemon=True)
@@ -51,7 +51,7 @@ class RecordingFile:
         self._flush()  # a process that is killed young leaves a recording, not an empty file
         self._thread.start()
 
-    def add(self, iteration: PackedIteration) -> None:
+    def add(self, iteration: bytes) -> None:
         """Hand over an iteration; the file has it a quarter of a second later."""
         if self._has_failed:
             return

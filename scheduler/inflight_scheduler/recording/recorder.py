@@ -45,14 +45,12 @@ from inflight_scheduler.recording.records import (
     standing,
 )
 from inflight_scheduler.recording.segment import (
-    PackedIteration,
     Segment,
     Unpacker,
     flat,
     pack_ids,
     pack_iteration,
     pack_states,
-    unpack_ids,
 )
 from inflight_scheduler.recording.texts import CacheMark, RecordedTexts
 from inflight_scheduler.request import FinishReason, LlmRequest
@@ -70,8 +68,8 @@ segment."""
 
 MANY_REQUESTS = 1024
 
-_Step: TypeAlias = tuple[tuple[int, ...], bytes]
-"""Its contexts (id, tokens, id, ...), and the packed ids of who generates."""
+_Step: TypeAlias = tuple[tuple[int, ...], Sequence[LlmRequest]]
+"""Its contexts (id, tokens, id, ...), and who generates."""
 
 
 class RecordingSink(Protocol):
@@ -80,8 +78,8 @@ class RecordingSink(Protocol):
     def begin(self, header: Header) -> None:
         """The recording starts: who is active, and under which settings."""
 
-    def add(self, iteration: PackedIteration) -> None:
-        """One more iteration; returns at once."""
+    def add(self, iteration: bytes) -> None:
+        """One more, packed (see `segment`); returns at once."""
 
     def close(self) -> None:
         """No more will come."""
@@ -125,7 +123,8 @@ class FlightRecorder:
         self._paused: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
-        self._generation_ids = b""
+        self._told: bytes | tuple[int, ...] | None = None  # of who generates; None: as before
+        self._must_tell_all = True  # of them, in the next iteration with a decision
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
         self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
@@ -176,7 +175,7 @@ class FlightRecorder:
         if self._texts is not None:
             for request in paused_requests:
                 self._texts.grow(request)
-        if self._generation is not generation_requests:
+        if self._must_tell_all or self._generation is not generation_requests:
             self._note_generation(active_requests, generation_requests)
         if not isinstance(active_requests, ActiveRequests) or active_requests.num_with_drafts:
             self._drafting = _with_drafts(active_requests)
@@ -235,7 +234,7 @@ class FlightRecorder:
         has_ended = self._has_failed or self._has_lost or self._is_settled
         is_running = self.settings.is_overlapped and not has_ended and self._context is not None
         self._append(decided_ns)
-        self._running = (self._context or (), self._generation_ids) if is_running else None
+        self._running = (self._context or (), self._generation) if is_running else None
         self._context, self._paused = None, ()
 
     def lines(self) -> Iterator[str]:
@@ -260,13 +259,17 @@ class FlightRecorder:
     def _note_generation(
         self, active_requests: Sequence[LlmRequest], generation: Sequence[LlmRequest]
     ) -> None:
-        """The ids of ``generation``, if those are others than before."""
+        """Who generates, if those are others than before."""
         if isinstance(active_requests, ActiveRequests) and generation is active_requests.generation:
-            self._generation_ids = active_requests.generation_ids
+            changes = active_requests.generation_changes(self._generation)
+            must_tell_all = self._must_tell_all or self._told is not None  # if that was not noted
+            is_known = changes is not None and not must_tell_all
+            self._told = changes if is_known else active_requests.generation_ids
         # Comparing two lists of the same objects is some nanoseconds per entry; ids are not.
-        elif list(self._generation) != list(generation):
-            self._generation_ids = pack_ids([request.request_id for request in generation])
+        elif self._must_tell_all or list(self._generation) != list(generation):
+            self._told = pack_ids([request.request_id for request in generation])
         self._generation = generation
+        self._must_tell_all = False
 
     def _note_early_ends(self) -> None:
         """Requests that ended between two decisions: a record of its own, without a decision."""
@@ -291,6 +294,7 @@ class FlightRecorder:
             (self._clock() - decided_ns) // 1000,
             flat([self._arrival(request, decided_ns) for request in self._arrivals]),
             self._context,
+            self._told,
             self._paused,
             self._num_free_blocks,
             flat(self._ends),
@@ -308,7 +312,8 @@ class FlightRecorder:
             flat(self._moves),
             self._has_forgotten,
         )
-        iteration = pack_iteration(fields, self._generation_ids)
+        iteration = pack_iteration(fields)
+        self._told = None
         self._arrivals, self._ends, self._places, self._drafting = [], [], {}, []
         self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
         self._moves = ()
@@ -337,7 +342,7 @@ class FlightRecorder:
             for request in self._arrivals:
                 self._texts.add(request)
 
-    def _format(self, first: Segment | None, packed: list[PackedIteration]) -> Iterator[str]:
+    def _format(self, first: Segment | None, packed: list[bytes]) -> Iterator[str]:
         writer, unpacker = LineWriter(), Unpacker()
         header = Header(self.settings, self._software, self._started)
         if first is not None and packed and unpacker.iteration(packed[0]).number > 1:
@@ -349,6 +354,7 @@ class FlightRecorder:
             yield writer.iteration(iteration)
 
     def _open_segment(self, active_requests: Sequence[LlmRequest]) -> None:
+        self._must_tell_all = True
         new_ids = {request.request_id for request in self._arrivals}
         requests = [r for r in active_requests if r.request_id not in new_ids]
         mark: CacheMark | None = None
@@ -394,7 +400,7 @@ def _token_places(step: _Step | None) -> dict[int, int]:
     if step is None:
         return {}
     context, generation = step
-    ids = [*context[::2], *unpack_ids(generation)]
+    ids = [*context[::2], *(request.request_id for request in generation)]
     return {request_id: place for place, request_id in enumerate(ids, start=1)}
 
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import Likeness
@@ -28,10 +28,6 @@ from inflight_scheduler.recording.records import (
 )
 from inflight_scheduler.recording.texts import CacheMark
 
-PackedIteration: TypeAlias = tuple[bytes, bytes]
-"""An iteration (see `pack_iteration`), and the ids of who generated (see `pack_ids`), which many
-iterations share."""
-
 _VERSION = 2  # of marshal: the last one that does not look for objects it has seen before
 
 
@@ -40,39 +36,37 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     return array("Q", ids).tobytes()
 
 
-def unpack_ids(packed: bytes) -> tuple[int, ...]:
-    """The way back."""
-    return tuple(array("Q", packed))
-
-
-def pack_iteration(fields: tuple[Any, ...], generation: bytes) -> PackedIteration:
+def pack_iteration(fields: tuple[Any, ...]) -> bytes:
     """``fields`` are those of an `Iteration`, in its order.
 
     Of each list the fields of all entries, one after another; a likeness is two of them. Instead of
-    the decision stand its context chunks in such a list, or None, and the paused ids.
+    the decision stand its context chunks in such a list, or None; who generates: None for who did
+    before, packed ids, or the changes (see `GenerationLine.changes_since`); and the paused ids.
     """
-    return marshal.dumps(fields, _VERSION), generation
+    return marshal.dumps(fields, _VERSION)
 
 
 class Unpacker:
-    """Gives iterations their names again; for those of one recorder, in their order."""
+    """Gives iterations their names again; for those of one recorder, in their order, from the
+    first one of a segment on."""
 
     def __init__(self) -> None:
-        self._packed_ids = b""
-        self._ids: tuple[int, ...] = ()
+        self._ids = array("Q")
+        self._generation: tuple[int, ...] = ()
 
-    def iteration(self, packed: PackedIteration) -> Iteration:
+    def iteration(self, packed: bytes) -> Iteration:
         """What `pack_iteration` was given."""
-        content, generation = packed
-        if generation is not self._packed_ids:
-            self._packed_ids, self._ids = generation, unpack_ids(generation)
-        fields = marshal.loads(content)
-        arrivals, context, paused, num_free_blocks, ends, has_failed, growths = fields[3:10]
-        is_by_default, has_lost, drafts, is_settled, moves, has_forgotten = fields[10:]
+        fields = marshal.loads(packed)
+        arrivals, context, generation, paused, num_free_blocks, ends, has_failed = fields[3:10]
+        growths, is_by_default, has_lost, drafts, is_settled, moves, has_forgotten = fields[10:]
+        if generation is not None:
+            self._change(generation)
         rows = _rows(arrivals, len(Arrival._fields) + 1)
         decision = None
         if context is not None:
-            decision = Decision(tuple(map(Chunk._make, _rows(context, 2))), self._ids, paused)
+            decision = Decision(
+                tuple(map(Chunk._make, _rows(context, 2))), self._generation, paused
+            )
         return Iteration._make(
             (
                 *fields[:3],
@@ -91,6 +85,18 @@ class Unpacker:
             )
         )
 
+    def _change(self, generation: bytes | tuple[int, ...]) -> None:
+        if isinstance(generation, bytes):
+            self._ids = array("Q", generation)
+        else:
+            changes = iter(generation)
+            for place in changes:
+                if place < 0:
+                    del self._ids[~place]
+                else:
+                    self._ids.insert(place, next(changes))
+        self._generation = tuple(self._ids)
+
 
 def pack_states(states: Iterable[tuple[Any, ...]]) -> bytes:
     """The fields of each `RequestState`."""
@@ -108,14 +114,11 @@ class Segment:
     max_iterations: int
     max_bytes: int
     num_bytes: int = 0
-    packed: list[PackedIteration] = field(default_factory=list)
+    packed: list[bytes] = field(default_factory=list)
 
-    def add(self, iteration: PackedIteration) -> None:
-        """One more iteration."""
-        content, generation = iteration
-        self.num_bytes += len(content) + _OVERHEAD
-        if not self.packed or self.packed[-1][1] is not generation:
-            self.num_bytes += len(generation)
+    def add(self, iteration: bytes) -> None:
+        """One more, which `pack_iteration` has made; the first one must say who generates."""
+        self.num_bytes += len(iteration) + _OVERHEAD
         self.packed.append(iteration)
 
     @property
@@ -135,7 +138,7 @@ class Segment:
         return tuple(map(RequestState._make, _rows(states, len(RequestState._fields))))
 
 
-_OVERHEAD = 160  # bytes of the objects that hold an iteration
+_OVERHEAD = 48  # bytes of the object that holds an iteration
 
 
 def flat(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:

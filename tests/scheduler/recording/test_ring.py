@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
-from scheduler.recording.recorded import GUARANTEED
+from scheduler.recording.recorded import GUARANTEED, RecordedWorld
 from scheduler.world import make_request
 
+from inflight_scheduler import ActiveRequests, BlockManager, LlmRequest
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import Likeness
@@ -23,6 +26,10 @@ from inflight_scheduler.recording.records import (
 from inflight_scheduler.recording.segment import Unpacker, pack_ids, pack_iteration
 
 NUM_REQUESTS = 5000
+
+
+def ids_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
+    return tuple(request.request_id for request in requests)
 
 
 def generate(num_iterations: int, *, is_steady: bool) -> FlightRecorder:
@@ -72,7 +79,49 @@ def test_of_many_requests_the_ring_holds_what_garbage_collections_pass_over() ->
     segments = recorder._segments
     assert {len(segment.active) for segment in segments} == {0, NUM_REQUESTS}
     assert {type(segment.states) for segment in segments} == {bytes}
-    assert {type(part) for s in segments for packed in s.packed for part in packed} == {bytes}
+    assert {type(packed) for segment in segments for packed in segment.packed} == {bytes}
+
+
+def test_of_who_generates_only_the_changes_are_held() -> None:
+    """All ids of thousands in each iteration were most of the ring, which held a tenth as many."""
+    num_requests = 1000
+    world = RecordedWorld(Settings(GUARANTEED, 2**15, 32, num_requests))
+    recorder = world.recorder
+    expected = []
+    for number in range(400):
+        while len(world.active) < num_requests:
+            num_arrived = len(world.finished) + len(world.active)
+            world.arrive(make_request(num_arrived, 4, 20 + num_arrived % 300))
+        expected.append(ids_of(world.iterate()[1]))
+        if number % 50 == 30:  # another scheduler's list, for once
+            other = world.active.generation[::-1]
+            recorder.decided(world.active, [], other, [])
+            recorder.finish_iteration()
+            expected.append(ids_of(other))
+    segments = recorder._segments
+    noted = [
+        i.decision.generation for s in segments for i in s.iterations if i.decision is not None
+    ]
+    assert noted == expected
+    assert len(set(noted)) > 300, "nobody came or went: the test shows nothing"
+    num_bytes = sum(segment.num_bytes for segment in segments)
+    assert num_bytes < 8 * num_requests * len(noted) / 5
+
+
+def test_a_decision_that_was_never_carried_out_does_not_hide_a_change() -> None:
+    """The changes that were told with it are in no iteration."""
+    recorder = FlightRecorder(Settings(GUARANTEED, 2**15, 32, 4))
+    active = ActiveRequests(BlockManager(2**15, 32))
+    for number, is_carried_out in enumerate([True, True, False, True]):
+        request = make_request(number, 4, 20)
+        active.add(request)
+        request.move_to_next_context_chunk()
+        recorder.arrived(request)
+        recorder.decided(active, [], active.generation, [])
+        if is_carried_out:
+            recorder.finish_iteration()
+    decisions = [iteration.decision for iteration in recorder._segments[0].iterations]
+    assert [each and each.generation for each in decisions] == [(0,), (0, 1), (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize("has_decision", [True, False])
@@ -98,7 +147,7 @@ def test_what_is_held_as_bytes_gets_all_names_again(has_decision: bool) -> None:
     fields = (
         *(7, 1000, 20),
         (*(3, 9, 4, 0, 0.5, 1, None, 0, 0), *(4, 2, 1, 8, 0.7, 2, 5, 6, 1)),
-        *(((3, 9, 4, 2), (5,)) if has_decision else (None, ())),
+        *(((3, 9, 4, 2), pack_ids((1, 2)), (5,)) if has_decision else (None, None, ())),
         11,
         (1, "end_id", 2, "cancelled"),
         True,
@@ -109,6 +158,6 @@ def test_what_is_held_as_bytes_gets_all_names_again(has_decision: bool) -> None:
         (4, (0, 0)),
         True,
     )
-    unpacked = Unpacker().iteration(pack_iteration(fields, pack_ids((1, 2))))
+    unpacked = Unpacker().iteration(pack_iteration(fields))
     assert unpacked == iteration
     assert repr(unpacked) == repr(iteration)  # the names as well
