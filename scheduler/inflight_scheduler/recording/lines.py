@@ -23,8 +23,9 @@ whoever runs it again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from inflight_scheduler.recording.beams import Moves
@@ -82,6 +83,7 @@ class LineWriter:
     """Turns records into lines; it remembers who generated, to write only what changed."""
 
     _generation: tuple[int, ...] = field(default=())
+    _generation_set: frozenset[int] = field(default=frozenset())
 
     def header(self, header: Header) -> str:
         """The first line, and those that belong to it."""
@@ -103,8 +105,12 @@ class LineWriter:
             if decision.context:
                 content["c"] = [number for chunk in decision.context for number in chunk]
             if decision.generation != self._generation:
-                content.update(_generation_fields(self._generation, decision.generation))
+                before, old = self._generation, self._generation_set
                 self._generation = decision.generation
+                self._generation_set = frozenset(decision.generation)
+                content.update(
+                    _generation_fields(before, old, self._generation, self._generation_set)
+                )
             if decision.paused:
                 content["p"] = decision.paused
         content["f"] = iteration.num_free_blocks
@@ -201,16 +207,27 @@ class LineReader:
         return Decision(context, self._generation, read_ids(content, "p"))
 
 
-def _generation_fields(before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
-    """The change if telling it is shorter than telling the list."""
-    old, new = set(before), set(after)
-    joined = [x for place, i in enumerate(after) if i not in old for x in (place, i)]
-    left = [i for i in before if i not in new]
-    if len(joined) + len(left) < len(after) and (
-        _insert([i for i in before if i in new], joined) == list(after)
-    ):
+def _generation_fields(
+    before: Sequence[int], old: frozenset[int], after: Sequence[int], new: frozenset[int]
+) -> dict[str, Any]:
+    """The change if telling it is shorter than telling the list. ``old`` and ``new`` are the sets.
+
+    Thousands of ids, of which few have changed: nothing here is done for each of them in Python.
+    """
+    stays, has_stayed = list(map(new.__contains__, before)), list(map(old.__contains__, after))
+    left = [before[place] for place in _places_of_false(stays)]
+    joined = [x for place in _places_of_false(has_stayed) for x in (place, after[place])]
+    is_shorter = len(joined) + len(left) < len(after)
+    if is_shorter and list(compress(before, stays)) == list(compress(after, has_stayed)):
         return {key: value for key, value in (("-", left), ("+", joined)) if value}
     return {"g": after}
+
+
+def _places_of_false(flags: list[bool]) -> Iterator[int]:
+    place = -1
+    for _ in range(flags.count(False)):
+        place = flags.index(False, place + 1)
+        yield place
 
 
 def _insert(ids: list[int], joined: Sequence[int]) -> list[int]:
