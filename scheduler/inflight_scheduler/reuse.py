@@ -89,8 +89,11 @@ class ReuseIndex:
         if key in self._key_to_block:
             return False
         self._version += 1
+        if self._block_to_key.setdefault(block_id, key) is not key:
+            # A block that is held and kept has the text of its holder, unless a recording says so.
+            self.forget(block_id)
+            self._block_to_key[block_id] = key
         self._key_to_block[key] = block_id
-        self._block_to_key[block_id] = key
         if self.may_copy:
             last_key, content = self._last
             if last_key != key:

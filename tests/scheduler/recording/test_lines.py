@@ -285,6 +285,18 @@ def test_any_cache_at_the_start_is_one_or_an_error(data: st.DataObject) -> None:
     assert end.startswith(("test.jsonl, line", "identical", "iteration"))
 
 
+def test_a_block_that_is_held_and_said_to_keep_another_text_keeps_one_of_them() -> None:
+    """It was found by its old text after it had been given up: a `KeyError` or a failed assertion,
+    where whoever reads a recording is owed a difference or one clear line."""
+    header, _, rest = TEXTS[2].partition("\n")
+    content = json.loads(header)
+    kept = content["cache"]["kept"]
+    for place, number in itertools.product(range(4), range(15)):
+        kept[2], kept[-2] = place, number  # of the first block and of the last one
+        end = outcome(json.dumps(content) + "\n" + rest)
+        assert end.startswith(("test.jsonl, line", "identical", "iteration"))
+
+
 def facts_of(ids: Sequence[int]) -> dict[str, st.SearchStrategy[object]]:
     """What each key but those of time may hold, in the right shape; true or not of ``ids``."""
     some = st.sampled_from([*ids, 0])
