@@ -29,7 +29,7 @@ from itertools import chain
 
 from inflight_scheduler.beam_tables import BeamTables
 from inflight_scheduler.blocks import BlockPool
-from inflight_scheduler.cache_state import CacheContent, CacheState
+from inflight_scheduler.cache_state import CacheContent, CacheState, array_of
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.reuse import NO_MATCH, PrefixMatch, ReuseIndex
 
@@ -385,14 +385,14 @@ class BlockManager:
         for table in tables.values():
             blocks += table
         return CacheState(
-            holders=array("Q", list(tables)),  # lists go faster into arrays than anything else
-            table_lengths=array("i", list(map(len, tables.values()))),
-            table_blocks=array("i", blocks),
+            holders=array_of("Q", tables),
+            table_lengths=array_of("i", list(map(len, tables.values()))),
+            table_blocks=array_of("i", blocks),
             is_kept=self._pool.kept_flags(),
             text_numbers=self._text_numbers[:],
             places=self._places[:],
             idle_links=self._pool.idle_links(),
-            beginnings=self._index.beginnings,
+            beginnings=array_of("i", self._index.beginnings),
         )
 
     def restore_cache(self, content: CacheContent) -> None:

@@ -6,8 +6,9 @@ at nothing: about a millisecond for 50,000 blocks. Whoever wants to read it does
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, islice
 from typing import NamedTuple
 
@@ -53,6 +54,11 @@ class CacheState(NamedTuple):
         for block_id, is_kept in enumerate(self.is_kept):
             if is_kept:
                 yield block_id, self.text_numbers[block_id], self.places[block_id]
+
+
+def array_of(typecode: str, numbers: Collection[int]) -> array[int]:
+    """In half the time that ``array(typecode, numbers)`` takes for thousands of them."""
+    return array(typecode, struct.pack(f"{len(numbers)}{typecode}", *numbers))
 
 
 class CacheContent(NamedTuple):

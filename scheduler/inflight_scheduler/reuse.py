@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from struct import calcsize, pack, unpack_from
@@ -112,9 +111,9 @@ class ReuseIndex:
                 del self._beginnings[beginning]
 
     @property
-    def beginnings(self) -> array[int]:
-        """The blocks that a partial match finds, in no special order."""
-        return array("i", list(self._beginnings.values()))
+    def beginnings(self) -> Collection[int]:
+        """The blocks that a partial match finds, in no special order; until something changes."""
+        return self._beginnings.values()
 
     def keep_beginnings(self, block_ids: Collection[int]) -> None:
         """Of all blocks in the index a partial match finds these, and no others.
