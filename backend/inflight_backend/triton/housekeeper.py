@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight_backend.lifeline import die_with_launcher
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.watchdog import Progress
 
@@ -69,8 +70,10 @@ def exit_with_parent(period: float) -> None:
 
     A model process outlives a server that was killed, keeps its memory and ignores SIGTERM;
     Linux's parent-death signal cannot be used, since Triton forks from a thread that ends. The
-    thread never ends, because a server may also die while the model loads or unloads.
+    thread never ends, because a server may also die while the model loads or unloads. Below
+    `inflight serve` the kernel does it, at once (see `lifeline`).
     """
+    die_with_launcher()
     parent = os.getppid()
 
     def watch() -> None:
