@@ -55,6 +55,7 @@ SETTINGS: dict[str, Any] = {
     "max_tokens_in_paged_kv_cache": 24 * 2200 // 4,
     "enable_chunked_context": "true",
     "stall_seconds": 30,
+    "logits_processors": quiet.PROCESSOR,
 }
 # The recorder keeps 8,192 iterations; when it has filled that four times, malloc has found the
 # places for it, too (memory was flat from some 30,000 on).
@@ -64,6 +65,7 @@ _MIN_KILL_SECONDS = 18.0
 _SERVE_SECONDS = 75.0  # after a recovery: a server that fails within 60 s has failed in a row
 _IDLE_SECONDS = 120.0
 _QUEUE_SECONDS = 20.0
+_KEPT_SECONDS = 20.0
 _CHECK_SECONDS = 1.5  # of the steady time, for the two looks at the queue after it
 _RECOVERY_SECONDS = 180.0
 # A stream that was open when a process was killed or frozen ends within 2 s, or 6 s after the
@@ -257,6 +259,7 @@ class PolicySoak:
         await self._check_ids(when, names[-20:])
         await self._check_queue(when)
         await self._wait_until_free(f"{when}, once full again")
+        await self._check_kept(when)
         await asyncio.sleep(1.0)
         return self._served.footprints()
 
@@ -275,6 +278,12 @@ class PolicySoak:
         await traffic.close()
         self._findings.leaks[f"ids_held {when}"] = len(held)
         self._findings.expect(not held, f"{when}: {len(held)} ids are held: {held[:3]}")
+
+    async def _check_kept(self, when: str) -> None:
+        """Nothing in the model process remembers a request that has ended."""
+        kept = quiet.count_kept(lambda: self._traffic(self._questions), _KEPT_SECONDS)
+        self._findings.leaks[f"kept_objects {when}"], failures = await kept
+        self._findings.failures += [f"{when}: {failure}" for failure in failures]
 
     async def _check_queue(self, when: str) -> None:
         """Nobody waits there; what a client has left behind may take a moment to be gone."""

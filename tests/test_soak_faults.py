@@ -4,6 +4,8 @@ that holds what nobody waits for."""
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 import os
 import subprocess
 import sys
@@ -13,16 +15,40 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
+import torch
+from fakes import FakeSender
 from soak_servers import asked, names_of, pieces_of, response
+
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.triton.arrivals import RequestIds
+from inflight_backend.triton.beam_stream import BeamStream
+from inflight_backend.triton.frontend import Frontend
+from inflight_backend.triton.sequences import SharedStream
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton.token_stream import TokenStream
+from inflight_scheduler import LlmRequest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from soak_parts import ends, quiet, verdict
+from soak_parts.inside import kept
 from soak_parts.places import count_forgotten
 from soak_parts.questions import Asker
 from soak_parts.server import processes_of
 from soak_parts.traffic import NotAnswered, Tally, Traffic
+
+PER_REQUEST: tuple[type, ...] = (
+    BeamStream,
+    Frontend,
+    InferenceRequest,
+    LlmRequest,
+    RequestIds,
+    ResponseStream,
+    SharedStream,
+    TokenStream,
+)
 
 
 def test_an_answer_in_no_known_form_ends_no_worker() -> None:
@@ -171,9 +197,9 @@ def test_a_stop_that_is_refused_and_a_wrong_text_are_found_while_all_places_are_
 @pytest.mark.parametrize(
     ("told", "failures"),
     [
-        (["10 3 9", "1010 0 0"], []),
+        (["10 3 9", "510 0 0"], []),
         (["10 0 0"], []),
-        (["10 3 9", "1011 0 0"], ["1001 iterations more until all was free: a cancel did not"]),
+        (["10 3 9", "511 0 0"], ["501 iterations more until all was free: a cancel did not"]),
         (["10 3 9"], ["3 active, 9 blocks in use"]),
         (["10 0 9"], ["0 active, 9 blocks in use"]),
         (["none", "10 0 0"], ["a question was not answered"]),
@@ -288,3 +314,73 @@ def test_a_process_left_behind_is_found_whatever_its_command_line_says(tmp_path:
         process.kill()
         process.wait()
     assert processes_of(tmp_path) == {}
+
+
+def test_what_the_model_process_keeps_of_a_request_is_counted() -> None:
+    """As its logits processor, which a request asks; of all objects, whoever holds them."""
+    model = ResponseFactory(object())
+    ids, before = RequestIds(), kept.count()
+    forgotten = [ResponseStream(FakeSender(), model) for _ in range(3)]
+    number = ids.reserve("forgotten")
+    told, tokens = "", [65]
+    for _ in range(300):
+        logits = torch.zeros(1, 1, 256)
+        kept.tell(number, logits, [tokens], 0)
+        assert int(logits.isinf().sum()) == 255
+        tokens.append(int(logits.argmax()))
+        told += chr(tokens[-1])
+    counts = json.loads(told)
+    assert counts.keys() == {*kept.CLASSES, *kept.LISTS}
+    more = {name: count - before[name] for name, count in counts.items() if count != before[name]}
+    assert more == {"ResponseStream": len(forgotten), "RequestIds": 1}
+    ids.release("forgotten")
+    del forgotten
+    assert kept.count() == before
+
+
+@pytest.mark.parametrize("name", [*kept.CLASSES, *kept.LISTS])
+def test_every_class_that_is_counted_is_there(name: str) -> None:
+    (entry,) = [each for each in PER_REQUEST if each.__name__ == name]
+    assert name not in kept.LISTS or kept.LISTS[name] in inspect.getsource(entry)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_kept"),
+    [
+        ({"LlmRequest": 1, "ResponseStream": 1, "TokenStream": 1, "RequestIds": 0}, 0),
+        ({"LlmRequest": 1, "ResponseStream": 1, "TokenStream": 3, "RequestIds": 0}, 2),
+        ({"LlmRequest": 1, "ResponseStream": 1, "TokenStream": 1, "RequestIds": 1}, 1),
+        ({"LlmRequest": 1, "ResponseStream": 2, "TokenStream": 0}, -1),
+        ({"LlmRequest": 0}, -1),
+    ],
+)
+def test_what_is_kept_besides_the_question_is_found(counts: dict[str, int], num_kept: int) -> None:
+    async def script(each: Any) -> AsyncIterator[Any]:
+        message = response(is_final=True)
+        told = np.frombuffer(json.dumps(counts).encode(), np.uint8).astype(np.int32)
+        message.infer_response.outputs.add(name="output_ids", datatype="INT32", shape=told.shape)
+        message.infer_response.raw_output_contents.append(told.tobytes())
+        yield message
+
+    found, failures = asked(script, counted)
+    assert found == num_kept
+    assert bool(failures) == bool(num_kept)
+
+
+def test_a_server_that_does_not_tell_what_it_keeps_is_found() -> None:
+    async def script(each: Any) -> AsyncIterator[Any]:
+        yield response(error="this server has no logits processor of that name")
+
+    num_kept, (failure,) = asked(script, counted)
+    assert num_kept == -1
+    assert "no logits processor" in failure
+
+
+async def counted(traffic: Traffic) -> tuple[int, list[str]]:
+    async def again() -> None:
+        """The connection is the test's."""
+
+    traffic.close, close = again, traffic.close  # type: ignore[method-assign]
+    result = await quiet.count_kept(lambda: traffic, 0.3)
+    await close()
+    return result

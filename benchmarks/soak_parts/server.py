@@ -26,6 +26,7 @@ DRAIN_SECONDS = 60
 
 _STOP_SECONDS = 120.0
 _EXIT_SECONDS = 2.0  # for the last of its processes to be gone from /proc
+_INSIDE = Path(__file__).parent / "inside"  # what the model process may import
 _OURS = "connected to us"
 # What was lost and mended again, and what only our own bugs can cause.
 _REPAIRS = ("made anew", "the batch manager failed", "could not be read")
@@ -63,6 +64,8 @@ class Served:
             *(f"--set={key}={value}" for key, value in settings.items()),
         ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(self.scratch)}
+        paths = [environment.get("PYTHONPATH", ""), str(_INSIDE)]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._stderr = self.scratch / "stderr"
         with self._stderr.open("wb") as stderr, (self.scratch / "stdout").open("wb") as stdout:
             self._process = subprocess.Popen(
