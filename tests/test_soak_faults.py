@@ -202,6 +202,7 @@ def test_a_stop_that_is_refused_and_a_wrong_text_are_found_while_all_places_are_
         (["10 3 9", "511 0 0"], ["501 iterations more until all was free: a cancel did not"]),
         (["10 3 9"], ["3 active, 9 blocks in use"]),
         (["10 0 9"], ["0 active, 9 blocks in use"]),
+        (["10 3 0"], ["3 active, 0 blocks in use"]),
         (["none", "10 0 0"], ["a question was not answered"]),
         (["none"], ["a question was not answered", "-1 active, -1 blocks in use"]),
     ],
