@@ -29,10 +29,14 @@ class Chore:
     run: Callable[[], None]
     period: float
     next_time: float = 0.0
+    is_failing: bool = False
 
 
 class Housekeeper:
-    """Runs chores on its own thread; one that raises is logged and tried again next time."""
+    """Runs chores on its own thread; one that raises is tried again next time.
+
+    The first failure of a row is logged: there may be ten in a second, for days.
+    """
 
     def __init__(self, chores: Sequence[Chore]) -> None:
         self._chores = chores
@@ -61,8 +65,11 @@ class Housekeeper:
         try:
             with self.progress:
                 chore.run()
+            chore.is_failing = False
         except BaseException:  # nobody else would look
-            _logger.exception("a housekeeping chore failed")
+            if not chore.is_failing:
+                _logger.exception("a housekeeping chore failed; it is tried again and again")
+            chore.is_failing = True
 
 
 def exit_with_parent(period: float) -> None:
