@@ -45,9 +45,10 @@ class MadeUpText(list[int]):
         return self.length
 
     def append(self, token: int) -> None:
-        """One token more."""
+        """One token more; a negative one that is not pending breaks the text."""
         self.length += 1
         self.num_pending += token == PENDING_TOKEN
+        self.is_broken |= token < 0 and token != PENDING_TOKEN
 
     def __setitem__(self, index: object, token: object) -> None:
         """A token that was expected has come; which one does not matter."""
