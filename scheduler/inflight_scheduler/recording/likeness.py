@@ -317,6 +317,15 @@ class TextBook:
             time = self._tick()
             pieces.append(_Piece(place, likeness.length, likeness.number, time, parent))
 
+    def beginning(self, number: int) -> Likeness:
+        """Whose tokens the text begins with, and how many of them that one still has there."""
+        first = next(iter(self._pieces.get(number, ())), None)
+        if first is None or first.source is None:
+            return NO_LIKENESS
+        others = self._pieces.get(first.source, ())
+        later = (piece.start for piece in others if piece.time > first.time)
+        return Likeness(first.source, min(first.end, next(later, first.end)))
+
     def _parent(self, number: int, start: int, end: int) -> _Piece | None:
         """Of the first and the last pieces of a text the one that has most of these places."""
         pieces = self._pieces.get(number, ())
