@@ -149,6 +149,8 @@ def changed_header(**changes: object) -> str:
         (TEXT.replace('"f":', '"f":-', 1), "line 2: f is -"),
         (TEXT.replace('"f":', '"f":1e3,"d":', 1), "line 2: f: a whole number is expected"),
         (TEXT.replace('"d":', '"d":true,"d":"', 1), "line 2: this is no JSON"),
+        (changed_header(scheduler_class="a:\ud800"), r"line 1: a text is expected, not 'a:\ud800'"),
+        (changed_header(scheduler_class="a:\0"), r"line 1: a text is expected, not 'a:\x00'"),
         (changed_header(num_blocks=10**18), "line 1: num_blocks is 1000000000000000000"),
         (changed_header(num_blocks=0), "line 1: num_blocks is 0"),
         (changed_header(max_batch_size=10**9), "line 1: max_batch_size is 1000000000"),

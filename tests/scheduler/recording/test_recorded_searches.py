@@ -12,11 +12,13 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWo
 from scheduler.recording.searching import SearchingWorld
 from scheduler.world import make_request
 
-from inflight_scheduler import CapacitySchedulerPolicy, FinishReason
+from inflight_scheduler import BeamParams, CapacitySchedulerPolicy, FinishReason
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.history import build_history
+from inflight_scheduler.recording.likeness import pack
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.texts import RecordedTexts
 
 REUSE = Settings(MAX_UTILIZATION, 40, 2, 5, enable_reuse=True, is_overlapped=True)
 
@@ -154,3 +156,14 @@ def test_no_step_runs_where_a_search_was_settled_before_the_decision(
     header = read(world.text).header
     assert not header.is_running
     assert [state.pending_place for state in header.active] == [0]
+
+
+def test_what_a_search_has_generated_is_no_text_that_others_are_like() -> None:
+    """It is not kept, and behind a pause the search may go on in another way."""
+    texts = RecordedTexts(64, 2, SearchingWorld(REUSE).manager.cache_state)
+    request = make_request(1, 8, 9, beam_width=2, search=BeamParams(2, 1))
+    texts.add(request)
+    for token in (3, 4):
+        request.add_new_token(token)
+        texts.grow(request, is_last=token == 4)
+        assert texts._cached == {0: (b"", pack(request.tokens[:8]))}
