@@ -8,17 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, play, read
+from scheduler.recording.recorded import (
+    GUARANTEED,
+    MAX_UTILIZATION,
+    RecordedWorld,
+    play,
+    read,
+    tiny_ring,
+)
 from scheduler.recording.searching import SearchingWorld
 from scheduler.world import make_request
 
-from inflight_scheduler import BeamParams, CapacitySchedulerPolicy, FinishReason
+from inflight_scheduler import CapacitySchedulerPolicy, FinishReason
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.likeness import pack
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.texts import RecordedTexts
 
 REUSE = Settings(MAX_UTILIZATION, 40, 2, 5, enable_reuse=True, is_overlapped=True)
 
@@ -160,10 +165,20 @@ def test_no_step_runs_where_a_search_was_settled_before_the_decision(
 
 def test_what_a_search_has_generated_is_no_text_that_others_are_like() -> None:
     """It is not kept, and behind a pause the search may go on in another way."""
-    texts = RecordedTexts(64, 2, SearchingWorld(REUSE).manager.cache_state)
-    request = make_request(1, 8, 9, beam_width=2, search=BeamParams(2, 1))
-    texts.add(request)
-    for token in (3, 4):
-        request.add_new_token(token)
-        texts.grow(request, is_last=token == 4)
-        assert texts._cached == {0: (b"", pack(request.tokens[:8]))}
+    with tiny_ring():
+        world = SearchingWorld(replace(REUSE, num_blocks=12))
+    search = make_request(1, 8, 7)
+    world.arrive(search)
+    [searching] = world.active
+    while world.active:
+        world.iterate()
+    assert searching.beam_width == 2
+    for number in range(2, 80):  # the index forgets, and enters again what is cached
+        world.arrive(make_request(3 * number, 1, 1, cache_salt=b"%d" % number))
+        while world.active:
+            world.iterate()
+    world.arrive(other := make_request(300, 15, 1))
+    other.tokens[:] = searching.tokens
+    world.iterate()
+    arrival = list(read(world.text))[-1].arrivals[0]
+    assert (arrival.request_id, *arrival.likeness) == (300, 0, 8)
