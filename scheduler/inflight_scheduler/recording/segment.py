@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
+from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.records import (
     Arrival,
@@ -83,7 +84,9 @@ def plain(iteration: Iteration) -> PlainIteration:
         _flat([(growth.request_id, *growth.likeness) for growth in iteration.growths]),
         *iteration[9:11],
         _flat(iteration.drafts),
-        *iteration[12:],
+        iteration.is_settled,
+        _flat([(each.request_id, len(each.parents), *each.parents) for each in iteration.moves]),
+        *iteration[14:],
     )
 
 
@@ -105,9 +108,17 @@ def named(fields: PlainIteration) -> Iteration:
             tuple([Growth(row[0], Likeness(*row[1:])) for row in _rows(growths, 3)]),
             *fields[11:13],
             tuple(map(Drafts._make, _rows(fields[13], 4))),
-            *fields[14:],
+            fields[14],
+            tuple(_moves(fields[15])),
+            *fields[16:],
         )
     )
+
+
+def _moves(flat: tuple[Any, ...]) -> Iterator[Moves]:
+    numbers = iter(flat)
+    for request_id in numbers:
+        yield Moves(request_id, tuple(islice(numbers, next(numbers))))
 
 
 def _flat(rows: Iterable[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -121,7 +132,8 @@ def _rows(flat: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:
 def _num_numbers(iteration: Iteration) -> int:
     """Ids held by the record, but for who generates, which many share."""
     number = 8 + 6 * len(iteration.arrivals) + 2 * len(iteration.ends)
-    number += 4 * len(iteration.drafts)
+    number += 4 * len(iteration.drafts) + 3 * len(iteration.growths)
+    number += sum(2 + len(moves.parents) for moves in iteration.moves)
     if iteration.decision is not None:
         number += 2 * len(iteration.decision.context) + len(iteration.decision.paused)
     return number

@@ -102,7 +102,8 @@ class RecordedTexts:
             del self._numbers[request.request_id], self._prompts[number]
         if request.tokens[-1] < 0:
             return
-        text += pack(request.tokens[num_packed(text) :])
+        if request.beams is None:  # of a search only the prompt is kept; a pause begins it anew
+            text += pack(request.tokens[num_packed(text) :])
         self._keep(request, number, text)
         if request.beams is not None or request.num_tokens == request.prompt_len:
             return
