@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 
 import grpc
 from report import describe_run, write_result
-from soak_parts import ends, memory, places
+from soak_parts import ends, memory, places, quiet, verdict
 from soak_parts.memory import Samples
 from soak_parts.questions import Asker
 from soak_parts.server import (
@@ -41,7 +42,7 @@ from soak_parts.server import (
     judge_stop,
     repairs,
 )
-from soak_parts.traffic import SERVED_TWICE, Tally, Traffic
+from soak_parts.traffic import NotAnswered, Tally, Traffic
 
 POLICIES = ("guaranteed_no_evict", "max_utilization")
 NUM_WORKERS = 40
@@ -54,6 +55,7 @@ SETTINGS: dict[str, Any] = {
     "max_tokens_in_paged_kv_cache": 24 * 2200 // 4,
     "enable_chunked_context": "true",
     "stall_seconds": 30,
+    "logits_processors": quiet.PROCESSOR,
 }
 # The recorder keeps 8,192 iterations; when it has filled that four times, malloc has found the
 # places for it, too (memory was flat from some 30,000 on).
@@ -63,6 +65,7 @@ _MIN_KILL_SECONDS = 18.0
 _SERVE_SECONDS = 75.0  # after a recovery: a server that fails within 60 s has failed in a row
 _IDLE_SECONDS = 120.0
 _QUEUE_SECONDS = 20.0
+_KEPT_SECONDS = 20.0
 _CHECK_SECONDS = 1.5  # of the steady time, for the two looks at the queue after it
 _RECOVERY_SECONDS = 180.0
 # A stream that was open when a process was killed or frozen ends within 2 s, or 6 s after the
@@ -87,6 +90,7 @@ class Findings:
     leaks: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     load_averages: list[float] = field(default_factory=list)
+    iterations_until_free: dict[str, int] = field(default_factory=dict)
 
     def expect(self, is_true: bool, otherwise: str) -> None:
         """Note a failure unless ``is_true``."""
@@ -109,6 +113,18 @@ class PolicySoak:
 
     async def run(self) -> dict[str, Any]:
         """Its part of the report."""
+        try:
+            return await self._run()
+        except BaseException:
+            print(self._served.log, file=sys.stderr)
+            raise
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong so far."""
+        return self._findings.failures
+
+    async def _run(self) -> dict[str, Any]:
         served, findings = self._served, self._findings
         calm, disturbed = Tally(), Tally()
         warm_up, steady = Samples(), Samples()
@@ -140,7 +156,9 @@ class PolicySoak:
         repaired = repairs(served.log)
         findings.leaks["repairs"] = len(repaired)
         findings.expect(not repaired, f"{len(repaired)} repairs: {repaired[:3]}")
-        self._judge(calm, disturbed, asker)
+        findings.failures += verdict.judge(calm, disturbed, self._questions, asker.wrong)
+        if findings.failures:
+            print(served.log, file=sys.stderr)
         shutil.rmtree(served.scratch, ignore_errors=True)
         finals = self._questions.to_json()["finals_per_request_read_to_its_end"]
         return {
@@ -150,6 +168,7 @@ class PolicySoak:
             "kills": disturbed.to_json(),
             "questions": asker.to_json() | {"finals_per_request_read_to_its_end": finals},
             "leaks": findings.leaks,
+            "iterations_until_free": findings.iterations_until_free,
             "memory": self._noted(judged),
             "recoveries": findings.recoveries,
             "stop_seconds": round(stop_seconds, 2),
@@ -191,8 +210,10 @@ class PolicySoak:
         """The ids that were used last."""
         served, findings = self._served, self._findings
         regions = len(served.shared_memory())
+        findings.expect(regions > 0, "of a server that runs no shared memory was seen")
         traffic = self._traffic(tally)
         traffic.start(NUM_WORKERS)
+        outages: list[tuple[float, float]] = []
         end = time.monotonic() + seconds
         while not findings.recoveries or time.monotonic() < end:
             await asyncio.sleep(min(2.0, seconds / 4))
@@ -204,6 +225,7 @@ class PolicySoak:
                     break
                 await asyncio.sleep(0.05)
             back = time.monotonic()
+            outages.append((began, back))
             took = round(back - began, 2)
             findings.expect(
                 is_back, f"{what}: not served again after {took} s: {served.log[-300:]}"
@@ -216,6 +238,7 @@ class PolicySoak:
             findings.recoveries.append({"what": what, "seconds_until_served_again": took, **report})
         await traffic.stop()
         await traffic.close()
+        findings.failures += ends.judge_harm(traffic.harmed_at, outages)
         extra = len(served.shared_memory()) - regions
         findings.leaks["shared_memory_regions"] = extra
         findings.expect(extra == 0, f"{extra} regions of shared memory left by killed servers")
@@ -236,26 +259,17 @@ class PolicySoak:
         await self._check_ids(when, names[-20:])
         await self._check_queue(when)
         await self._wait_until_free(f"{when}, once full again")
+        await self._check_kept(when)
         await asyncio.sleep(1.0)
         return self._served.footprints()
 
     async def _wait_until_free(self, when: str) -> None:
         findings = self._findings
-        deadline = time.monotonic() + _IDLE_SECONDS
-        active = used = -1  # not known yet
-        while (active or used) and time.monotonic() < deadline:
-            traffic = self._traffic(self._questions)
-            try:
-                stats = await traffic.ask_json("", "stats", stats=True, streaming=False)
-            except (asyncio.TimeoutError, grpc.RpcError) as error:
-                findings.failures.append(f"{when}: a question was not answered: {error!r:.200}")
-            else:
-                active, used = stats["Active Request Count"], stats["Used KV cache blocks"]
-            await traffic.close()
-            await asyncio.sleep(0.1)
-        findings.leaks[f"active_requests {when}"] = active
-        findings.leaks[f"used_blocks {when}"] = used
-        findings.expect(active == 0 and used == 0, f"{when}: {active} active, {used} blocks in use")
+        rest = await quiet.wait_until_free(lambda: self._traffic(self._questions), _IDLE_SECONDS)
+        findings.leaks[f"active_requests {when}"] = rest.active
+        findings.leaks[f"used_blocks {when}"] = rest.used_blocks
+        findings.iterations_until_free[when] = rest.iterations
+        findings.failures += [f"{when}: {failure}" for failure in rest.failures]
 
     async def _check_ids(self, when: str, names: Sequence[str]) -> None:
         """Each of the ids used last must be free for a new request."""
@@ -265,38 +279,29 @@ class PolicySoak:
         self._findings.leaks[f"ids_held {when}"] = len(held)
         self._findings.expect(not held, f"{when}: {len(held)} ids are held: {held[:3]}")
 
+    async def _check_kept(self, when: str) -> None:
+        """Nothing in the model process remembers a request that has ended."""
+        kept = quiet.count_kept(lambda: self._traffic(self._questions), _KEPT_SECONDS)
+        self._findings.leaks[f"kept_objects {when}"], failures = await kept
+        self._findings.failures += [f"{when}: {failure}" for failure in failures]
+
     async def _check_queue(self, when: str) -> None:
         """Nobody waits there; what a client has left behind may take a moment to be gone."""
         findings = self._findings
         deadline = time.monotonic() + _QUEUE_SECONDS
-        forgotten, wrong = -1, list[str]()
+        forgotten, errors = -1, list[str]()
         while forgotten and time.monotonic() < deadline:
             traffic = self._traffic(self._questions)
             try:
                 asked = places.count_forgotten(traffic, SETTINGS["max_batch_size"])
-                forgotten, wrong = await asked
-            except (asyncio.TimeoutError, grpc.RpcError) as error:
-                wrong = [f"not answered: {error!r:.200}"]
+                forgotten, errors = await asked
+            except (asyncio.TimeoutError, grpc.RpcError, NotAnswered) as error:
+                errors = [f"not answered: {error!r:.200}"]
             await traffic.close()
             await asyncio.sleep(0.1)
         findings.leaks[f"forgotten_in_the_queue {when}"] = forgotten
         findings.expect(forgotten == 0, f"{when}: {forgotten} requests forgotten in the queue")
-        findings.failures += [f"{when}: all places taken: {each}" for each in wrong[:3]]
-
-    def _judge(self, calm: Tally, disturbed: Tally, asker: Asker) -> None:
-        findings = self._findings
-        findings.failures += [*calm.wrong[:20], *disturbed.wrong[:20], *asker.wrong[:20]]
-        phases = {"load": calm, "kills": disturbed, "questions": self._questions}
-        for phase, tally in phases.items():
-            counts = {number for number, times in tally.finals.items() if times}
-            is_one = counts <= {1} and (bool(counts) or phase == "kills")
-            findings.expect(is_one, f"{phase}: finals per request: {dict(tally.finals)}")
-        never = ("transport error", "makes no progress", "not healthy", SERVED_TWICE)
-        for outcome in [each for each in calm.outcomes if each.endswith(never)]:
-            times = calm.outcomes[outcome]
-            findings.failures.append(f"{times} times '{outcome}' before any kill")
-        if findings.failures:
-            print(self._served.log, file=sys.stderr)
+        findings.failures += [f"{when}: all places taken: {each}" for each in errors[:3]]
 
 
 def main() -> int:
@@ -329,10 +334,14 @@ def main() -> int:
 
 
 async def _soak(policy: str, seconds: float, kills: Iterator[Kill], seed: int) -> dict[str, Any]:
+    soak = None
     try:
-        part = await PolicySoak(policy, seconds, kills, seed).run()
+        soak = PolicySoak(policy, seconds, kills, seed)
+        part = await soak.run()
     except Exception as error:  # what the other policy shows must not be lost
-        part = {"policy": policy, "failures": [f"the soak itself failed: {error!r:.300}"]}
+        traceback.print_exc()
+        found = soak.failures if soak is not None else []
+        part = {"policy": policy, "failures": [*found, f"the soak itself failed: {error!r:.300}"]}
     print(policy, part["failures"], part.get("memory"), flush=True)
     return part
 

@@ -81,7 +81,17 @@ def _send(server: Any, engine: Any, number: int) -> None:
         for sender in senders:
             if not sender.is_final.wait(_WAIT_SECONDS):
                 raise RuntimeError("a request did not end")
-        engine.batches.clear()
+        _forget(engine)
+
+
+def _forget(engine: Any) -> None:
+    """Empty what the stand-ins of engine and Triton remember for the tests: that is not ours."""
+    from fakes import FakePbUtils
+
+    engine.batches.clear()
+    FakePbUtils.Logger.lines.clear()
+    for family in FakePbUtils.families.values():
+        family.observed.clear()
 
 
 def _sample(num_requests: int) -> tuple[int, float, int]:

@@ -10,12 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
-import numpy as np
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
-from tritonclient.utils import serialize_byte_tensor
+from soak_servers import asked, names_of, pieces_of, response
 
 from inflight_backend.triton.arrivals import RequestIds
 
@@ -27,47 +23,10 @@ from soak_parts.traffic import Tally, Traffic
 
 RIGHT = "the right token"
 
-Script = Callable[[Any], AsyncIterator[Any]]
-
 
 @pytest.fixture
 def ids() -> RequestIds:
     return RequestIds()
-
-
-def response(
-    text: str = "", *, error: str = "", is_final: bool = False, name: str = "text_output"
-) -> Any:
-    message = service_pb2.ModelStreamInferResponse(error_message=error)
-    message.infer_response.parameters["triton_final_response"].bool_param = is_final
-    if text:
-        message.infer_response.outputs.add(name=name, datatype="BYTES", shape=[1])
-        array = np.asarray([text], dtype=np.object_)
-        message.infer_response.raw_output_contents.append(serialize_byte_tensor(array).item())
-    return message
-
-
-def asked(script: Script, ask: Callable[[Traffic], Awaitable[Any]]) -> Any:
-    """What ``ask`` returns with a server that answers each request with ``script``."""
-
-    class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-        async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-            async for each in requests:
-                async for message in script(each):
-                    yield message
-
-    async def run() -> Any:
-        server = grpc.aio.server()
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Servicer(), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        traffic = Traffic(f"127.0.0.1:{port}", 0, 1)
-        result = await ask(traffic)
-        await traffic.close()
-        await server.stop(None)
-        return result
-
-    return asyncio.run(run())
 
 
 def test_an_id_that_was_never_given_back_is_found(ids: RequestIds) -> None:
@@ -122,11 +81,6 @@ async def many_cancelled(traffic: Traffic) -> Tally:
     return traffic.tally
 
 
-def pieces_of(each: Any, num_pieces: int) -> str:
-    """The right answer; each letter is a token."""
-    return continuation(each.raw_input_contents[0][4:].decode(), num_pieces)
-
-
 def test_a_sound_stream_that_is_cancelled_is_right() -> None:
     async def script(each: Any) -> AsyncIterator[Any]:
         for piece in pieces_of(each, 10):
@@ -167,10 +121,6 @@ def test_what_comes_before_a_cancel_is_judged(how: str) -> None:
     assert len(tally.wrong) + tally.outcomes["cancelled"] == 12
     assert len(tally.wrong) >= 6  # some are cancelled at once, or at the first token
     assert set(tally.finals) <= {0, 2}
-
-
-def names_of(each: Any) -> list[str]:
-    return [tensor.name for tensor in each.inputs]
 
 
 def test_a_stop_with_two_finals_is_found() -> None:
@@ -265,6 +215,8 @@ def test_a_queue_without_room_for_those_that_may_run_is_found() -> None:
     async def script(each: Any) -> AsyncIterator[Any]:
         if "why" in names_of(each):
             yield response('{"state": "not in flight"}', name="why")
+            yield response(is_final=True)
+        elif "stop" in names_of(each):
             yield response(is_final=True)
         else:
             yield response(error="Maximum queue size of 12 has been reached")

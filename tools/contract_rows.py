@@ -29,12 +29,15 @@ _VLLM = (
     f"{_T}test_vllm_model.py::test_tritons_openai_frontend",
     "e2e/test_model_repository.py::test_the_sample_client_of_vllms_backend",
 )
-_VLLM_LOG_PROBS = "e2e/test_model_repository.py::test_vllms_sums_of_log_probabilities"
+_VLLM_SUMS = "e2e/test_model_repository.py::test_vllms_sums_of_log_probabilities"
+_VLLM_LOG_PROBS = (
+    f"{_T}test_vllm_log_probs.py::test_values_and_ranks_are_those_of_transformers",
+    "e2e/test_model_repository.py::test_vllms_log_probabilities_of_tokens",
+)
 _TYPED = f"{_B}test_parameters.py::test_values_are_typed"
 
 REFUSALS = {
     "input": ("backend/test_compatibility.py::test_every_refused_input_is_refused_by_name",),
-    "vllm input": (f"{_T}test_vllm_model.py::test_log_probabilities_of_tokens_are_refused",),
     "output": ("backend/test_compatibility.py::test_every_refused_output_is_refused_by_name",),
     "parameter": (
         "backend/test_compatibility.py::test_every_refused_parameter_is_refused_by_name",
@@ -394,13 +397,14 @@ MODELS: tuple[ModelRows, ...] = (
         (
             *rows("text_input stream sampling_parameters exclude_input_in_output", *_VLLM),
             *rows("return_finish_reason return_num_input_tokens return_num_output_tokens", *_VLLM),
-            *rows("return_cumulative_logprob", _VLLM_LOG_PROBS),
-            *rows("image return_logprobs embedding_request"),
+            *rows("return_cumulative_logprob", _VLLM_SUMS),
+            *rows("return_logprobs", *_VLLM_LOG_PROBS),
+            *rows("image embedding_request"),
         ),
         (
             *rows("text_output finish_reason num_input_tokens num_output_tokens", *_VLLM),
-            *rows("cumulative_logprob", _VLLM_LOG_PROBS),
-            *rows("logprobs"),
+            *rows("cumulative_logprob", _VLLM_SUMS),
+            *rows("logprobs", *_VLLM_LOG_PROBS),
         ),
         note="vLLM's backend names its models freely; this is the name of its samples.",
     ),

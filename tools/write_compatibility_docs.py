@@ -22,7 +22,6 @@ from page import ROOT, TESTS, all_tests, table, write_or_check
 from tritonclient.grpc import model_config_pb2
 
 from inflight_backend.serve.repository import DEFAULTS
-from inflight_backend.triton.vllm_model import REFUSED_FLAGS
 from inflight_client import protocol
 
 HEAD = """\
@@ -76,8 +75,6 @@ def judge(model: str, part: str, name: str) -> Verdict:
     if part == "outputs":
         spec = protocol.OUTPUT_BY_NAME.get(name)
         return Verdict() if spec is None or spec.is_honoured else Verdict("output")
-    if model == "vllm_model" and name in REFUSED_FLAGS:
-        return Verdict("vllm input", False)
     inner = protocol.ENSEMBLE_INPUT_MAP.get(name, name) if model in _TEXT_MODELS else name
     found = protocol.INPUT_BY_NAME.get(inner)
     return Verdict() if found is None or found.is_honoured else Verdict("input", found.neutral)

@@ -77,10 +77,9 @@ def check_with_beams(
             raise InvalidRequest(f"'{name}' and 'beam_width' above 1 exclude each other")
     if outputs.num_top_log_probs:
         raise InvalidRequest("'num_top_log_probs' and 'beam_width' above 1 exclude each other")
-    if outputs.generation_logits:
-        raise InvalidRequest(
-            "'return_generation_logits' and 'beam_width' above 1 exclude each other"
-        )
+    for name in ("generation_logits", "log_prob_ranks"):
+        if getattr(outputs, name):
+            raise InvalidRequest(f"'return_{name}' and 'beam_width' above 1 exclude each other")
     for name, value, draws in (
         ("runtime_top_k", sampling.top_k, sampling.top_k > 1),
         ("runtime_top_p", sampling.top_p, 0.0 < sampling.top_p < 1.0),

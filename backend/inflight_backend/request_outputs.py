@@ -31,6 +31,13 @@ hold them all, on its way through shared memory."""
 MAX_TOP_LOG_PROBS = 20
 """Likeliest tokens told beside each token: OpenAI's bound of ``top_logprobs``."""
 
+_OF_LOGITS = (
+    "log_probs",
+    "log_prob_ranks",
+    "num_top_log_probs",
+    "context_logits",
+    "generation_logits",
+)
 _FLAGS = [each.name for each in fields(OutputParams) if each.name != "num_top_log_probs"]
 
 
@@ -52,7 +59,7 @@ def check_outputs(
     """Raise `InvalidRequest` for what the engine cannot tell, or not in so many numbers."""
     if outputs.num_top_log_probs > vocab_size:
         raise InvalidRequest(f"'num_top_log_probs' is more than the {vocab_size} tokens there are")
-    for name in ("log_probs", "num_top_log_probs", "context_logits", "generation_logits"):
+    for name in _OF_LOGITS:
         if getattr(outputs, name) and not is_observable:
             name = name if name.startswith("num_") else f"return_{name}"
             raise UnsupportedRequest(f"'{name}' is not supported by the engine of this server")
@@ -94,6 +101,7 @@ class _Gathered:
     num_blocks: int = 0
     num_reused_blocks: int = 0
     log_probs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     top_log_probs: list[TopLogProbs] = field(default_factory=list)
     logits: list[Logits] = field(default_factory=list)
     context_logits: Logits | None = None
@@ -204,6 +212,8 @@ def _keep_draw(gathered: _Gathered, drawn: StepOutputs) -> None:
     request_id = request.request_id
     if asked.log_probs:
         _keep(gathered.log_probs, drawn.log_probs.get(request_id, ()), request)
+    if asked.log_prob_ranks:
+        _keep(gathered.ranks, drawn.ranks.get(request_id, ()), request)
     if asked.num_top_log_probs:
         _keep(gathered.top_log_probs, drawn.top_log_probs.get(request_id, ()), request)
     if asked.generation_logits:
@@ -242,6 +252,8 @@ def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
         gathered.cum_log_prob += log_probs[0] if num_tokens == 1 else sum(log_probs)
         tensors.append(NamedTensor("output_log_probs", row(log_probs, FLOAT32)))
         tensors.append(NamedTensor("cum_log_probs", scalar(gathered.cum_log_prob, FLOAT32)))
+    if outputs.log_prob_ranks:
+        tensors.append(NamedTensor("output_log_prob_ranks", row(gathered.ranks[start:end], INT32)))
     if outputs.num_top_log_probs:
         tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
         ids = np.array([ids for ids, _ in tops], dtype=np.int32).reshape(shape)

@@ -54,14 +54,16 @@ TopLogProbs = tuple[list[int], list[float]]
 @dataclass(slots=True)
 class StepOutputs:
     """By request id: log probability and logits [vocab] of each token drawn, both before anything
-    was done to the logits, and ids and log probabilities of the likeliest tokens in its place, from
-    the likeliest; and the logits of prompts. ``candidates`` by slot: the likeliest tokens of rows
-    that search, with their log probabilities.
+    was done to the logits, its rank by them (how many tokens are at least as likely), and ids and
+    log probabilities of the likeliest tokens in its place, from the likeliest; and the logits of
+    prompts. ``candidates`` by slot: the likeliest tokens of rows that search, with their log
+    probabilities.
 
     A request draws one token, or with drafts several, of which only the first may count.
     """
 
     log_probs: dict[int, list[float]] = field(default_factory=dict)
+    ranks: dict[int, list[int]] = field(default_factory=dict)
     top_log_probs: dict[int, list[TopLogProbs]] = field(default_factory=dict)
     generation_logits: dict[int, list[Logits]] = field(default_factory=dict)
     context_logits: list[ContextLogits] = field(default_factory=list)

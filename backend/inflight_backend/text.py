@@ -97,6 +97,16 @@ class TextCodec:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands behind another: with the space that it begins with.
+
+        Special tokens have theirs; what is no whole character is U+FFFD.
+        """
+        # A decoder drops a space that a text begins with, so the token is made the second one.
+        once = self.decode([token_id], skip_special_tokens=False)
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
+
     def _find_id(self, folder: Path, kind: str) -> int:
         """The id of ``eos_token`` (``kind`` eos) in tokenizer_config.json, else of the model."""
         token = _read_json(folder, "tokenizer_config.json").get(f"{kind}_token")

@@ -1,13 +1,14 @@
-"""How soon clients hear of a process that was killed or frozen."""
+"""How soon clients hear of a process that was killed, and whether anything else harms them."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from soak_parts.traffic import Span
 
+_RECONNECT_SECONDS = 15.0  # a connection that was refused is tried again after 1 s
 _MAX_UNREAD_SECONDS = 1.0  # a client may still read what had come before; busy, it takes a while
 
 
@@ -55,3 +56,19 @@ def judge(
             f"{len(unharmed)} streams ended without an error {max(unharmed):.1f} s later"
         )
     return report, failures
+
+
+def judge_harm(harmed_at: Collection[float], outages: Sequence[tuple[float, float]]) -> list[str]:
+    """What is wrong with when requests ended as if no healthy server was there.
+
+    ``outages``: from each kill until it was served again. Whatever comes at another time is not
+    what was done to the server, but what it did by itself.
+    """
+    stray = [
+        at
+        for at in harmed_at
+        if not any(killed <= at <= back + _RECONNECT_SECONDS for killed, back in outages)
+    ]
+    if not stray:
+        return []
+    return [f"{len(stray)} requests were lost or refused while nothing was done to the server"]

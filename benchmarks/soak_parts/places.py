@@ -21,8 +21,9 @@ _SECONDS = 60.0
 
 
 async def count_forgotten(traffic: Traffic, num_active: int) -> tuple[int, list[str]]:
-    """How many wait that nobody sent, and what else is wrong; -1 if that could not be told.
+    """How many wait that nobody sent, and the errors that came; -1 if that could not be told.
 
+    A text that is no answer goes into the tally: it is wrong whatever a further look finds.
     Nothing else may be in flight. ``num_active`` requests take all the places there are, so that
     one more has to wait.
     """
@@ -38,16 +39,13 @@ async def count_forgotten(traffic: Traffic, num_active: int) -> tuple[int, list[
         await asyncio.gather(*(event.wait() for event in events))
     readers.append(asyncio.create_task(_read(traffic, waiting, asked, asyncio.Event())))
     num_waiting = await _ask(traffic, waiting, readers)
-    await asyncio.gather(*(traffic.read(name, {"stop": True}) for name in names))
+    stops = await asyncio.gather(*(traffic.read(name, {"stop": True}) for name in names))
     answers = await asyncio.gather(*readers)
-    wrong = [error for answer in answers for error in answer.errors]
-    wrong += [
-        f"{answer.text[-80:]!r} is no answer"
-        for answer in answers
-        if not is_cut(_PROMPT, answer.text, _NUM_TOKENS)
-        and not is_whole(_PROMPT, answer.text, _NUM_TOKENS)
-    ]
-    return num_waiting - 1 if num_waiting else -1, wrong
+    for text in (answer.text for answer in answers):
+        if not (is_cut(_PROMPT, text, _NUM_TOKENS) or is_whole(_PROMPT, text, _NUM_TOKENS)):
+            traffic.tally.blame(f"all places taken: {text[-80:]!r} is no answer")
+    errors = [error for answer in (*answers, *stops) for error in answer.errors]
+    return num_waiting - 1 if num_waiting else -1, errors
 
 
 async def _read(

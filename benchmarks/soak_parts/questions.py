@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import grpc
-from soak_parts.traffic import Traffic
+from soak_parts.traffic import NotAnswered, Traffic
 
 _PERIOD_SECONDS = 1.0
 
@@ -50,7 +50,7 @@ class Asker:
             began = time.monotonic()
             try:
                 stats = await self._traffic.ask_json("", "stats", stats=True, streaming=False)
-            except (asyncio.TimeoutError, grpc.RpcError) as error:
+            except (asyncio.TimeoutError, grpc.RpcError, NotAnswered) as error:
                 self.wrong.append(f"a question was not answered: {error!r:.200}")
             else:
                 self._seconds.append(time.monotonic() - began)

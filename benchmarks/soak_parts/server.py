@@ -25,6 +25,8 @@ DRAIN_SECONDS = 60
 """What a stop waits for requests that run; far more than a stop without any takes."""
 
 _STOP_SECONDS = 120.0
+_EXIT_SECONDS = 2.0  # for the last of its processes to be gone from /proc
+_INSIDE = Path(__file__).parent / "inside"  # what the model process may import
 _OURS = "connected to us"
 # What was lost and mended again, and what only our own bugs can cause.
 _REPAIRS = ("made anew", "the batch manager failed", "could not be read")
@@ -62,6 +64,8 @@ class Served:
             *(f"--set={key}={value}" for key, value in settings.items()),
         ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(self.scratch)}
+        paths = [environment.get("PYTHONPATH", ""), str(_INSIDE)]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._stderr = self.scratch / "stderr"
         with self._stderr.open("wb") as stderr, (self.scratch / "stdout").open("wb") as stdout:
             self._process = subprocess.Popen(
@@ -109,7 +113,10 @@ class Served:
     def left_behind(self) -> list[str]:
         """Once stopped: what is still there of processes, shared memory and folders."""
         folders = [path.name for path in self.scratch.glob("inflight-serve-*")]
-        return [*self._command_lines().values(), *self.shared_memory(), *folders]
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while (processes := processes_of(self.scratch)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [*processes.values(), *self.shared_memory(), *folders]
 
     def _pids(self) -> dict[str, int]:
         return {LAUNCHER: self._process.pid} | {
@@ -151,6 +158,17 @@ def judge_stop(code: int, seconds: float, left: list[str]) -> list[str]:
 def repairs(log: str) -> list[str]:
     """The lines of the servers' log that tell of one, which nothing else may show."""
     return [line for line in log.splitlines() if any(text in line for text in _REPAIRS)]
+
+
+def processes_of(scratch: Path) -> dict[int, str]:
+    """Command lines by pid of what was started with ``scratch`` for its temporary files, also by
+    others: not everything has the folder in its command line."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"TMPDIR={scratch}" in (entry / "environ").read_text(errors="replace").split("\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace")
+    return found
 
 
 def footprint(pid: int) -> Footprint:

@@ -30,8 +30,9 @@ SERVED_TWICE = "duplicate came late"
 
 _QUESTION_SECONDS = 120.0
 _PROBE_SECONDS = 20.0
-# What a server says that is full, stops, hangs, or has lost its model process.
-_REFUSALS = ("Maximum queue size", "shutting down", "makes no progress", "not healthy")
+# What a server says that stops, hangs, or has lost its model process; and one that is full.
+HARM = ("shutting down", "makes no progress", "not healthy")
+_REFUSALS = ("Maximum queue size", *HARM)
 # Share of requests by kind; three in ten are cancelled.
 _KINDS = {
     "complete": 32,
@@ -43,7 +44,11 @@ _KINDS = {
     "feature": 12,
 }
 _HTTP_STATUSES = (400,)
-_LONG = 2000  # tokens of answers that are not to be read to their end
+_PLAIN = {"text_input", "max_tokens", "stream"}  # asks for an answer of which each byte is known
+_MAX_WRONG = 1000  # texts of what is wrong; the rest is only counted
+LONG = 2000
+"""Tokens of answers that are not to be read to their end."""
+
 _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"text_input": "", "max_tokens": 5}, "'text_input' is empty"),
     ({"max_tokens": 5}, "the prompt is missing"),
@@ -54,6 +59,10 @@ _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"input_ids": [10**6], "max_tokens": 5}, "'input_ids' holds 1000000"),
     ({"text_input": b"\xff\xfe", "max_tokens": 5}, "not valid UTF-8"),
 )
+
+
+class NotAnswered(Exception):
+    """A question about the server came back as an error, or without what was asked."""
 
 
 class Span(NamedTuple):
@@ -73,13 +82,21 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     finals: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    num_wrong: int = 0
+    """All of them; ``wrong`` holds the first."""
     num_tokens: int = 0
     """Of answers that were checked."""
+
+    def blame(self, what: str) -> None:
+        """Note what is wrong."""
+        self.num_wrong += 1
+        if len(self.wrong) < _MAX_WRONG:
+            self.wrong.append(what)
 
     @property
     def num_requests(self) -> int:
         """All that came to some end."""
-        return sum(self.outcomes.values()) + len(self.wrong)
+        return sum(self.outcomes.values()) + self.num_wrong
 
     def to_json(self) -> dict[str, Any]:
         """For the report."""
@@ -90,7 +107,7 @@ class Tally:
                 str(number): times for number, times in sorted(self.finals.items())
             },
             "tokens_checked": self.num_tokens,
-            "wrong": len(self.wrong),
+            "wrong": self.num_wrong,
         }
 
 
@@ -100,8 +117,10 @@ class Traffic:
     def __init__(self, grpc_url: str, http_port: int, seed: int) -> None:
         self.tally = Tally()
         self.names: list[str] = []
-        self.spans: deque[Span] = deque(maxlen=20_000)
-        """Of the last requests that came to some end."""
+        self.spans: deque[Span] = deque(maxlen=50_000)
+        """Of the last requests that came to some end: those of minutes, also on a fast machine."""
+        self.harmed_at: deque[float] = deque(maxlen=50_000)
+        """When requests ended as they may only while no healthy server is there."""
         self.open_since: dict[int, float] = {}
         """When those in flight were sent."""
         self._http_port = http_port
@@ -135,18 +154,33 @@ class Traffic:
             answer = await self.read("", values, seconds=_PROBE_SECONDS)
         except (grpc.RpcError, asyncio.TimeoutError):
             return False
-        return not answer.errors and is_whole("1 2 3", answer.text, 8)
+        if answer.errors:
+            self._note_error(answer.errors[0])
+            return False
+        if not (is_right := is_whole("1 2 3", answer.text, 8)):
+            self.tally.blame(f"a server that is back answered with {answer.text[-80:]!r}")
+        return is_right
 
     async def why_held(self, name: str) -> str:
         """Empty if a request with the id ``name`` is served, else what is said instead."""
-        answer = await self.read(name, {"text_input": "1 2 3", "max_tokens": 1, "stream": True})
+        values = {"text_input": "1 2 3", "max_tokens": 1, "stream": True}
+        try:
+            answer = await self.read(name, values, seconds=_QUESTION_SECONDS)
+        except (grpc.RpcError, asyncio.TimeoutError) as error:
+            return f"not answered: {error!r:.200}"
         return "; ".join(answer.errors) or ("" if answer.text == " " else repr(answer.text))
 
     async def ask_json(self, name: str, output: str, **values: Any) -> dict[str, Any]:
-        """The JSON that answers a question about the server; the stream is read to its end."""
+        """The JSON that answers a question about the server; the stream is read to its end.
+
+        `NotAnswered` for whatever else comes.
+        """
         answer = await self.read(name, values, seconds=_QUESTION_SECONDS)
-        [told] = [each[output][0] for each in answer.responses if output in each]
-        parsed: dict[str, Any] = json.loads(told)
+        try:
+            [told] = [each[output][0] for each in answer.responses if output in each]
+            parsed: dict[str, Any] = json.loads(told)
+        except (ValueError, LookupError) as error:
+            raise NotAnswered(f"{answer.errors or answer.responses!r:.200}") from error
         return parsed
 
     async def _work(self) -> None:
@@ -159,10 +193,13 @@ class Traffic:
                 is_refused = await getattr(self, f"_{kind}")()
             except asyncio.TimeoutError:
                 self.tally.outcomes["silent"] += 1
-                self.tally.wrong.append(f"a request ({kind}) heard nothing")
+                self.tally.blame(f"a request ({kind}) heard nothing")
             except (grpc.RpcError, OSError, EOFError):
                 self.tally.outcomes["transport error"] += 1
+                self.harmed_at.append(time.monotonic())
                 is_broken = True
+            except Exception as error:  # no form of answer that is known; the others go on
+                self.tally.blame(f"an answer ({kind}) could not be read: {error!r:.200}")
             del self.open_since[key]
             self.spans.append(Span(began, time.monotonic(), is_broken, is_refused))
             if is_broken:
@@ -184,7 +221,7 @@ class Traffic:
                 for error in stop.errors:
                     await self._count_error(error)
 
-        values = self._values(_LONG)
+        values = self._values(LONG)
         answer = await self.read(name, values, stop_soon)
         return await self._judge("stopped", values, answer, is_cut)
 
@@ -219,7 +256,7 @@ class Traffic:
 
     async def _cancelled(self) -> bool:
         """A stream that is cancelled at some point, or not even looked at."""
-        values = self._values(_LONG)
+        values = self._values(LONG)
         call = self._call(self._new_name(), values)
         num_wanted = self._draw.randrange(6)
         if num_wanted == 0:
@@ -228,13 +265,17 @@ class Traffic:
             self.tally.outcomes["cancelled"] += 1
             return False
         answer = Answer()
-        async for message in with_limit(call, SILENCE_SECONDS):
-            answer.add(message)
-            if len(answer.responses) == num_wanted:
-                call.cancel()
-                break
-        else:
-            self.tally.finals[answer.num_finals] += 1
+        try:
+            async for message in with_limit(call, SILENCE_SECONDS):
+                answer.add(message)
+                if len(answer.responses) == num_wanted:
+                    call.cancel()
+                    break
+            else:
+                self.tally.finals[answer.num_finals] += 1
+        except grpc.RpcError:
+            self._judge_cut(values, answer)
+            raise
         has_ended = bool(answer.num_finals) or len(answer.responses) < num_wanted
         return await self._judge(
             "cancelled", values, answer, lambda *asked: not has_ended and _is_begun(*asked)
@@ -242,7 +283,7 @@ class Traffic:
 
     async def _reset(self) -> bool:
         """An HTTP stream whose connection is reset after its first tokens."""
-        values = self._values(_LONG)
+        values = self._values(LONG)
         stream = await EventStream.send(self._http_port, values)
         try:
             await asyncio.wait_for(stream.read_head(), SILENCE_SECONDS)
@@ -252,7 +293,7 @@ class Traffic:
                 return True
             return await self._read_events(stream, values)
         except ValueError as error:
-            self.tally.wrong.append(f"an answer over HTTP could not be read: {error!r:.200}")
+            self.tally.blame(f"an answer over HTTP could not be read: {error!r:.200}")
             return False
         finally:
             stream.reset()
@@ -268,7 +309,7 @@ class Traffic:
             num_read += 1
             if num_read == num_wanted:
                 break
-        is_right = num_read == num_wanted and _is_begun(values["text_input"], text, _LONG)
+        is_right = num_read == num_wanted and _is_begun(values["text_input"], text, LONG)
         self._count("reset", values, text, is_right=is_right)
         return False
 
@@ -281,7 +322,7 @@ class Traffic:
             await self._count_error(answer.errors[0])  # wrong, unless it is a known refusal
         else:
             told = answer.errors or answer.text
-            self.tally.wrong.append(f"bad input was answered with {told!r:.200}")
+            self.tally.blame(f"bad input was answered with {told!r:.200}")
         return bool(answer.errors)
 
     async def read(
@@ -294,12 +335,32 @@ class Traffic:
         """Read a stream to its end and count its finals; `asyncio.TimeoutError` if nothing comes
         for ``seconds``."""
         answer = Answer()
-        async for message in with_limit(self._call(name, values), seconds):
-            answer.add(message)
-            if on_message is not None and not answer.errors:
-                await on_message(answer)
+        try:
+            async for message in with_limit(self._call(name, values), seconds):
+                answer.add(message)
+                if on_message is not None and not answer.errors:
+                    await on_message(answer)
+        except grpc.RpcError:
+            self._judge_cut(values, answer)
+            raise
         self.tally.finals[answer.num_finals] += 1
         return answer
+
+    def _judge_cut(self, values: dict[str, Any], answer: Answer) -> None:
+        """Judge what had come of an answer whose connection ended before it did."""
+        if answer.num_finals:
+            self.tally.finals[answer.num_finals] += 1
+        self._judge_begin(values, answer)
+
+    def _judge_begin(self, values: dict[str, Any], answer: Answer) -> None:
+        """Judge the text that came before an error."""
+        if values.keys() != _PLAIN:
+            return
+        asked = (values["text_input"], answer.text, values["max_tokens"])
+        if not (is_cut(*asked) or is_whole(*asked)):
+            self.tally.blame(
+                f"{values['text_input']!r} was continued with {answer.text[-80:]!r} before an error"
+            )
 
     async def _judge(
         self,
@@ -310,6 +371,7 @@ class Traffic:
     ) -> bool:
         """Count an answer, or say what is wrong with it; true if it is an error."""
         if answer.errors:
+            self._judge_begin(values, answer)
             await self._count_error(answer.errors[0])
             return True
         is_as_asked = is_right(values["text_input"], answer.text, values["max_tokens"])
@@ -322,7 +384,7 @@ class Traffic:
             self.tally.num_tokens += min(len(text), values["max_tokens"])  # tokens are bytes
             return
         asked = {key: value for key, value in values.items() if key != "text_input"}
-        self.tally.wrong.append(
+        self.tally.blame(
             f"{outcome}: {values['text_input']!r} with {asked} was continued with "
             f"{len(text)} tokens, ending in {text[-80:]!r}"
         )
@@ -340,14 +402,21 @@ class Traffic:
 
     async def _count_error(self, error: str, status: int = 0) -> None:
         """``status``: of HTTP, for a request that was refused there."""
+        if self._note_error(error, status):
+            await asyncio.sleep(0.2)  # as a client does that is told to try again later
+
+    def _note_error(self, error: str, status: int = 0) -> bool:
+        """True for a refusal that is known."""
         for known in _REFUSALS:
             if known in error and status in (0, *_HTTP_STATUSES):
                 how = "refused over HTTP" if status else "refused"
                 self.tally.outcomes[f"{how}: {known}"] += 1
-                await asyncio.sleep(0.2)  # as a client does that is told to try again later
-                return
+                if known in HARM:
+                    self.harmed_at.append(time.monotonic())
+                return True
         over_http = f" (HTTP status {status})" if status else ""
-        self.tally.wrong.append(f"unexpected error{over_http}: {error}")
+        self.tally.blame(f"unexpected error{over_http}: {error}")
+        return False
 
     def _call(self, name: str, values: dict[str, Any]) -> Any:
         request = encode(name, values)

@@ -30,14 +30,23 @@ from inflight_client.tensors import make_inputs
 _CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
 _INT32_MAX = 2**31 - 1
 _RECONNECT_MS = 1000
+# A server ends connections that ask more than once in five minutes whether it lives, unless it is
+# told otherwise (gRPC's guide on keepalive).
+_KEEPALIVE_MS = 310_000
+_KEEPALIVE_TIMEOUT_MS = 60_000
 
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def channel_options(address: Address) -> list[tuple[str, int]]:
     """Messages of any size; no proxy from the environment for this machine; a connection again soon
-    after a server's restart, for which gRPC itself would wait up to two minutes."""
+    after a server's restart, for which gRPC itself would wait up to two minutes; an end for who
+    waits for a machine that is gone."""
     options = [
+        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.max_pings_without_data", 0),  # any number: who waits sends nothing
         ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS),
         ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS),
         ("grpc.max_send_message_length", _INT32_MAX),

@@ -72,6 +72,7 @@ class OutputParams:
     """What a request wants to know beside its tokens (TensorRT-LLM's ``OutputConfig``).
 
     ``num_top_log_probs``: log probabilities of so many likeliest tokens beside each new one.
+    ``log_prob_ranks``: how many tokens are at least as likely as each new one, itself included.
     """
 
     log_probs: bool = False
@@ -81,6 +82,7 @@ class OutputParams:
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     num_top_log_probs: int = 0
+    log_prob_ranks: bool = False
 
 
 NO_OUTPUTS = OutputParams()

@@ -103,15 +103,20 @@ def settle_each(
     candidates: Candidates,
     manager: BlockManager,
 ) -> list[LlmRequest]:
-    """`settle_tokens` where some search, or have got no token; nothing of these is kept."""
+    """`settle_tokens` where some search, or have got no token; nothing of these is kept.
+
+    A search may end well although its rows have got none: with the beams that had ended before.
+    """
     settled: list[LlmRequest] = []
     for request, token in zip(owners, tokens, strict=True):
         if request.num_pending_tokens:
+            has_failed = token < 0
             if request.beams is None:
                 request.settle_token(token)
             else:
                 search(request, candidates, manager)
+                has_failed = request.tokens[-1] < 0
             settled.append(request)
-            if token < 0:
+            if has_failed:
                 manager.forget(request.request_id)
     return settled

@@ -299,6 +299,7 @@ def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
         ({"runtime_top_p": 0.5}, "'runtime_top_p' is 0.5, but"),
         ({"min_p": 0.1}, "'min_p' is 0.1, but"),
         ({"return_generation_logits": True}, "'return_generation_logits' and 'beam_width'"),
+        ({"return_log_prob_ranks": True}, "'return_log_prob_ranks' and 'beam_width'"),
         (
             {"guided_decoding_guide_type": "json", "end_id": 3},
             "'guided_decoding_guide_type' and 'beam_width' above 1 exclude each other",
@@ -307,8 +308,8 @@ def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
     requests = [
         request(i, PROMPT, 4, **{"beam_width": 2, **values}) for i, (values, _) in enumerate(wrong)
     ]
-    requests.append(make_request(6, CASES[0], None))
-    requests[6].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
+    requests.append(make_request(len(wrong), CASES[0], None))
+    requests[-1].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
     wrong.append(({}, "'num_return_sequences' is 3, more than 'beam_width' = 2"))
     recorder = run(folder, requests)
     for request_id, (_, message) in enumerate(wrong):

@@ -355,9 +355,9 @@ def test_a_stop_before_its_request_has_no_effect_on_it() -> None:
     assert recorder.tokens(1) == [2, 3, 4]
 
 
-@pytest.mark.case(96)
-def test_a_clock_that_jumps_back_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder([request(1, [1], 40)])
+@pytest.fixture
+def _clock_that_jumps_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever somebody looks, it is an hour earlier."""
     now = [time.time()]
 
     def clock() -> float:
@@ -366,10 +366,30 @@ def test_a_clock_that_jumps_back_disturbs_nothing(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(time, "time", clock)
     monkeypatch.setattr(time, "time_ns", lambda: int(clock() * 1e9))
+
+
+@pytest.mark.case(96)
+@pytest.mark.usefixtures("_clock_that_jumps_back")
+def test_a_clock_that_jumps_back_disturbs_nothing() -> None:
+    recorder = Recorder([request(1, [1], 40)])
     params = TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=60, max_queue_seconds=60)
     with running(recorder, params=params):
         recorder.wait_for_finals(1)
     assert recorder.tokens(1) == list(range(2, 42))
+    assert finals_of(recorder, 1) == [""]
+
+
+@pytest.mark.case(96)
+@pytest.mark.usefixtures("_clock_that_jumps_back")
+def test_a_deadline_passes_though_the_clock_jumps_back() -> None:
+    engine = CountingEngine(
+        num_blocks=300, max_seq_len=1000, before_step=lambda batch: time.sleep(0.01)
+    )
+    recorder = Recorder([request(1, [1], 900)])
+    params = TrtGptModelOptionalParams(max_batch_size=8, max_run_seconds=0.2)
+    with running(recorder, engine, params=params):
+        recorder.wait_for_finals(1)
+    assert 0 < len(recorder.tokens(1)) < 900
     assert finals_of(recorder, 1) == [""]
 
 

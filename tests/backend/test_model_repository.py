@@ -145,6 +145,7 @@ def test_the_front_of_vllms_shape_has_its_tensors_without_a_batch_dimension() ->
         ("text_output", "TYPE_STRING", (-1,)),
         ("finish_reason", "TYPE_STRING", (-1,)),
         ("cumulative_logprob", "TYPE_FP32", (-1,)),
+        ("logprobs", "TYPE_STRING", (-1,)),
         ("num_input_tokens", "TYPE_UINT32", (1,)),
         ("num_output_tokens", "TYPE_UINT32", (-1,)),
     ]

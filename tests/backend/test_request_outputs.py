@@ -77,7 +77,8 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     """Alone, in chunks, and with pauses; penalties and filters do not show."""
     prompts = {i: PROMPT[i:] for i in range(1, 5)}
-    wants = {"return_log_probs": True, "return_generation_logits": True}
+    wants = {"return_log_probs": True, "return_log_prob_ranks": True}
+    wants |= {"return_generation_logits": True}
     recorder = TensorRecorder(
         [
             request(
@@ -119,6 +120,7 @@ def test_logits_are_those_of_transformers(
         if i == 4:
             assert not {"output_log_probs", "cum_log_probs", "generation_logits"} & last.keys()
             assert not {"top_log_probs", "top_log_prob_ids"} & last.keys()
+            assert "output_log_prob_ranks" not in last
             continue
         logits = recorder.joined(i, "generation_logits")
         assert logits.shape == (1, 1, NUM_NEW, VOCAB_SIZE)
@@ -131,6 +133,10 @@ def test_logits_are_those_of_transformers(
         assert recorder.joined(i, "top_log_prob_ids")[0, 0].tolist() == tops.indices.tolist()
         log_probs = recorder.joined(i, "output_log_probs")
         np.testing.assert_allclose(log_probs[0, 0], expected, atol=2e-4)
+        drawn = generation[np.arange(NUM_NEW), answer]
+        ranks = (generation >= drawn[:, None]).sum(axis=-1)
+        assert recorder.joined(i, "output_log_prob_ranks")[0, 0].tolist() == ranks.tolist()
+        assert len(set(ranks.tolist())) > 3, "not only the likeliest"
         np.testing.assert_allclose(last["cum_log_probs"], [[expected.sum()]], atol=2e-3)
         assert len(recorder.named_tensors[i]) == (NUM_NEW if is_streaming else 1)
 
@@ -153,6 +159,7 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
         "return_log_probs": True,
         "return_generation_logits": True,
         "num_top_log_probs": 1,
+        "return_log_prob_ranks": True,
         "exclude_input_in_output": True,
     }
     recorder = TensorRecorder(
@@ -180,6 +187,8 @@ def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> 
             recorder.joined(i, "top_log_probs")[0, 0, :, 0], own.max(-1).values, atol=2e-4
         )
         np.testing.assert_allclose(recorder.joined(i, "generation_logits")[0, 0], logits, atol=2e-4)
+        ranks = (logits >= logits[np.arange(NUM_NEW), answer][:, None]).sum(axis=-1)
+        assert recorder.joined(i, "output_log_prob_ranks")[0, 0].tolist() == ranks.tolist()
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])

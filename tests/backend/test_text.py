@@ -61,6 +61,17 @@ def spaced_codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec(folder)
 
 
+def test_the_text_of_a_token_is_what_it_adds_to_others(
+    codec: TextCodec, spaced_codec: TextCodec
+) -> None:
+    texts = ["<unk>", " ", " Hello", " wor", "ld", "!"]
+    assert [spaced_codec.token_text(token) for token in range(6)] == texts
+    ids = codec.encode("a bé", 10)
+    assert [codec.token_text(token) for token in ids] == ["a", " ", "b", "\ufffd", "\ufffd"]
+    assert codec.token_text(codec.end_id) == "<eos>"
+    assert codec.token_text(codec.vocab_size) == "", "a row of the embedding without a token"
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=30)
 
 

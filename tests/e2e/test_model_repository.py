@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
 import tritonclient.http as httpclient
+from checkpoints import load_oracle
 from e2e.harness import assert_counts
 from e2e.load_tools import run_genai_perf, run_perf_analyzer
 from e2e.plain import (
@@ -33,6 +35,7 @@ from write_compatibility_docs import absent
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
 from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_backend.text import TextCodec
 
 pytestmark = pytest.mark.e2e
 
@@ -207,6 +210,35 @@ def test_vllms_sums_of_log_probabilities(server: PlainServer, is_decoupled: bool
         growing = np.array([piece["cumulative_logprob"] for piece in pieces])
         assert (np.diff(growing, axis=0) <= 0).all()
         np.testing.assert_allclose(growing[-1], sums, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_vllms_log_probabilities_of_tokens(server: PlainServer, is_decoupled: bool) -> None:
+    """Those of transformers; the likeliest of a greedy answer read as its text."""
+    prompt = TextCodec(DEMO_MODEL).encode("1 2 3", 100)
+    for temperature, num_top in ((9, 0), (9, 2), (0, 20)):
+        settings = {"temperature": temperature, "seed": 4, "max_tokens": 12, "logprobs": num_top}
+        flags = {"return_logprobs": True, "return_num_output_tokens": True}
+        inputs = vllm_inputs(is_decoupled, settings, exclude_input_in_output=True, **flags)
+        responses = asyncio.run(stream_by_aio(server, inputs=inputs))
+        told = [json.loads(response["logprobs"][0]) for response in responses]
+        assert [[len(rows)] for rows in told] == [each["num_output_tokens"] for each in responses]
+        rows = [row for rows in told for row in rows]
+        ids = [int(next(iter(row))) for row in rows]
+        logits = load_oracle(DEMO_MODEL)(torch.tensor([prompt + ids])).logits[0]
+        expected = logits[len(prompt) - 1 : -1].log_softmax(-1).tolist()
+        for token, row, values in zip(ids, rows, expected, strict=True):
+            assert num_top <= len(row) <= num_top + 1
+            for each, entry in row.items():
+                assert entry["logprob"] == pytest.approx(values[int(each)], abs=1e-3)
+            # The demo model has many equally likely tokens, which differ in the last bit only.
+            own, rank = values[token], row[str(token)]["rank"]
+            assert sum(value > own + 1e-3 for value in values) < rank
+            assert rank <= sum(value > own - 1e-3 for value in values)
+        if temperature == 0:
+            likeliest = [each for row in rows for each in row.values() if each["rank"] == 1]
+            text = b"".join(response["text_output"][0] for response in responses)
+            assert "".join(each["decoded_token"] for each in likeliest) == text.decode()
 
 
 @pytest.mark.parametrize("is_binary", [True, False])

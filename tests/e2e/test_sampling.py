@@ -91,6 +91,7 @@ def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
         "text_output",
         "finish_reason",
         "output_log_probs",
+        "output_log_prob_ranks",
         "cum_log_probs",
         "generation_logits",
         "context_logits",
@@ -109,6 +110,7 @@ def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
         text_input=PROMPT,
         max_tokens=5,
         return_log_probs=True,
+        return_log_prob_ranks=True,
         return_generation_logits=True,
         return_context_logits=True,
         return_perf_metrics=True,
@@ -120,6 +122,7 @@ def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
     assert answer["num_input_tokens"].item() == len(PROMPT) + 1  # bytes, and what begins a text
     assert answer["num_output_tokens"].item() == 5
     assert answer["output_log_probs"].shape == (1, 1, 5)
+    assert answer["output_log_prob_ranks"].tolist() == [[[1] * 5]], "of a greedy answer"
     np.testing.assert_allclose(answer["cum_log_probs"], answer["output_log_probs"].sum(-1))
     vocab_size = answer["generation_logits"].shape[-1]
     assert answer["generation_logits"].shape == (1, 1, 5, vocab_size)

@@ -36,6 +36,7 @@ def test_two_minutes_of_soak_leave_zeros_where_zeros_belong(tmp_path: Path) -> N
         assert load["outcomes"]["deadline"] > 0  # one that has begun, not one that came too late
         assert "silent" not in {**load["outcomes"], **part["kills"]["outcomes"]}
         assert part["questions"]["not_answered"] == 0
+        assert part["leaks"]["kept_objects after the steady load"] == 0
         assert any(each["open_streams"] for each in part["recoveries"])
     # On a slow machine each policy has time for one kill only, and the next one for the next.
     kills = {each["what"] for part in parts for each in part["recoveries"]}

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +15,18 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from e2e.harness import HOST, MODEL, ServeProcess, assert_counts, start_serve, stream_text
+from e2e.harness import (
+    HOST,
+    MODEL,
+    TRITONSERVER,
+    ServeProcess,
+    assert_counts,
+    start_serve,
+    stream_text,
+)
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
-from inflight_client import InflightClient
+from inflight_client import InflightClient, StreamInterrupted, grpc_wire
 from inflight_client.openai.upstream import Upstream
 
 pytestmark = pytest.mark.e2e
@@ -185,11 +192,11 @@ def test_nothing_outlives_a_launcher_that_was_killed(
 ) -> None:
     """And the next run removes its files and its shared memory, as the fixture sees.
 
-    Nothing runs through the added models: a process that relays at that moment may be stuck in
-    Triton's code with Python's lock, since the server died with a lock in their shared memory.
+    A process that relays at that moment may be stuck in Triton's code with Python's lock, since
+    the server died with a lock in their shared memory.
     """
     running = serve(options=[f"--add={model}" for model in OPTIONAL_MODELS])
-    streams = OpenStreams(running, pool)
+    streams = OpenStreams(running, pool, added=[BLS])
     killed = time.monotonic()
     running.process.kill()
     running.wait_until_gone(NOTICE_SECONDS)
@@ -201,13 +208,13 @@ def test_nothing_outlives_a_launcher_that_was_killed(
 
 
 @contextmanager
-def held(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Stopped for the length of the block."""
-    process.send_signal(signal.SIGSTOP)
+def held(pid: int) -> Iterator[None]:
+    """The process is stopped for the length of the block."""
+    os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        process.send_signal(signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
 async def is_well_for_the_front(running: ServeProcess) -> bool:
@@ -216,6 +223,21 @@ async def is_well_for_the_front(running: ServeProcess) -> bool:
         return await upstream.is_ready()
     finally:
         await upstream.close()
+
+
+def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
+    serve: ServeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No packet says that a machine has lost its power: a server that is frozen says as little.
+    (Five minutes, outside of tests: servers take more frequent questions for abuse.)"""
+    monkeypatch.setattr(grpc_wire, "_KEEPALIVE_MS", 500)
+    monkeypatch.setattr(grpc_wire, "_KEEPALIVE_TIMEOUT_MS", 500)
+    running = serve()
+    stream = grpc_text(running, ENDLESS)
+    assert next(stream)
+    with held(running.process.pid), held(running.pid_of(TRITONSERVER)):
+        error, _ = pool.submit(drained, stream).result(NOTICE_SECONDS)
+    assert isinstance(error, StreamInterrupted)
 
 
 @pytest.mark.case(88)
@@ -229,7 +251,7 @@ def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> No
     assert next(stream)
     began = time.monotonic()
     with (
-        held(running.process),  # so that there is time to look
+        held(running.process.pid),  # so that there is time to look
         InflightClient(running.grpc_url) as client,
         InflightClient(f"{HOST}:{running.http_port}", protocol="http") as http_client,
     ):

@@ -51,6 +51,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "random_seed": st.integers(0, 2**64 - 1),
     "return_log_probs": _FLAGS,
     "num_top_log_probs": st.integers(0, 21),
+    "return_log_prob_ranks": _FLAGS,
     "return_context_logits": _FLAGS,
     "return_generation_logits": _FLAGS,
     "return_perf_metrics": _FLAGS,

@@ -12,10 +12,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from backend.triton.stories import loaded, stepped_demo
 from fakes import FakePbUtils, FakeRequest
 from fuzz.fuzzing import TEXTS, arrays_of, assert_tells_nothing_internal, fuzzing
 from google.protobuf import text_format
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from relay_harness import calling
 from triton_harness import WAIT, Server
@@ -146,10 +147,15 @@ class Relaying:
 
 
 @pytest.fixture(scope="module")
-def vllm(server: Server) -> Iterator[Relaying]:
-    relaying = Relaying(vllm_model.TritonPythonModel(), server)
-    yield relaying
-    relaying.model.finalize()
+def vllm() -> Iterator[Relaying]:
+    """Over the demo model, which knows log probabilities."""
+    engine, steps = stepped_demo()
+    steps.let_go()
+    with loaded(engine, tokenizer_dir=str(DEMO_MODEL)) as server:
+        relaying = Relaying(vllm_model.TritonPythonModel(), server, gpt_model_path=str(DEMO_MODEL))
+        yield relaying
+        relaying.model.finalize()
+        server.model.finalize()
 
 
 @pytest.fixture(scope="module", params=["false", "true"])
@@ -176,6 +182,7 @@ PROMPT = np.array([b"1 2"], dtype=np.object_)
     parameters=st.dictionaries(KEYS, VALUES, max_size=3),
     prompt=st.one_of(st.none(), TEXTS),
 )
+@example({"return_logprobs": np.array([True])}, {"n": 3, "logprobs": "4", "temperature": 9}, None)
 def test_vllm_model(
     vllm: Relaying, inputs: Tensors, parameters: dict[str, Any], prompt: bytes | None
 ) -> None:

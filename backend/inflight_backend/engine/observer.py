@@ -7,8 +7,9 @@ those of a step have arrived when its tokens have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from inflight_backend.engine.to_device import to_device
 from inflight_backend.step_outputs import ContextLogits, StepOutputs, as_array
 from inflight_scheduler import ContextChunk, SlotSetup
 
+_Value = TypeVar("_Value")
+
 _ROWS_AT_ONCE = 256  # of a prompt: 128 MiB of logits with a vocabulary of 128 K
 
 
@@ -26,6 +29,7 @@ class PendingOutputs:
     """Host tensors of a step that may still run; `read` when its tokens have been read."""
 
     log_probs: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    ranks: list[tuple[list[int], Tensor]] = field(default_factory=list)
     logits: list[tuple[list[int], Tensor]] = field(default_factory=list)
     tops: list[tuple[list[tuple[int, int]], Tensor, Tensor]] = field(default_factory=list)
     contexts: list[tuple[int, int, Tensor]] = field(default_factory=list)
@@ -34,12 +38,9 @@ class PendingOutputs:
     def read(self) -> StepOutputs:
         """The same as numbers; NaN stands for a row whose logits are not finite."""
         outputs = StepOutputs()
-        for ids, values in self.log_probs:
-            for request_id, value in zip(ids, values.tolist(), strict=True):
-                outputs.log_probs.setdefault(request_id, []).append(value)
-        for ids, rows in self.logits:
-            for request_id, row in zip(ids, as_array(rows), strict=True):
-                outputs.generation_logits.setdefault(request_id, []).append(row)
+        _add(outputs.log_probs, self.log_probs, Tensor.tolist)
+        _add(outputs.ranks, self.ranks, Tensor.tolist)
+        _add(outputs.generation_logits, self.logits, as_array)
         for wanted, tokens, values in self.tops:
             found = zip(wanted, tokens.tolist(), values.tolist(), strict=True)
             for (request_id, num), likeliest, log_probs in found:
@@ -63,9 +64,16 @@ class Observer:
         self._device = device
         self._request_ids = [0] * num_slots
         self._wants_log_probs = np.zeros(num_slots, dtype=np.bool_)
+        self._wants_ranks = np.zeros(num_slots, dtype=np.bool_)
         self._wants_logits = np.zeros(num_slots, dtype=np.bool_)
         self._num_top = np.zeros(num_slots, dtype=np.int32)
         self._wants_context = np.zeros(num_slots, dtype=np.bool_)
+        self._draw_flags = (
+            self._wants_log_probs,
+            self._wants_ranks,
+            self._wants_logits,
+            self._num_top,
+        )
         self._is_used = False
         self._pending: PendingOutputs | None = None
 
@@ -77,11 +85,12 @@ class Observer:
             self._request_ids[slot] = setup.request_id
             # A search tells the log probabilities it has chosen by.
             self._wants_log_probs[slot] = outputs.log_probs and not setup.num_candidates
+            self._wants_ranks[slot] = outputs.log_prob_ranks
             self._wants_logits[slot] = outputs.generation_logits
             self._num_top[slot] = outputs.num_top_log_probs
             self._wants_context[slot] = outputs.context_logits
         if setups:
-            flags = (self._wants_log_probs, self._wants_logits, self._wants_context, self._num_top)
+            flags = (*self._draw_flags, self._wants_context)
             self._is_used = any(bool(flag.any()) for flag in flags)
 
     def wants_draw(self, slots: Sequence[int]) -> bool:
@@ -89,8 +98,7 @@ class Observer:
         if not self._is_used:
             return False
         rows = list(slots)
-        wants = self._wants_log_probs[rows] | self._wants_logits[rows] | (self._num_top[rows] > 0)
-        return bool(wants.any())
+        return any(bool(flag[rows].any()) for flag in self._draw_flags)
 
     def observed_chunks(self, chunks: Sequence[ContextChunk]) -> list[tuple[int, ContextChunk]]:
         """The chunks whose logits are wanted, each with its first row in the packed tokens."""
@@ -117,9 +125,13 @@ class Observer:
             values = log_probs[index] if log_probs is not None else None
             if values is None:
                 chosen = logits[index]
-                drawn = chosen.gather(1, tokens[index].clamp(min=0)[:, None]).squeeze(1)
-                values = drawn - chosen.logsumexp(dim=-1)
+                values = _of_tokens(chosen, tokens[index]) - chosen.logsumexp(dim=-1)
             pending.log_probs.append((self._ids(slots, rows), self._to_host(values)))
+        rows = [row for row, slot in enumerate(slots) if self._wants_ranks[slot]]
+        if rows:
+            index = self.index(rows, len(slots))
+            ranks = _ranks(logits[index], tokens[index])
+            pending.ranks.append((self._ids(slots, rows), self._to_host(ranks)))
         rows = [row for row, slot in enumerate(slots) if self._num_top[slot]]
         if rows:
             self._keep_top(slots, rows, logits[self.index(rows, len(slots))])
@@ -183,3 +195,25 @@ class Observer:
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host
+
+
+def _add(
+    found: dict[int, list[_Value]],
+    kept: Sequence[tuple[list[int], Tensor]],
+    read: Callable[[Tensor], Iterable[_Value]],
+) -> None:
+    """To what was ``found`` of each request, the row that was ``kept`` of it."""
+    for ids, rows in kept:
+        for request_id, value in zip(ids, read(rows), strict=True):
+            found.setdefault(request_id, []).append(value)
+
+
+def _of_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Logits [R] of tokens [R] int64 in rows [R, vocab]; below 0, which a row whose logits are not
+    finite draws, is any token."""
+    return logits.gather(1, tokens.clamp(min=0)[:, None]).squeeze(1)
+
+
+def _ranks(logits: Tensor, tokens: Tensor) -> Tensor:
+    """How many tokens of each row [R, vocab] are at least as likely as tokens [R]: int64 [R]."""
+    return (logits >= _of_tokens(logits, tokens)[:, None]).sum(dim=-1)

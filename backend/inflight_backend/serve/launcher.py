@@ -49,6 +49,7 @@ def run(settings: ServeSettings) -> None:
         check_install(install, env)
         with Workspace() as workspace:
             command = _prepare(settings, install, workspace)
+            env |= workspace.environment
 
             def serve(attempt: Attempt) -> None:
                 with BackendScratch(workspace.scratch_note) as scratch:

@@ -1,23 +1,29 @@
 """What the launcher says. Nothing that it does depends on whether that can be said.
 
-Whoever read its pipe may be gone (Ctrl-C to ``inflight serve 2>&1 | tee log`` ends `tee` as well),
-the disk of its log may be full. Then messages are lost; the drain or the restart goes on.
+Whoever read its pipe may be gone (Ctrl-C to ``inflight serve 2>&1 | tee log`` ends `tee` as well)
+or stand still (a pager, a driver of logs, Ctrl-S), the disk of its log may be full. Then messages
+are lost; the drain or the restart goes on.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
 import typer
 
+_PATIENCE_SECONDS = 0.5  # with a reader; one that is only slow has read something by then
+
 
 def say(text: str, *, err: bool = False) -> None:
     """A line on stdout, or stderr; what cannot be written is lost, or comes with a later line."""
+    stream = sys.stderr if err else sys.stdout
     with suppress(OSError):
-        typer.echo(text, err=err)
+        if stream is not None and _takes_more(stream):
+            typer.echo(text, err=err)
 
 
 def drop_unsaid() -> None:
@@ -47,10 +53,20 @@ class ForgivingStream:
     def write(self, text: str) -> int:
         """Write what can be written."""
         with suppress(OSError):
-            self._stream.write(text)
+            if _takes_more(self._stream):
+                self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Pass on what can be passed on."""
         with suppress(OSError):
             self._stream.flush()
+
+
+def _takes_more(stream: TextIO) -> bool:
+    """False if a write would wait: a pipe or a terminal with room takes at least 4 KiB of it."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # that of a test, which has none
+        return True
+    return bool(select.select((), (descriptor,), (), _PATIENCE_SECONDS)[1])

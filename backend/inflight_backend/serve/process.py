@@ -110,15 +110,23 @@ def children_of(pid: int) -> dict[int, list[str]]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process from its state on (man 5 proc); nothing if it is gone."""
+    """What the kernel says of a process from its state on (man 5 proc); nothing if it is gone.
+
+    The name before that is any bytes: a long one is cut by the kernel, amid a character too.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         return []
 
 
 def _in_words(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-code}"
 
 
 def _die_with_parent() -> None:

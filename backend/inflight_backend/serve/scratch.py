@@ -31,6 +31,7 @@ class BackendScratch:
         self._lock: int | None = os.open(PARENT, os.O_RDONLY | os.O_DIRECTORY)
         self._is_ours_alone = _lock_in_time(self._lock)
         self._before = _folders()
+        self._unnoted: Path | None = None
 
     def __enter__(self) -> BackendScratch:
         return self
@@ -40,14 +41,18 @@ class BackendScratch:
         self.release()
 
     def look(self) -> None:
-        """See whether the folder has appeared; cheap enough to be called in a polling loop."""
-        if self._lock is None:
-            return
-        new = _folders() - self._before
-        if new:
+        """See whether the folder has appeared; cheap enough to be called in a polling loop.
+
+        A disk without room for the note takes away the note, until there is room.
+        """
+        if self._lock is not None and (new := _folders() - self._before):
             if self._is_ours_alone and len(new) == 1:
-                self._note.write_text(str(new.pop()), encoding="utf-8")
+                self._unnoted = new.pop()
             self.release()
+        if self._unnoted is not None:
+            with suppress(OSError):
+                self._note.write_text(str(self._unnoted), encoding="utf-8")
+                self._unnoted = None
 
     def release(self) -> None:
         """Stop looking and let other launchers start their servers."""

@@ -73,7 +73,8 @@ class Supervisor:
     def run(self, serve: Callable[[Attempt], None]) -> None:
         """Run ``serve``, again if it raises; `ServingError` for a failure that nothing follows.
 
-        A server that never was ready is not started again: what is wrong then is a setting.
+        An ``OSError`` is one as well: what the machine lacks now, as room on a disk, it may have
+        soon. A server that never was ready is not started again: what is wrong then is a setting.
         """
         attempt = Attempt(1)
         was_ready = False
@@ -81,7 +82,7 @@ class Supervisor:
             try:
                 serve(attempt)
                 return
-            except ServingError as error:
+            except (ServingError, OSError) as error:
                 was_ready = was_ready or attempt.ready_at is not None
                 if not was_ready or self._signals.is_asked():
                     raise
@@ -91,7 +92,7 @@ class Supervisor:
             if not self._wait(delay):
                 return
 
-    def _next_delay(self, attempt: Attempt, error: ServingError) -> float:
+    def _next_delay(self, attempt: Attempt, error: Exception) -> float:
         delay = self._policy.next_delay(attempt.ready_seconds)
         number = self._policy.num_failures
         if delay is None:

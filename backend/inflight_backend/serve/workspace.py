@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from inflight_backend.lifeline import Lifeline
 from inflight_backend.serve.scratch import remove_scratch
 from inflight_backend.status import stop_file_of
 
@@ -40,6 +41,7 @@ class Workspace:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
         self._folder = _kept_from_cleaners(self.path)
+        self._lifeline = _lifeline_in(self.path)
 
     def __enter__(self) -> Workspace:
         return self
@@ -82,6 +84,11 @@ class Workspace:
         """Holds the path of the folder that the Python backend makes outside of this one."""
         return self.path / _SCRATCH_NOTE
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the server must have in its environment for its models to die with us."""
+        return {} if self._lifeline is None else self._lifeline.environment
+
     def ask_to_drain(self, stop_all: bool = False) -> None:
         """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
         self.drain_file.touch()
@@ -100,6 +107,8 @@ class Workspace:
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""
         _remove_run(self.path)
+        if self._lifeline is not None:
+            self._lifeline.close()
         os.close(self._folder)
         self._lock.close()
 
@@ -111,6 +120,13 @@ def _kept_from_cleaners(folder: Path) -> int:
     with suppress(OSError):  # of a file system that locks no folders
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
+
+
+def _lifeline_in(folder: Path) -> Lifeline | None:
+    """None on a file system without FIFOs: its models look for their parent now and then."""
+    with suppress(OSError):
+        return Lifeline(folder / "lifeline")
+    return None
 
 
 def sweep_abandoned() -> None:

@@ -11,7 +11,13 @@ from inflight_backend.inference_request import Array
 _TOKEN_AXIS = 2
 _COUNT = "num_output_tokens"  # of the tokens of one response
 _PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
-    {"output_log_probs", "generation_logits", "top_log_probs", "top_log_prob_ids"}
+    {
+        "output_log_probs",
+        "output_log_prob_ranks",
+        "generation_logits",
+        "top_log_probs",
+        "top_log_prob_ids",
+    }
 )
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inflight_backend.lifeline import die_with_launcher
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.watchdog import Progress
 
@@ -28,10 +29,14 @@ class Chore:
     run: Callable[[], None]
     period: float
     next_time: float = 0.0
+    is_failing: bool = False
 
 
 class Housekeeper:
-    """Runs chores on its own thread; one that raises is logged and tried again next time."""
+    """Runs chores on its own thread; one that raises is tried again next time.
+
+    The first failure of a row is logged: there may be ten in a second, for days.
+    """
 
     def __init__(self, chores: Sequence[Chore]) -> None:
         self._chores = chores
@@ -60,8 +65,11 @@ class Housekeeper:
         try:
             with self.progress:
                 chore.run()
+            chore.is_failing = False
         except BaseException:  # nobody else would look
-            _logger.exception("a housekeeping chore failed")
+            if not chore.is_failing:
+                _logger.exception("a housekeeping chore failed; it is tried again and again")
+            chore.is_failing = True
 
 
 def exit_with_parent(period: float) -> None:
@@ -69,8 +77,10 @@ def exit_with_parent(period: float) -> None:
 
     A model process outlives a server that was killed, keeps its memory and ignores SIGTERM;
     Linux's parent-death signal cannot be used, since Triton forks from a thread that ends. The
-    thread never ends, because a server may also die while the model loads or unloads.
+    thread never ends, because a server may also die while the model loads or unloads. Below
+    `inflight serve` the kernel does it, at once (see `lifeline`).
     """
+    die_with_launcher()
     parent = os.getppid()
 
     def watch() -> None:

@@ -17,12 +17,14 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.request_json import read_json_object
+from inflight_backend.request_outputs import MAX_TOP_LOG_PROBS
 from inflight_backend.triton.beam_stream import has_beams
 from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
 
 Array = npt.NDArray[Any]
 
 _NAME = "sampling_parameters"
+_LOG_PROBS = "logprobs"
 _KEY_TO_TENSOR = {
     "max_tokens": "request_output_len",
     "min_tokens": "min_length",
@@ -38,7 +40,7 @@ _KEY_TO_TENSOR = {
 }
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
-    "logprobs": False,
+    _LOG_PROBS: False,
     "use_beam_search": False,
     "early_stopping": False,
     "ignore_eos": False,
@@ -52,9 +54,26 @@ _MAX_STOP_STRINGS = 64
 _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
 
 
-def expand(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+def read_num_log_probs(inputs: Mapping[str, Array]) -> int | None:
+    """``logprobs``, of how many of the likeliest tokens log probabilities are wanted beside those
+    of each new one; None for none at all.
+
+    `InvalidRequest` for more than can be told.
+    """
+    tensor = inputs.get(_NAME)
+    value = None if tensor is None else _read_object(tensor).get(_LOG_PROBS)
+    if value is None or _is_neutral(_LOG_PROBS, value):
+        return None
+    num = int(_number(_LOG_PROBS, "INT32", value).item())
+    if not 0 <= num <= MAX_TOP_LOG_PROBS:
+        raise InvalidRequest(f"'{_NAME}': {_LOG_PROBS} is {num}, outside 0..{MAX_TOP_LOG_PROBS}")
+    return num
+
+
+def expand(inputs: Mapping[str, Array], *, has_log_probs: bool = False) -> Mapping[str, Array]:
     """``inputs`` with the JSON object replaced by the tensors it stands for.
 
+    ``has_log_probs``: the caller reads ``logprobs``, which no tensor stands for.
     `InvalidRequest` names the key that is unknown, doubled, of the wrong kind, or also sent as a
     tensor.
     """
@@ -63,7 +82,7 @@ def expand(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         return inputs
     result = {name: value for name, value in inputs.items() if name != _NAME}
     for key, value in _read_object(tensor).items():
-        if value is None or _is_neutral(key, value):
+        if value is None or _is_neutral(key, value) or (has_log_probs and key == _LOG_PROBS):
             continue
         name, expanded = _expand(key, value)
         if name in result:

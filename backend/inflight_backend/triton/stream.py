@@ -84,7 +84,7 @@ class ResponseStream:
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._is_closed = self._has_ended = False
-        self._is_to_be_closed = False
+        self._is_to_be_closed = self._is_mute = False
         self._last_error: tuple[str, str] | None = None  # message and code
 
     def on_final(self, callback: Callable[[], None]) -> None:
@@ -161,11 +161,20 @@ class ResponseStream:
         self.close()
 
     def is_cancelled(self) -> bool:
-        """True when the client has gone and the stream is still open; False during a send."""
+        """True when the client has gone and the stream is still open; False during a send.
+
+        False also where Triton gives no answer, which is logged the first time: who looks at many
+        streams comes to those behind this one.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
             return not self._is_closed and self._sender.is_cancelled()
+        except Exception:
+            if not self._is_mute:
+                self._is_mute = True
+                _logger.exception("Triton does not say whether a client has gone (said once)")
+            return False
         finally:
             self._let_go()
 

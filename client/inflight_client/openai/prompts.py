@@ -71,9 +71,11 @@ class PromptReader:
         return self.encode(text, "messages", add_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special ones included."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return text
+        """The text of one token as it stands behind another, special ones included."""
+        # A decoder drops a space that a text begins with, so the token is made the second one.
+        once: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
 
 
 def make_prompt_reader(

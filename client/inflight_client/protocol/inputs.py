@@ -133,6 +133,11 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(
         scalar("num_top_log_probs", "INT32", "likeliest tokens to tell for each new one; up to 20")
     ),
+    honoured(
+        scalar(
+            "return_log_prob_ranks", "BOOL", "tell how many tokens are as likely as each new one"
+        )
+    ),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
     TensorSpec(

@@ -62,6 +62,13 @@ OUTPUTS: tuple[TensorSpec, ...] = (
         "top_log_prob_ids", "INT32", (-1, -1, -1), "which tokens these are", is_honoured=True
     ),
     TensorSpec(
+        "output_log_prob_ranks",
+        "INT32",
+        (-1, -1),
+        "how many tokens are at least as likely as each new one, itself included",
+        is_honoured=True,
+    ),
+    TensorSpec(
         "text_output", "STRING", (-1,), "text of each beam; no batch dimension", is_honoured=True
     ),
     TensorSpec("stats", "STRING", (-1,), "statistics, one JSON per iteration", is_honoured=True),

@@ -24,11 +24,13 @@ class Moves(NamedTuple):
 class RecordedBeams:
     """Stands in for `BeamSearch`: it knows how many tokens there are, and that ends are told.
 
-    Until it is told otherwise each row goes on by itself.
+    Until it is told otherwise each row goes on by itself. ``is_broken``: the model's numbers have
+    failed, so nothing follows.
     """
 
     def __init__(self, width: int, max_new_tokens: int) -> None:
         self.step: BeamStep | None = None
+        self.is_broken = False
         self._width = width
         self._max_new_tokens = max_new_tokens
         self._num_tokens = 0
@@ -39,6 +41,8 @@ class RecordedBeams:
 
     def advance(self, _: Sequence[Sequence[Candidate]]) -> bool:
         """One token more."""
+        if self.is_broken:
+            return False
         is_first = self.step is None
         parents = [0] * self._width if is_first else range(self._width)
         self.step = BeamStep(tuple(parents), (0,) * self._width)

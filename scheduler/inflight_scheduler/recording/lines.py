@@ -60,6 +60,7 @@ from inflight_scheduler.recording.values import (
 MAX_LINE_BYTES = 16 * 2**20
 
 _ITERATION_KEYS = frozenset("itdacg-+pfexyzlbmnsw")
+_DECISION_KEYS = frozenset("cg-+p")
 
 MAX_NUM_ROWS = 1024
 _NUM_NEEDED = 3
@@ -185,6 +186,9 @@ class LineReader:
             moves=tuple(_moves(fields) for fields in read_list(content, "m", MAX_NUM_REQUESTS)),
             has_forgotten="w" in content,
         )
+        told = _DECISION_KEYS.intersection(content)
+        if "x" in content and told:
+            raise RecordingError(f"x: nothing was decided, but there is {', '.join(sorted(told))}")
         self._number, self._start_us = number, start_us
         return iteration
 

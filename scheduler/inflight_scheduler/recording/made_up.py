@@ -20,7 +20,11 @@ from inflight_scheduler.recording.records import Arrival, CacheStart, RequestSta
 from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 
 MAX_CACHED_TOKENS = 2**27
-"""Tokens of all texts of which something was cached, each from its beginning; about a minute."""
+"""Tokens of all texts of which something was cached, beginnings that they share counted once, and
+a block as 16 at least; about a minute."""
+
+_MIN_BLOCK_TOKENS = 16
+_MAX_HOPS = 64
 
 
 class MadeUpText(list[int]):
@@ -45,9 +49,10 @@ class MadeUpText(list[int]):
         return self.length
 
     def append(self, token: int) -> None:
-        """One token more."""
+        """One token more; a negative one that is not pending breaks the text."""
         self.length += 1
         self.num_pending += token == PENDING_TOKEN
+        self.is_broken |= token < 0 and token != PENDING_TOKEN
 
     def __setitem__(self, index: object, token: object) -> None:
         """A token that was expected has come; which one does not matter."""
@@ -126,17 +131,42 @@ def restore_cache(
 def _kept(
     book: TextBook, cache: CacheStart, tokens_per_block: int
 ) -> Iterator[tuple[int, LlmRequest, int]]:
-    """Each kept block with a request that has its text; a text is hashed once."""
+    """Each kept block with a request that has its text, which is hashed once: also what very many
+    texts begin with."""
     num_tokens = 0
+    keys: dict[int, list[bytes]] = {}
     by_text = sorted(cache.kept, key=attrgetter("text_number", "place"))
     for number, group in groupby(by_text, key=attrgetter("text_number")):
         blocks = list(group)
-        length = (blocks[-1].place + 1) * tokens_per_block
-        num_tokens += length
+        num_blocks = blocks[-1].place + 1
+        length = num_blocks * tokens_per_block
+        known = _known_keys(book, keys, number, num_blocks, tokens_per_block)
+        num_tokens += (num_blocks - len(known)) * max(tokens_per_block, _MIN_BLOCK_TOKENS)
         if num_tokens > MAX_CACHED_TOKENS:
             raise RecordingError(f"cache: its texts have more than {MAX_CACHED_TOKENS} tokens")
         request = LlmRequest(0, (), 1)
         request.text_number = number
         request.tokens = MadeUpText(length, book, number)
+        request.block_keys = keys[number] = known
         for block in blocks:
             yield block.block_id, request, block.place
+
+
+def _known_keys(
+    book: TextBook,
+    keys: dict[int, list[bytes]],
+    number: int,
+    num_blocks: int,
+    tokens_per_block: int,
+) -> list[bytes]:
+    """The keys of its first blocks, at most ``num_blocks``, that texts before it have as well."""
+    best: list[bytes] = []
+    for _ in range(_MAX_HOPS):
+        number, length = book.beginning(number)
+        num_blocks = min(num_blocks, length // tokens_per_block)
+        if num_blocks <= len(best):
+            break
+        known = keys.get(number, ())
+        if len(known) > len(best):
+            best = list(known[:num_blocks])
+    return best

@@ -133,6 +133,7 @@ class FlightRecorder:
         self._move_watch = MoveWatch()
         self._moves: tuple[Moves, ...] = ()
         self._running: _Step | None = None  # overlapped: the step whose tokens come next
+        self._is_searching = False  # its tokens come before the next decision
         if sink is not None:
             sink.begin(Header(settings, software, self._started))
 
@@ -167,6 +168,10 @@ class FlightRecorder:
         if self._ends:
             self._note_early_ends()
         self._moves = self._move_watch.take()
+        if self._is_searching:
+            self._running = None
+        heads = (*context_requests, *generation_requests[:1])  # all generate with as many beams
+        self._is_searching = any(request.beams is not None for request in heads)
         if not self._segments or self._segments[-1].is_full:
             self._open_segment(active_requests)
         if self._arrivals:
@@ -223,6 +228,9 @@ class FlightRecorder:
 
     def finish_iteration(self) -> None:
         """Close the record; nothing happens if nothing happened."""
+        has_run = self._running is not None and any(self._running)
+        if has_run and self._context is None and not self._is_settled:
+            self.settled(())  # nobody was left to decide about
         is_silent = self._context is None and not self._arrivals and not self._ends
         if is_silent and not self._is_settled:
             self._running = None
@@ -279,9 +287,10 @@ class FlightRecorder:
         self._register_texts()
         if self._texts is not None:
             self._texts.forget(ended_ids)
-        has_forgotten, self._has_forgotten = self._has_forgotten, False  # they ended before that
+        comes_later = self._has_lost, self._has_forgotten  # they ended before that
+        self._has_lost = self._has_forgotten = False
         self._append(self._decided_ns)
-        self._has_forgotten = has_forgotten
+        self._has_lost, self._has_forgotten = comes_later
         self._arrivals = [r for r in arrivals if r.request_id not in ended_ids]
 
     def _append(self, decided_ns: int) -> None:

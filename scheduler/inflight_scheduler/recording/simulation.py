@@ -14,7 +14,7 @@ from inflight_scheduler.beam_search import BeamStep
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import InvalidDecision, SchedulerError
 from inflight_scheduler.planner import BatchPlanner
-from inflight_scheduler.recording.beams import BeamEntries, Moves, is_possible
+from inflight_scheduler.recording.beams import BeamEntries, Moves, RecordedBeams, is_possible
 from inflight_scheduler.recording.cost_model import Load
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.in_force import Lists, check_possible, scheduler_of
@@ -281,7 +281,8 @@ class Simulation:
             self._discard(batch, ends)
             return []
         drafts = () if iteration is None else iteration.drafts
-        return self.planner.update(batch, drawn_tokens(batch, drafts, self.planner))
+        failed = self._without_token(batch, ends)
+        return self.planner.update(batch, drawn_tokens(batch, drafts, self.planner, failed))
 
     def _run_overlapped(
         self, plan: Plan, iteration: Iteration | None, ends: dict[int, str]
@@ -310,9 +311,17 @@ class Simulation:
     ) -> list[LlmRequest]:
         if iteration is not None and iteration.has_forgotten:
             self.block_manager.forget_all()
-        owners = self.planner.token_owners(batch)
-        tokens = [-1 if ends.get(r.request_id) == NOT_FINITE else 0 for r in owners]
+        failed = self._without_token(batch, ends)
+        tokens = [-(request.request_id in failed) for request in self.planner.token_owners(batch)]
         return self.planner.settle(batch, tokens)
+
+    def _without_token(self, batch: ScheduledBatch, ends: dict[int, str]) -> set[int]:
+        """Whose numbers have failed; of those that search, nothing follows the last token."""
+        failed = {request_id for request_id, reason in ends.items() if reason == NOT_FINITE}
+        for request in self.planner.token_owners(batch) if failed else ():
+            if request.request_id in failed and isinstance(request.beams, RecordedBeams):
+                request.beams.is_broken = True
+        return failed
 
     def _discard(self, batch: ScheduledBatch, ends: dict[int, str]) -> None:
         for request in self.planner.discard(batch):

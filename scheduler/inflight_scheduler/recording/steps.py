@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from inflight_scheduler.batch import ScheduledBatch
@@ -28,20 +28,29 @@ class Plan(NamedTuple):
 
 
 def drawn_tokens(
-    batch: ScheduledBatch, drafts: Sequence[Drafts], planner: BatchPlanner
+    batch: ScheduledBatch,
+    drafts: Sequence[Drafts],
+    planner: BatchPlanner,
+    failed: Collection[int] = (),
 ) -> list[int]:
-    """What the engine may have drawn: drafts are 0, and so are the draws that confirm them."""
-    if batch.num_drafts == 0:
+    """What the engine may have drawn: drafts are 0, and so are the draws that confirm them.
+
+    The last token of a request in ``failed`` is -1: its numbers have failed.
+    """
+    if batch.num_drafts == 0 and not failed:
         return [0] * batch.num_drawn
     owners = planner.token_owners(batch)
     gained = {each.request_id: each.num_gained for each in drafts}
     tokens: list[int] = []
     for run in batch.runs:
         if run.num_drawn > 0:
-            num_right = max(gained.get(owners[len(tokens)].request_id, 0) - 1, 0)
+            owner = owners[len(tokens)].request_id
+            num_right = min(max(gained.get(owner, 0), 1), run.num_drawn) - 1
             drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
-            tokens += drawn[: run.num_drawn]
-    return tokens + [0] * len(batch.generation_slots)
+            if owner in failed:
+                drawn[num_right] = -1
+            tokens += drawn
+    return tokens + [-(owner.request_id in failed) for owner in owners[len(tokens) :]]
 
 
 NO_PLAN = Plan(ScheduledBatch(iteration=0), None)

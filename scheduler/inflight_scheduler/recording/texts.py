@@ -112,7 +112,8 @@ class RecordedTexts:
         if request.tokens[-1] < 0:
             return
         old_size = len(text)
-        text += pack(request.tokens[num_packed(text) :])
+        if request.beams is None:  # of a search only the prompt is kept; a pause begins it anew
+            text += pack(request.tokens[num_packed(text) :])
         self._keep(request, number, text)
         if request.beams is not None or request.num_tokens == request.prompt_len:
             return

@@ -86,8 +86,8 @@ def read_number(value: Any, name: str) -> float:
 
 
 def read_text(value: Any) -> str:
-    """A text of at most 1000 characters."""
-    if not isinstance(value, str) or len(value) > 1000:
+    """A text of at most 1000 characters, all of which can be written and drawn."""
+    if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
         raise RecordingError(f"a text is expected, not {shorten(value)}")
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
@@ -14,14 +14,32 @@ from inflight_backend.serve.messages import drop_unsaid
 
 @pytest.fixture(params=["the reader is gone", "the disk is full"])
 def unheard(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A descriptor to which nothing can be written."""
+    """A descriptor to which nothing can be written.
+
+    "The reader does not read" is for other processes: pytest could not say that a test waits.
+    """
     if request.param == "the disk is full":
         writer = os.open("/dev/full", os.O_WRONLY)
+        yield writer
     else:
         reader, writer = os.pipe()
-        os.close(reader)
-    yield writer
+        if request.param == "the reader is gone":
+            os.close(reader)
+        else:
+            _fill(writer)
+        yield writer
+        if request.param != "the reader is gone":
+            os.close(reader)
     os.close(writer)
+
+
+def _fill(writer: int) -> None:
+    """Leave no room in a pipe; who writes to it waits from now on."""
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
 
 
 @pytest.fixture

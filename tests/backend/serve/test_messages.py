@@ -26,10 +26,15 @@ def test_a_line_goes_where_it_should(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("ready\n", "stopping\n")
 
 
+@pytest.mark.parametrize(
+    "unheard",
+    ["the reader is gone", "the reader does not read", "the disk is full"],
+    indirect=True,
+)
 @pytest.mark.parametrize("code", [0, 1])
 def test_the_exit_code_is_the_one_that_was_meant(unheard: int, code: int) -> None:
     """Python ends with 120 when there is something left that it cannot write."""
     command = [sys.executable, "-c", SAYS_AND_ENDS, str(code)]
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # nothing is ever left without a buffer
-    ended = subprocess.run(command, env=environment, stdout=unheard, stderr=unheard)
+    ended = subprocess.run(command, env=environment, stdout=unheard, stderr=unheard, timeout=60)
     assert ended.returncode == code

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ServingError
-from inflight_backend.serve.process import ServerProcess, end_of, is_running
+from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
 
 POLITE = "import time; print('up', flush=True); time.sleep(60)"
+# The kernel keeps 15 bytes of a name: the first half of a character at the end.
+CUT_NAME = "import ctypes; ctypes.CDLL(None).prctl(15, 'abcdefghijklmn\u00fc'.encode()); " + POLITE
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE
 # A "server" with a "model process" that ignores SIGTERM; it says the pid of the latter.
 PARENT = f"""
@@ -121,7 +123,11 @@ def test_zombie_does_not_run() -> None:
 
 @pytest.mark.parametrize(
     ("code", "end"),
-    [("import os; os.abort()", "killed by SIGABRT"), ("raise SystemExit(3)", "exit code 3")],
+    [
+        ("import os; os.abort()", "killed by SIGABRT"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGRTMIN + 1)", "killed by signal 35"),
+        ("raise SystemExit(3)", "exit code 3"),
+    ],
 )
 def test_how_a_process_of_somebody_else_ended(code: str, end: str) -> None:
     """As that of the model, which tritonserver starts and does not reap."""
@@ -130,3 +136,13 @@ def test_how_a_process_of_somebody_else_ended(code: str, end: str) -> None:
         assert end_of(process.pid) == end
     assert end_of(process.pid) == ""
     assert end_of(os.getpid()) == ""
+
+
+def test_a_name_that_is_no_text_hides_no_process(tmp_path: Path) -> None:
+    """Whoever looks for the processes of added models sees all that run on the machine."""
+    process, _ = start(CUT_NAME, tmp_path / "log")
+    name = Path(f"/proc/{process.pid}/comm").read_bytes()
+    assert process.pid in children_of(os.getpid())
+    assert is_running(process.pid)
+    process.stop(0, not_hurried)
+    assert name == b"abcdefghijklmn\xc3\n"

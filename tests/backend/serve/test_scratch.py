@@ -58,6 +58,20 @@ def test_folder_made_just_before_the_end_is_noted(parent: Path, note: Path) -> N
     assert not is_locked(parent)
 
 
+@pytest.mark.case(119)
+def test_a_note_without_room_on_the_disk_is_written_later(parent: Path, note: Path) -> None:
+    """A start after a failure, which must not end because of the note."""
+    note.symlink_to("/dev/full")
+    with BackendScratch(note) as scratch:
+        (parent / "python_env_mine").mkdir()
+        scratch.look()
+        assert not is_locked(parent)
+        note.unlink()  # now there is room
+        (parent / "python_env_later").mkdir()
+        scratch.look()
+        assert note.read_text() == str(parent / "python_env_mine")
+
+
 def test_two_new_folders_are_both_left_alone(parent: Path, note: Path) -> None:
     with BackendScratch(note) as scratch:
         (parent / "python_env_a").mkdir()

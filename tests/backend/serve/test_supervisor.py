@@ -89,6 +89,25 @@ def test_a_restart_that_nobody_hears_of_takes_place(
     assert numbers == [1, 2]
 
 
+@pytest.mark.case(119)
+def test_what_the_machine_lacks_is_a_failure_like_others(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers: list[int] = []
+
+    def serve(attempt: Attempt) -> None:
+        numbers.append(attempt.number)
+        if attempt.number == 2:
+            Path("/dev/full").write_text("no room for the log")
+        attempt.mark_ready()
+        if attempt.number == 1:
+            raise ServingError("the model process died")
+
+    run(workspace, serve)
+    assert numbers == [1, 2, 3]
+    assert "No space left on device; starting again in" in capsys.readouterr().err
+
+
 def test_a_server_that_never_was_ready_is_not_started_again(workspace: Workspace) -> None:
     def serve(attempt: Attempt) -> None:
         raise ServingError("no such checkpoint")

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakeSender
+from triton_harness import ids_of
 
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
@@ -19,21 +22,53 @@ WAIT = 10.0
 TESTS = Path(__file__).parents[2]
 
 
-def test_a_chore_that_raises_is_tried_again_and_the_others_run() -> None:
+def test_a_chore_that_raises_is_tried_again_and_the_others_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is told twice: the third try succeeds, and the one after that does not."""
     num_tries = 0
-    tried_twice, other_ran = threading.Event(), threading.Event()
+    tried_often, other_ran = threading.Event(), threading.Event()
 
     def fail() -> None:
         nonlocal num_tries
         num_tries += 1
-        if num_tries == 2:
-            tried_twice.set()
-        raise RuntimeError("a chore")
+        if num_tries == 6:
+            tried_often.set()
+        if num_tries != 3:
+            raise RuntimeError("a chore")
 
     housekeeper = Housekeeper([Chore(fail, 0.01), Chore(other_ran.set, 60.0)])
-    assert tried_twice.wait(WAIT)
+    assert tried_often.wait(WAIT)
     assert other_ran.wait(WAIT)
     housekeeper.close()
+    assert caplog.text.count("a housekeeping chore failed") == 2
+
+
+class MuteSender(FakeSender):
+    """Triton does not say whether its client has gone."""
+
+    def is_cancelled(self) -> bool:
+        raise RuntimeError("shm full")
+
+
+@pytest.mark.case(67)
+def test_a_stream_that_cannot_be_asked_hides_nobody_who_leaves(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = CountingEngine(
+        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.002)
+    )
+    server = make_server(engine, cancellation_check_period_ms="10")
+    mute, leaving = MuteSender(), FakeSender()
+    for sender in (mute, leaving):
+        server.send(sender=sender, input_ids=[1], request_output_len=700, streaming=True)
+        assert sender.has_response.wait(WAIT)
+    leaving.cancelled = True
+    assert leaving.is_final.wait(WAIT)
+    assert not mute.is_final.is_set()
+    assert mute.is_final.wait(WAIT)
+    assert ids_of(mute) == list(range(2, 702))
+    assert caplog.text.count("whether a client has gone") == 1
 
 
 WATCHER = "from inflight_backend.triton.housekeeper import exit_with_parent; exit_with_parent(0.05)"

@@ -48,7 +48,7 @@ def tensors_of(sender: FakeSender) -> dict[str, Any]:
         {"return_perf_metrics": True},
         {"return_num_input_tokens": True, "return_num_output_tokens": True},
         {"return_log_probs": True},
-        {"return_log_probs": True, "num_top_log_probs": 2},
+        {"return_log_probs": True, "num_top_log_probs": 2, "return_log_prob_ranks": True},
         {"return_context_logits": True},
         {"return_generation_logits": True},
         {"return_finish_reason": True},
@@ -82,7 +82,7 @@ def test_it_has_every_output_it_asked_for(
     if "output_log_probs" in sent:
         assert sent["output_log_probs"].shape == (1, num_beams, 0)
         assert sent["cum_log_probs"].tolist() == [[0] * num_beams]
-    for name in ("context_logits", "generation_logits", "top_log_probs"):
+    for name in ("context_logits", "generation_logits", "top_log_probs", "output_log_prob_ranks"):
         assert sent.get(name, sent["output_ids"][:, :, :0]).size == 0
     if "num_input_tokens" in sent:
         assert sent["num_input_tokens"].tolist() == [[len(PROMPT)]]

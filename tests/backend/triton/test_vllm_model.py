@@ -2,54 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeRequest, FakeSender
-from relay_harness import calling
-from triton_harness import WAIT, Server, error_of
-
-from inflight_backend.triton.vllm_model import TritonPythonModel
-
-Ask = Callable[..., FakeSender]
+from fakes import FakePbUtils
+from relay_harness import Ask, tensors_of, vllm_model
+from triton_harness import Server, error_of
 
 
 @pytest.fixture
-def ask(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+def ask(server: Server) -> Iterator[Ask]:
     """Send one request to ``vllm_model`` and wait for its end."""
-
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", calling(server))
-    model = TritonPythonModel()
-    config = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
-    model.initialize({"model_config": json.dumps(config)})
-
-    def send(
-        prompt: str = "1 2", settings: Any = None, parameters: Any = None, **flags: bool
-    ) -> FakeSender:
-        tensors: dict[str, Any] = {"text_input": np.array([prompt.encode()], dtype=object)}
-        if settings is not None:
-            text = json.dumps(settings).encode()
-            tensors["sampling_parameters"] = np.array([text], dtype=object)
-        tensors |= {name: np.array([value]) for name, value in flags.items()}
-        request = FakeRequest(tensors, parameters=json.dumps(parameters or {}))
-        model.execute([request])
-        assert request.sender.is_final.wait(WAIT)
-        return request.sender
-
-    yield send
-    model.finalize()
-
-
-def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:
-    """The tensors of every response, as lists."""
-    return [
-        {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
-        for response in sender.responses
-    ]
+    with vllm_model(server) as ask:
+        yield ask
 
 
 def test_the_sample_client_of_vllms_backend(ask: Ask) -> None:
@@ -89,11 +56,6 @@ def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[
     pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
     assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
     assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
-
-
-def test_log_probabilities_of_tokens_are_refused(ask: Ask) -> None:
-    message, _ = error_of(ask(settings={"max_tokens": 2}, return_logprobs=True))
-    assert message == "'return_logprobs' is not supported by this server, but for false"
 
 
 def test_several_answers_come_side_by_side(ask: Ask) -> None:

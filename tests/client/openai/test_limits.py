@@ -121,6 +121,8 @@ def test_who_reads_nothing_holds_a_place_until_it_is_hung_up(
                 silent.sendall((head + large).encode())
                 (connection,) = await connections_of(runner)
                 await until(lambda: connection.transport.get_write_buffer_size() > 0)
+                limits = connection.transport.get_write_buffer_limits()
+                assert limits == (0, 0), "the rest of an answer holds a place, however little"
                 async with client_of(runner) as client:
                     assert (await post(client, PATH, COMPLETION))[0] == 429
                     await until(lambda: connection not in connections_in(runner))

@@ -107,7 +107,8 @@ class RecordedWorld:
         """One pass of the loop: decide, run, then the stops.
 
         ``fault``: "failed" for the step that is decided, "lost" for the one before (overlapped),
-        "unseen" if only those get no token of that who have left meanwhile.
+        "unseen" if only those get no token of that who have left meanwhile, and "broken" for one
+        whose numbers have failed.
         """
         decision = self.decide()
         batch = self.planner.plan(*decision)
@@ -118,8 +119,9 @@ class RecordedWorld:
         run = self._run_overlapped if self.is_overlapped else self._run
         settled, hurt = run(batch, fault)
         for request in settled:
-            if request.is_finished:
-                self.end(request)
+            is_broken = request.tokens[request.num_drawn_tokens - 1] < 0
+            if request.is_finished or is_broken:
+                self.end(request, "no token" if is_broken else "")
         for request in hurt:
             if self.active.get(request.request_id) is request:
                 self.end(request, "failed")
@@ -148,10 +150,10 @@ class RecordedWorld:
         """Who got a token, and whom a fault has hurt."""
         if batch.is_empty:
             return [], []
-        if fault and fault != "unseen":
+        if fault in ("failed", "lost"):
             self.recorder.failed()
             return [], self.planner.discard(batch)
-        return self.planner.update(batch, self._draw(batch)), []
+        return self.planner.update(batch, self._draw(batch, fault)), []
 
     def _run_overlapped(
         self, batch: ScheduledBatch, fault: str
@@ -172,7 +174,7 @@ class RecordedWorld:
                 hurt += planner.discard(self.running)
                 self.running = None
         elif before is not None:
-            tokens = self._draw(before)
+            tokens = self._draw(before, fault)
             if fault == "unseen":
                 owners = planner.token_owners(before)
                 pairs = zip(owners, tokens, strict=True)
@@ -185,10 +187,11 @@ class RecordedWorld:
             hurt += planner.discard(batch)
         return settled, hurt
 
-    def _draw(self, batch: ScheduledBatch) -> list[int]:
+    def _draw(self, batch: ScheduledBatch, fault: str = "") -> list[int]:
         """The same text goes on in the same way, as with a greedy model."""
         owners = self.planner.token_owners(batch)
-        return [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in owners]
+        broken = owners[:1] if fault == "broken" else []
+        return [-1 if r in broken else draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in owners]
 
     def end(self, request: LlmRequest, error: str = "") -> None:
         """Release, and take from the active list."""
@@ -279,7 +282,7 @@ def play(
             continue
         stops = [request for request in world.active if rng.random() < 0.02]
         fault = (
-            rng.choice(["failed", "lost", "unseen"])
+            rng.choice(["failed", "lost", "unseen", "broken"])
             if fault_rate and rng.random() < fault_rate
             else ""
         )

@@ -52,21 +52,27 @@ class SearchingWorld(RecordedWorld):
         before = self.running
         if before is not None and self.planner.must_settle_first(before):
             self.running = None
-            if self._settle_first(before, has_lost=fault == "lost"):
+            if self._settle_first(before, fault):
                 return [], [], []
         return super().iterate(stops, fault)
 
-    def _settle_first(self, before: ScheduledBatch, *, has_lost: bool) -> bool:
+    def _settle_first(self, before: ScheduledBatch, fault: str) -> bool:
         """Whether this has ended somebody; then it was an iteration."""
         self.clock.time_us += self._price_of_running
         self._price_of_running = 0.0
-        if has_lost:
+        if fault == "lost":
             self.recorder.lost()
             ended = [(request, "failed") for request in self.planner.discard(before)]
         else:
-            candidates = self._candidates(before)
-            settled = self.planner.settle(before, self._draw(before), candidates)
-            ended = [(request, "") for request in settled if request.is_finished]
+            tokens, candidates = self._draw(before, fault), self._candidates(before, fault)
+            settled = self.planner.settle(before, tokens, candidates)
+            ended = [
+                (request, "no token" if request.tokens[-1] < 0 else "")
+                for request in settled
+                if request.is_finished or request.tokens[-1] < 0
+            ]
+            if self.planner.has_forgotten:
+                self.recorder.forgot()
         if ended:
             self.recorder.settled(self.active)
             for request, error in ended:
@@ -78,12 +84,16 @@ class SearchingWorld(RecordedWorld):
     def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
         if batch.is_empty or fault in ("failed", "lost"):
             return super()._run(batch, fault)
-        return self.planner.update(batch, self._draw(batch), self._candidates(batch)), []
+        tokens, candidates = self._draw(batch, fault), self._candidates(batch, fault)
+        return self.planner.update(batch, tokens, candidates), []
 
-    def _candidates(self, batch: ScheduledBatch) -> dict[int, list[Candidate]]:
+    def _candidates(self, batch: ScheduledBatch, fault: str) -> dict[int, list[Candidate]]:
         """Of every row; in most steps all go on from one that is far better than the others."""
         found = {}
-        for request in self.planner.token_owners(batch):
+        owners = self.planner.token_owners(batch)
+        for request in owners:
+            if fault == "broken" and request is owners[0]:
+                continue
             if request.seq_slot is None:  # it has left while the step ran
                 continue
             best = draw([request.request_id, request.num_tokens], -1, 0) % 4

@@ -13,12 +13,14 @@ from inflight_scheduler.recording import cache_lines
 from inflight_scheduler.recording.cache_lines import LINE_NUMBERS
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
+from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.lines import MAX_LINE_BYTES, LineWriter
 from inflight_scheduler.recording.records import (
     MAX_NUM_BLOCKS,
     MAX_NUM_REQUESTS,
     MAX_NUM_TEXTS,
     MAX_NUM_TOKENS,
+    Arrival,
     CacheStart,
     KeptBlock,
     RequestState,
@@ -26,6 +28,7 @@ from inflight_scheduler.recording.records import (
     TextPart,
 )
 from inflight_scheduler.recording.replay import replay
+from inflight_scheduler.recording.simulation import Simulation
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 2, 6, 40, None, True, True)
 
@@ -98,6 +101,34 @@ def test_the_longest_lines_there_can_be_are_short_enough() -> None:
         assert (len(lines) > 1) == (num_more > 0), "it is as much as the first line takes"
         assert max(map(len, lines)) < MAX_LINE_BYTES
     assert LINE_NUMBERS * len(f"{MAX_NUM_TEXTS}, ") < MAX_LINE_BYTES // 2
+
+
+def test_a_beginning_that_very_many_cached_texts_share_counts_once() -> None:
+    """Each from its beginning they are 200 million tokens; a system prompt makes such a cache."""
+    num_shared, num_texts = 1024, 3001
+    settings = Settings(MAX_UTILIZATION, 5000, 64, 4, enable_reuse=True)
+    length = num_shared * 64
+    blocks = [*((block, 0, block) for block in range(num_shared))]
+    blocks += [(num_shared + number, number, num_shared) for number in range(1, num_texts)]
+    unknown = num_texts  # is cached no more, and all but the first are like it
+    cache = CacheStart(
+        num_texts + 1,
+        (
+            TextPart(unknown, 0, length, 0),
+            *(TextPart(number, unknown, length, 0) for number in range(1, num_texts)),
+        ),
+        (),
+        (),
+        tuple(KeptBlock(*block) for block in blocks),
+        tuple(block for block, _, _ in blocks),
+        (),
+    )
+    simulation = Simulation(settings, cache=cache)
+    simulation.block_manager.check_integrity()
+    for number in (1, num_texts - 1):
+        arrival = Arrival(number, length + 65, 1, likeness=Likeness(number, length + 64))
+        match = simulation.block_manager.match_prefix(simulation.arrive(arrival))
+        assert match.block_ids == (*range(num_shared), num_shared + number)
 
 
 Lines = list[dict[str, Any]]

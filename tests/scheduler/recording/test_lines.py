@@ -124,7 +124,7 @@ def test_no_text_of_the_user_is_in_a_recording() -> None:
         values = [x for key in "alm" for row in content.get(key, []) for x in row]
         assert all(x is None or type(x) in (int, float) for x in values)
         assert all(type(x) is int for key in "cp+-gn" for x in content.get(key, []))
-    assert words <= set(KEYS) | {"cancelled", "end_id", "error"}
+    assert words <= set(KEYS) | {"cancelled", "end_id", "error", "not_finite"}
 
 
 def changed_header(**changes: object) -> str:
@@ -149,6 +149,8 @@ def changed_header(**changes: object) -> str:
         (TEXT.replace('"f":', '"f":-', 1), "line 2: f is -"),
         (TEXT.replace('"f":', '"f":1e3,"d":', 1), "line 2: f: a whole number is expected"),
         (TEXT.replace('"d":', '"d":true,"d":"', 1), "line 2: this is no JSON"),
+        (changed_header(scheduler_class="a:\ud800"), r"line 1: a text is expected, not 'a:\ud800'"),
+        (changed_header(scheduler_class="a:\0"), r"line 1: a text is expected, not 'a:\x00'"),
         (changed_header(num_blocks=10**18), "line 1: num_blocks is 1000000000000000000"),
         (changed_header(num_blocks=0), "line 1: num_blocks is 0"),
         (changed_header(max_batch_size=10**9), "line 1: max_batch_size is 1000000000"),
@@ -214,6 +216,13 @@ def test_a_step_that_failed_ends_its_requests() -> None:
     text = TEXT.replace(line, line[:-1] + ',"y":1}')
     with pytest.raises(RecordingError, match="survives a failed step"):
         replay(read(text))
+
+
+@pytest.mark.parametrize("told", ['"c":[1,9]', '"g":[1]', '"+":[0,2]', '"p":[1]'])
+def test_no_decision_is_hidden(told: str) -> None:
+    """One behind an x would be compared with nothing."""
+    line = f'{{"i":1,"t":0,"d":0,"x":1,{told},"f":12}}\n'
+    assert "x: nothing was decided, but there is" in outcome(TEXT.partition("\n")[0] + "\n" + line)
 
 
 @pytest.mark.case(111)

@@ -77,7 +77,7 @@ class DraftingWorld(RecordedWorld):
                 text.append(draw(text, -1, 0) if is_right else self.dice.randrange(VOCAB_SIZE))
             request.set_draft_tokens(text[request.num_tokens :])
 
-    def _draw(self, batch: ScheduledBatch) -> list[int]:
+    def _draw(self, batch: ScheduledBatch, fault: str = "") -> list[int]:
         owners, tokens = self.planner.token_owners(batch), list[int]()
         for run in (run for run in batch.runs if run.is_last):
             text = owners[len(tokens)].tokens[: run.start + len(run.tokens)]

@@ -321,3 +321,25 @@ def test_numbers_that_failed_of_those_who_have_left_empty_the_cache_in_a_replay_
         assert result.divergence is None, (seed, str(result))
         num_forgotten += world.text.count('"w":1')
     assert num_forgotten > 0
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_prompt_without_numbers_is_not_cached_in_a_replay_either(
+    is_overlapped: bool, num_drafts: int
+) -> None:
+    """So of two that begin like it one waits for the other, as it did."""
+    settings = Settings(MAX_UTILIZATION, 40, 2, 5, None, None, True)
+    world = RecordedWorld(replace(settings, is_overlapped=is_overlapped and not num_drafts))
+    world.arrive(make_request(1, 8, 9, family=1, num_drafts=num_drafts))
+    world.iterate(fault="broken")
+    while world.active:
+        world.iterate(fault="broken")
+    for number in (2, 3):
+        world.arrive(make_request(number, 8, 2, family=1))
+    while world.active:
+        world.iterate()
+    assert [len(batch.context_chunks) for batch in world.batches if batch.context_chunks] == [1] * 3
+    result = replay(read(world.text))
+    assert result.divergence is None, str(result)
+    assert world.text.count('"not_finite"') == 1

@@ -8,7 +8,14 @@ import pytest
 from scheduler.recording.recorded import GUARANTEED, RecordedWorld
 from scheduler.world import make_request
 
-from inflight_scheduler import ActiveRequests, BlockManager, LlmRequest
+from inflight_scheduler import (
+    ActiveRequests,
+    BeamParams,
+    BeamSearch,
+    BlockManager,
+    LlmRequest,
+)
+from inflight_scheduler.beam_search import BeamStep
 from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.likeness import Likeness
@@ -141,7 +148,7 @@ def test_what_is_held_as_bytes_gets_all_names_again(has_decision: bool) -> None:
         has_lost=True,
         drafts=(Drafts(1, 4, 3, 2),),
         is_settled=True,
-        moves=(Moves(4, (0, 0)),),
+        moves=(Moves(4, (0, 0)), Moves(5, (2, 2, 2))),
         has_forgotten=True,
     )
     fields = (
@@ -155,9 +162,29 @@ def test_what_is_held_as_bytes_gets_all_names_again(has_decision: bool) -> None:
         *(True, True),
         (1, 4, 3, 2),
         True,
-        (4, (0, 0)),
+        (*(4, (0, 0)), *(5, (2, 2, 2))),
         True,
     )
     unpacked = Unpacker().iteration(pack_iteration(fields))
     assert unpacked == iteration
     assert repr(unpacked) == repr(iteration)  # the names as well
+
+
+def test_the_ring_is_bounded_while_many_search() -> None:
+    """How their beams have gone on is told in each iteration: of 400 searches, 40 MB in 500."""
+    recorder = FlightRecorder(Settings(GUARANTEED, 2**20, 32, 400))
+    active = [
+        make_request(number, 4, 9000, beam_width=4, search=BeamParams(4, 4))
+        for number in range(400)
+    ]
+    for request in active:
+        recorder.arrived(request)
+    for number in range(3000):
+        for request in active:
+            assert isinstance(request.beams, BeamSearch)
+            request.beams.step = BeamStep((0, 1, 2, number % 4), (0, 0, 0, 0))
+        recorder.decided(active, [], active, [])
+        recorder.finish_iteration()
+    segments = recorder._segments
+    num_bytes = sum(len(packed) for segment in segments for packed in segment.packed)
+    assert 0.9 * 16 * 2**21 < num_bytes < 1.1 * 16 * 2**21

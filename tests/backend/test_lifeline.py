@@ -1,0 +1,97 @@
+"""A model process dies with the launcher, whatever it is doing. Real processes and signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight_backend.lifeline import Lifeline
+
+WAIT = 20.0
+# As in Triton's code, which may wait with Python's lock: none of Python's threads can do anything.
+STUCK_IN_NATIVE_CODE = "import ctypes; ctypes.PyDLL(None).sleep(60)"
+IDLE = "import time; time.sleep(60)"
+MODEL = """
+from inflight_backend.lifeline import die_with_launcher
+die_with_launcher()
+print("up", flush=True)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from inflight_backend.lifeline import Lifeline
+lifeline = Lifeline(Path(sys.argv[1]))
+print(lifeline.environment, flush=True)
+sys.stdin.read()
+"""
+
+
+def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Run ``code``; it has printed a line when this returns."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    return process
+
+
+@pytest.mark.case(124)
+@pytest.mark.parametrize("doing", [STUCK_IN_NATIVE_CODE, IDLE], ids=["stuck", "idle"])
+def test_a_model_dies_with_a_launcher_that_is_killed(doing: str, tmp_path: Path) -> None:
+    fifo = tmp_path / "lifeline"
+    with start(LAUNCHER, str(fifo)) as launcher:
+        models = [start(MODEL + doing, INFLIGHT_LIFELINE=str(fifo)) for _ in range(2)]
+        with models[0], models[1]:
+            assert [model.poll() for model in models] == [None, None]
+            launcher.kill()
+            assert [model.wait(WAIT) for model in models] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.case(124)
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_a_model_that_comes_too_late_ends_by_itself(is_swept: bool, tmp_path: Path) -> None:
+    lifeline = Lifeline(tmp_path / "lifeline")
+    lifeline.close()
+    if is_swept:
+        (tmp_path / "lifeline").unlink()
+    late = subprocess.run(
+        [sys.executable, "-c", MODEL],
+        env={**os.environ, **lifeline.environment},
+        capture_output=True,
+        timeout=WAIT,
+    )
+    assert (late.returncode, late.stdout) == (1, b"")
+
+
+@pytest.mark.case(109)
+def test_nobody_dies_of_a_neighbour(tmp_path: Path) -> None:
+    """Opening and closing the FIFO beside the launcher kills none, nor does another model's end."""
+    lifeline = Lifeline(tmp_path / "lifeline")
+    with (
+        start(MODEL + IDLE, **lifeline.environment) as model,
+        start(MODEL + IDLE, **lifeline.environment) as other,
+    ):
+        for access in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+            os.close(os.open(tmp_path / "lifeline", access | os.O_NONBLOCK))
+        other.kill()
+        other.wait()
+        with pytest.raises(subprocess.TimeoutExpired):
+            model.wait(0.5)
+        lifeline.close()
+        assert model.wait(WAIT) == -signal.SIGKILL
+
+
+def test_without_a_launcher_nothing_happens() -> None:
+    """As in a plain Triton."""
+    alone = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, timeout=WAIT)
+    assert (alone.returncode, alone.stdout) == (0, b"up\n")
