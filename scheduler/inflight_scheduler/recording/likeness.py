@@ -157,12 +157,7 @@ class _Tree:
         return bool(self._edges)
 
     def _append(
-        self,
-        node: int,
-        text: bytes,
-        place: int,
-        owner: int,
-        inherited: Iterable[tuple[int, int]],
+        self, node: int, text: bytes, place: int, owner: int, inherited: Iterable[tuple[int, int]]
     ) -> None:
         """``text`` goes on behind ``node`` from ``place`` as no other did.
 
