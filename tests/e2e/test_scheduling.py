@@ -192,7 +192,7 @@ def test_priorities_deadlines_and_the_limit_count_in_the_queue(
         client.send("runs", stop=True)
         seen.until(lambda: len(seen.finished) == 4)
         with PeerClient(server.grpc_url) as feed:
-            feed.send(stats=True)
+            feed.open_feed()
             prompt = " ".join(str(number) for number in range(100, 160))
             client.send("chunked", text_input=prompt, max_tokens=30, stream=True)
             seen.until(lambda: len(seen.finished) == 5)
@@ -227,7 +227,7 @@ def test_v1_answers_in_lock_step_with_statistics_of_its_own(
     with ThreadPoolExecutor(len(prompts)) as pool:
         wanted = list(pool.map(in_flight, prompts, lengths))
     with PeerClient(static.grpc_url) as client, PeerClient(static.grpc_url) as feed:
-        feed.send(stats=True)
+        feed.open_feed()
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             client.send(
                 str(i),
