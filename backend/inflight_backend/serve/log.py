@@ -11,6 +11,12 @@ _TAIL_BYTES = 64 * 1024
 _LOAD_FAILURE = re.compile(r"failed to load '[^']*' version \d+: (?:\w+: )?(?P<reason>.*)")
 _SEVERITY = re.compile(r"^[A-Z]\d{4} [\d:.]+\s+\d+ \S+\] ")
 _ERROR = re.compile(r"^(?:E\d{4} |error:|\S+: error while loading)", re.IGNORECASE)
+# What an abort says last, by C++, by an assertion or by the C library.
+_ABORT = re.compile(
+    r"^(?:terminate called .*|\s+what\(\): .*|.*: Assertion .* failed\.|Fatal glibc error: .*"
+    r"|(?:malloc|free|realloc|munmap_chunk)\(\): .*|double free or corruption.*|corrupted .*"
+    r"|\*\*\* .* \*\*\*.*)$"
+)
 # Said as errors by every healthy server on a machine without a GPU.
 _NOISE = ("NVML", "CudaDriverHelper", "CUDA driver version is insufficient")
 
@@ -26,6 +32,11 @@ def explain(log_file: Path) -> str:
         if _ERROR.match(line) and not any(word in line for word in _NOISE):
             return _without_traceback(line)
     return ""
+
+
+def explain_abort(log_file: Path) -> str:
+    """What the process said when it aborted itself, in one line; maybe ""."""
+    return " ".join(line.strip() for line in _tail(log_file) if _ABORT.match(line))
 
 
 def _tail(log_file: Path) -> list[str]:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from inflight_backend.errors import ServingError
-from inflight_backend.serve.log import explain
+from inflight_backend.serve.log import explain, explain_abort
 from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
 from inflight_backend.serve.repository import DEFAULT_MODELS
 from inflight_backend.serve.settings import ServeSettings
@@ -50,7 +50,8 @@ class Vitals:
         if latest is not None and latest.phase == "failed":
             raise ServingError(latest.fields["error"])
         if end is not None:
-            reason = explain(self._workspace.log_file) if is_loading else ""
+            log_file = self._workspace.log_file
+            reason = explain_abort(log_file) or (explain(log_file) if is_loading else "")
             why = f": {reason}" if reason else f" {_SEE_LOG}"
             raise ServingError(f"tritonserver ended ({end}){why}")
         if is_model_dead:

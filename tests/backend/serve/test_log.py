@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.serve.log import explain
+from inflight_backend.serve.log import explain, explain_abort
 
 NOISE = (
     'E1121 03:10:06.023510 7499 server.cc:241] "CudaDriverHelper has not been initialized."\n'
@@ -58,3 +58,25 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
 
 def test_no_log_explains_nothing(tmp_path: Path) -> None:
     assert explain(tmp_path / "server.log") == ""
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["terminate called after throwing an instance of 'std::system_error'", "  what():  no"],
+        ["tritonserver: a.cc:7: int f(): Assertion `x > 0' failed."],
+        ["malloc(): unaligned tcache chunk detected"],
+        ["double free or corruption (out)"],
+        ["Fatal glibc error: pthread_mutex_lock.c:94: assertion failed"],
+    ],
+)
+def test_what_an_abort_says_is_told(tmp_path: Path, said: list[str]) -> None:
+    file = tmp_path / "server.log"
+    file.write_text(NOISE + "\n".join(said) + "\n" + NOISE)
+    assert explain_abort(file) == " ".join(line.strip() for line in said)
+
+
+def test_a_log_without_an_abort(tmp_path: Path) -> None:
+    file = tmp_path / "server.log"
+    file.write_text(NOISE + PORT + LOADER + DEPENDENT)
+    assert explain_abort(file) == ""
