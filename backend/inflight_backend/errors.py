@@ -41,3 +41,7 @@ class ConfigurationError(ServingError):
 
 class CheckpointError(ConfigurationError):
     """The checkpoint folder cannot be served; it names the file or tensor."""
+
+
+class ServerKilled(ServingError):
+    """A signal ended tritonserver, one of its own (an abort) or of somebody else."""

@@ -58,6 +58,11 @@ class ServerProcess:
         code = self._process.poll()
         return None if code is None else _in_words(code)
 
+    @property
+    def was_killed(self) -> bool:
+        """True if a signal ended the server, one of its own as well."""
+        return (self._process.poll() or 0) < 0
+
     def stop(self, grace_seconds: float, is_hurried: Callable[[], bool]) -> None:
         """Ask the server to end, kill the whole group after the grace time, reap everything.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inflight_backend.errors import ServingError
+from inflight_backend.errors import ServerKilled, ServingError
 from inflight_backend.serve.messages import say
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.workspace import Workspace
@@ -49,7 +49,7 @@ class Attempt:
 
     number: int
     failed_at: float | None = None
-    """When the server before it failed; None for the first."""
+    """When the server before it failed; None until one has been ready."""
     ready_at: float | None = None
 
     def mark_ready(self) -> None:
@@ -74,7 +74,9 @@ class Supervisor:
         """Run ``serve``, again if it raises; `ServingError` for a failure that nothing follows.
 
         An ``OSError`` is one as well: what the machine lacks now, as room on a disk, it may have
-        soon. A server that never was ready is not started again: what is wrong then is a setting.
+        soon. A server that never was ready is not started again, since what is wrong then is a
+        setting; but once if a signal ended it: Triton 24.10 now and then aborts while it loads
+        several Python models on a busy machine (an uncaught `lock_exception` of boost).
         """
         attempt = Attempt(1)
         was_ready = False
@@ -84,10 +86,12 @@ class Supervisor:
                 return
             except (ServingError, OSError) as error:
                 was_ready = was_ready or attempt.ready_at is not None
-                if not was_ready or self._signals.is_asked():
+                is_chance = isinstance(error, ServerKilled) and attempt.number == 1
+                if not (was_ready or is_chance) or self._signals.is_asked():
                     raise
                 delay = self._next_delay(attempt, error)
-            attempt = Attempt(attempt.number + 1, failed_at=time.monotonic())
+            failed_at = time.monotonic() if was_ready else None
+            attempt = Attempt(attempt.number + 1, failed_at)
             self._workspace.clear_run()
             if not self._wait(delay):
                 return

@@ -6,7 +6,7 @@ import http.client
 import time
 from pathlib import Path
 
-from inflight_backend.errors import ServingError
+from inflight_backend.errors import ServerKilled, ServingError
 from inflight_backend.serve.log import explain, explain_abort
 from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
 from inflight_backend.serve.repository import DEFAULT_MODELS
@@ -53,7 +53,8 @@ class Vitals:
             log_file = self._workspace.log_file
             reason = explain_abort(log_file) or (explain(log_file) if is_loading else "")
             why = f": {reason}" if reason else f" {_SEE_LOG}"
-            raise ServingError(f"tritonserver ended ({end}){why}")
+            failure = ServerKilled if self._server.was_killed else ServingError
+            raise failure(f"tritonserver ended ({end}){why}")
         if is_model_dead:
             how = end_of(status.pid) if status is not None else ""
             raise ServingError(f"the model process died{how and f': {how}'} {_SEE_LOG}")

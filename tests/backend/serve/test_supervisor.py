@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.errors import ServingError
+from inflight_backend.errors import ServerKilled, ServingError
 from inflight_backend.serve import supervisor
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.supervisor import STEADY_SECONDS, Attempt, RestartPolicy, Supervisor
@@ -114,6 +114,28 @@ def test_a_server_that_never_was_ready_is_not_started_again(workspace: Workspace
 
     with pytest.raises(ServingError, match=r"^no such checkpoint$"):
         run(workspace, serve)
+
+
+def test_a_server_that_a_signal_ended_while_it_loaded_gets_one_more_chance(
+    workspace: Workspace,
+) -> None:
+    """Ready then, it is not ready *again*."""
+    attempts: list[Attempt] = []
+
+    def serve(attempt: Attempt) -> None:
+        attempts.append(attempt)
+        if len(attempts) % 2:
+            raise ServerKilled("tritonserver ended (killed by SIGABRT)")
+
+    run(workspace, serve)
+    assert [(each.number, each.failed_at) for each in attempts] == [(1, None), (2, None)]
+
+    def serve_never(attempt: Attempt) -> None:
+        attempts.append(attempt)
+        raise ServerKilled(f"killed {attempt.number}")
+
+    with pytest.raises(ServerKilled, match=r"^killed 2$"):
+        run(workspace, serve_never)
 
 
 @pytest.mark.case(120)
