@@ -175,15 +175,33 @@ def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory
     assert_serves(running)
 
 
-def wait_for_another_model(running: ServeProcess, first: int) -> int:
-    """The process of the next model, which has just started."""
+@pytest.mark.case(119)
+def test_a_first_load_that_a_signal_ends_is_begun_again(serve: ServeFactory) -> None:
+    """As Triton's own aborts do on a busy machine."""
+    running = serve(wait_for="starting tritonserver")
+    wait_for(running, lambda: bool(running.pid_of(MODEL)))  # it is loading by then
+    running.kill_tritonserver(signal.SIGABRT)
+    running.wait_until_printed("inflight is ready")
+    assert "tritonserver ended (killed by SIGABRT)" in running.stderr
+    assert "starting again now (failure 1)" in running.stderr
+    assert_serves(running)
+
+
+def wait_for(running: ServeProcess, condition: Callable[[], bool]) -> None:
+    """Until it is true; a process that is looked for in vain is a ``ValueError``."""
     deadline = time.monotonic() + RECOVER_SECONDS
     while time.monotonic() < deadline:
-        with suppress(ValueError):  # none, for a while
-            if (pid := running.pid_of(MODEL)) != first:
-                return pid
+        with suppress(ValueError):
+            if condition():
+                return
         time.sleep(0.001)
     raise AssertionError(running.stderr)
+
+
+def wait_for_another_model(running: ServeProcess, first: int) -> int:
+    """The process of the next model, which has just started."""
+    wait_for(running, lambda: running.pid_of(MODEL) != first)
+    return running.pid_of(MODEL)
 
 
 @pytest.mark.case(124)
