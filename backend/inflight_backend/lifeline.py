@@ -14,6 +14,10 @@ import os
 import signal
 from pathlib import Path
 
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
+
 _VARIABLE = "INFLIGHT_LIFELINE"
 
 
@@ -37,9 +41,16 @@ class Lifeline:
 
 
 def die_with_launcher() -> None:
-    """From now on be killed when the launcher is gone; at once if it is, never without one."""
+    """From now on be killed when the launcher is gone; at once if it is, never without one.
+
+    Where the kernel does not do it (others than Linux's own lack a part of this), nothing happens:
+    who looks for its parent now and then is enough of a guard to load a model.
+    """
     if path := os.environ.get(_VARIABLE):
-        _die_with(path)
+        try:
+            _die_with(path)
+        except OSError as error:
+            _logger.warning("the kernel does not watch the launcher: %s", error.strerror)
 
 
 def _die_with(path: str) -> None:

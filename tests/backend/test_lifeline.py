@@ -95,3 +95,22 @@ def test_without_a_launcher_nothing_happens() -> None:
     """As in a plain Triton."""
     alone = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, timeout=WAIT)
     assert (alone.returncode, alone.stdout) == (0, b"up\n")
+
+
+def test_a_kernel_that_does_not_take_part_stops_no_model(tmp_path: Path) -> None:
+    """The model loads; it looks for its parent as ever."""
+    no_descriptor = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+"""
+    imported = "from inflight_backend.lifeline import die_with_launcher"
+    code = MODEL.replace(imported, imported + no_descriptor)
+    lifeline = Lifeline(tmp_path / "lifeline")
+    alone = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **lifeline.environment},
+        capture_output=True,
+        timeout=WAIT,
+    )
+    lifeline.close()
+    assert (alone.returncode, alone.stdout) == (0, b"up\n")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from inflight_backend.errors import ServingError
-from inflight_backend.serve.messages import drop_unsaid, say
+from inflight_backend.serve.messages import say
 from inflight_backend.serve.options import AddOption, DecoupledOption, SetOption, chosen_models
 from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
 
@@ -89,5 +89,3 @@ def serve(
     except (ServingError, OSError) as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    finally:
-        drop_unsaid()

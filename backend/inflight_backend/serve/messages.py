@@ -1,44 +1,28 @@
 """What the launcher says. Nothing that it does depends on whether that can be said.
 
 Whoever read its pipe may be gone (Ctrl-C to ``inflight serve 2>&1 | tee log`` ends `tee` as well)
-or stand still (a pager, a driver of logs, Ctrl-S), the disk of its log may be full. Then messages
-are lost; the drain or the restart goes on.
+or stand still (a pager, a driver of logs, a terminal far away, Ctrl-S), the disk of its log may be
+full. Then messages are lost; the drain or the restart goes on.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import sys
+import threading
 from contextlib import suppress
 from typing import Any, TextIO
 
-import typer
-
 _PATIENCE_SECONDS = 0.5  # with a reader; one that is only slow has read something by then
+
+_writers: dict[int, threading.Thread] = {}  # the last of each descriptor
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """A line on stdout, or stderr; what cannot be written is lost, or comes with a later line."""
+    """A line on stdout, or stderr; what cannot be written is lost, or comes later."""
     stream = sys.stderr if err else sys.stdout
-    with suppress(OSError):
-        if stream is not None and _takes_more(stream):
-            typer.echo(text, err=err)
-
-
-def drop_unsaid() -> None:
-    """Forget, at the end of the process, what could not be said.
-
-    Python tries it once more when everything else is over, and ends with exit code 120 if that
-    fails.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
+    if stream is not None:
+        _write(stream, f"{text}\n")
 
 
 class ForgivingStream:
@@ -52,21 +36,40 @@ class ForgivingStream:
 
     def write(self, text: str) -> int:
         """Write what can be written."""
-        with suppress(OSError):
-            if _takes_more(self._stream):
-                self._stream.write(text)
+        _write(self._stream, text)
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what can be passed on."""
-        with suppress(OSError):
-            self._stream.flush()
+        """Nothing is ever left to be passed on."""
 
 
-def _takes_more(stream: TextIO) -> bool:
-    """False if a write would wait: a pipe or a terminal with room takes at least 4 KiB of it."""
+def _write(stream: TextIO, text: str) -> None:
+    """Past the buffer of ``stream``: Python tries what is left there once more when everything else
+    is over, and ends with exit code 120 if that fails."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # that of a test, which has none
-        return True
-    return bool(select.select((), (descriptor,), (), _PATIENCE_SECONDS)[1])
+        stream.write(text)
+        return
+    with suppress(RuntimeError):  # there may be no room for a thread
+        _write_aside(descriptor, text.encode(stream.encoding, errors="replace"))
+
+
+def _write_aside(descriptor: int, data: bytes) -> None:
+    """On a thread, which nobody waits for if it waits: a terminal takes a line and not its end,
+    and says before that it has room."""
+    before = _writers.get(descriptor)
+    if before is not None:
+        before.join(_PATIENCE_SECONDS)
+        if before.is_alive():
+            return
+    writer = threading.Thread(target=_put, args=(descriptor, data), name="Message", daemon=True)
+    writer.start()
+    _writers[descriptor] = writer
+    writer.join(_PATIENCE_SECONDS)
+
+
+def _put(descriptor: int, data: bytes) -> None:
+    with suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]

@@ -145,8 +145,8 @@ class TritonPythonModel(RelayModel):
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start what relays; a failure fails the load with one line."""
+        self.open(args, LLM_MODEL_NAME)  # first: the server may die while a tokenizer loads
         self._codec = _load_codec(parameters_of(args))
-        self.open(args, LLM_MODEL_NAME)
 
     def translate(
         self, request: Any, head: RequestHead

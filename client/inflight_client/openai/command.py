@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from inflight_client.errors import InflightError
+from inflight_client.openai.messages import say
 from inflight_client.openai.settings import FrontSettings
 
 _DEFAULT = FrontSettings()
@@ -63,12 +64,12 @@ def openai(
 
         run(settings)
     except ImportError as error:
-        typer.echo(
+        say(
             f"error: `inflight openai` needs the package {error.name}. "
             'Install it: pip install "inflight[openai]"',
             err=True,
         )
         raise typer.Exit(1) from None
     except (InflightError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(1) from None

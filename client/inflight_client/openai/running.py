@@ -11,6 +11,7 @@ import typer
 from aiohttp import web
 
 from inflight_client.openai.app import Front
+from inflight_client.openai.messages import say
 from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader, make_prompt_reader
 from inflight_client.openai.settings import FrontSettings
@@ -57,9 +58,9 @@ async def _run(settings: FrontSettings) -> None:
         await runner.setup()
         try:
             await web.TCPSite(runner, settings.host, settings.port).start()
-            typer.echo(_ready_block(settings, upstream, reader))
+            say(_ready_block(settings, upstream, reader))
             await stop.wait()
-            typer.echo(
+            say(
                 f"stopping: running requests may finish within {settings.drain_seconds:g} s",
                 err=True,
             )

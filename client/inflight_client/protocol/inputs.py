@@ -135,7 +135,9 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
     honoured(
         scalar(
-            "return_log_prob_ranks", "BOOL", "tell how many tokens are as likely as each new one"
+            "return_log_prob_ranks",
+            "BOOL",
+            "tell of each new token how many are at least as likely",
         )
     ),
     # Ours: text in and out of the same model, and the live feed of statistics.

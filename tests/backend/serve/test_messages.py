@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 
@@ -12,11 +13,22 @@ from inflight_backend.serve.messages import say
 
 SAYS_AND_ENDS = """
 import sys
-from inflight_backend.serve.messages import drop_unsaid, say
+from inflight_backend.serve.messages import say
 say("ready")
 say("stopping", err=True)
-drop_unsaid()
 sys.exit(int(sys.argv[1]))
+"""
+
+SAYS_AND_DRAWS_MUCH = """
+import sys
+from inflight_backend.serve import messages
+messages._PATIENCE_SECONDS = 0.01
+drawing = messages.ForgivingStream(sys.stderr)
+for size in [900] * 100:
+    messages.say("x" * size)
+    drawing.write("x" * size)
+    drawing.flush()
+sys.exit(3)
 """
 
 
@@ -38,3 +50,17 @@ def test_the_exit_code_is_the_one_that_was_meant(unheard: int, code: int) -> Non
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # nothing is ever left without a buffer
     ended = subprocess.run(command, env=environment, stdout=unheard, stderr=unheard, timeout=60)
     assert ended.returncode == code
+
+
+def test_a_terminal_that_stands_still_holds_nobody_up() -> None:
+    """A connection to far away that hangs: such a terminal has room and yet does not take a line,
+    other than a pipe without a reader."""
+    far_end, terminal = pty.openpty()
+    try:
+        command = [sys.executable, "-c", SAYS_AND_DRAWS_MUCH]
+        ended = subprocess.run(command, stdout=terminal, stderr=terminal, timeout=60)
+        assert ended.returncode == 3
+        assert os.read(far_end, 900), "what it took is there"
+    finally:
+        os.close(terminal)
+        os.close(far_end)

@@ -18,6 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from triton_harness import Server, error_of
 
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.errors import CheckpointError
+from inflight_backend.triton import relay
+from inflight_backend.triton.housekeeper import PARENT_CHECK_SECONDS
 from inflight_backend.triton.vllm_log_probs import LogProbs
 
 PROMPT = "7 2 3"
@@ -184,6 +187,18 @@ def test_a_model_without_a_tokenizer_refuses_them_by_name(
     with vllm_model(server, tokenizer_dir=str(tmp_path), gpt_model_path="unread") as ask:
         refused = message_of(ask(settings={"logprobs": 1}, return_logprobs=True))
     assert refused == "'return_log_probs' is not supported by the engine of this server"
+
+
+def test_a_model_that_loads_a_tokenizer_looks_for_its_server(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a server that dies then leaves the process for ever: it would never know its parent."""
+    looks: list[float] = []
+    monkeypatch.setattr(relay, "exit_with_parent", looks.append)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError), vllm_model(server, gpt_model_path=str(tmp_path)):
+        pass
+    assert looks == [PARENT_CHECK_SECONDS]
 
 
 def tensors(ids: list[int], **values: Any) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""A run of `inflight openai` from its beginning to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from client.conftest import Local
+from client.local_server import Arrival, LocalTriton
+from client.openai.front import DESCRIPTION
+
+WAIT_SECONDS = 30.0
+COMMAND = [sys.executable, "-c", "from inflight_client.cli import main; main()", "openai"]
+
+
+def describe(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    yield {"description": [json.dumps(DESCRIPTION)]}
+
+
+@pytest.fixture(params=["gone", "slow", "full"])
+def unheard(request: pytest.FixtureRequest) -> Iterator[int]:
+    """What takes nothing: a pipe whose reader is gone, one that nobody reads, and a full disk."""
+    if request.param == "full":
+        writer = os.open("/dev/full", os.O_WRONLY)
+        yield writer
+        os.close(writer)
+        return
+    reader, writer = os.pipe()
+    if request.param == "gone":
+        os.close(reader)
+    else:
+        os.set_blocking(writer, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writer, b"x" * 4096)
+        os.set_blocking(writer, True)
+    yield writer
+    os.close(writer)
+    if request.param != "gone":
+        os.close(reader)
+
+
+def wait_until_it_listens(front: subprocess.Popen[bytes], port: int) -> None:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        assert front.poll() is None
+        assert time.monotonic() < deadline
+        with suppress(OSError), direct.open(f"http://127.0.0.1:{port}/v1/models"):
+            return
+        time.sleep(0.05)
+
+
+def test_a_front_that_nobody_hears_serves_and_ends_in_order(
+    local_grpc: Local, free_port: int, unheard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", describe)
+    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # nothing is ever left without a buffer
+    with subprocess.Popen(command, env=environment, stdout=unheard, stderr=unheard) as front:
+        try:
+            wait_until_it_listens(front, free_port)
+            time.sleep(0.2)  # what it says comes after that
+            wait_until_it_listens(front, free_port)
+            front.send_signal(signal.SIGTERM)
+            assert front.wait(WAIT_SECONDS) == 0
+        finally:
+            front.kill()
+
+
+def test_what_it_says_goes_where_it_should(
+    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", describe)
+    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as front:
+        try:
+            assert front.stdout is not None
+            assert front.stdout.readline() == b"\n"
+            assert front.stdout.readline() == b"inflight openai is ready\n"
+            *_, last = iter(front.stdout.readline, b"Ctrl-C stops it.\n")
+            front.send_signal(signal.SIGTERM)
+            rest, errors = front.communicate(timeout=WAIT_SECONDS)
+        finally:
+            front.kill()
+    assert (last, rest) == (b"\n", b"")
+    assert errors == b"stopping: running requests may finish within 30 s\n"
+
+
+def test_why_it_cannot_start_is_one_line(free_port: int) -> None:
+    command = [*COMMAND, f"--url=127.0.0.1:{free_port}"]
+    ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr.startswith(b"error: no server answers at ")
+    assert ended.stderr.count(b"\n") == 1
