@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,9 +45,27 @@ app = typer.Typer(
 
 UrlOption = Annotated[
     str | None,
-    typer.Option(help="host:port of the server.  [default: 127.0.0.1:8001, with --http :8000]"),
+    typer.Option(help="host:port of the server.", show_default="127.0.0.1:8001, with --http :8000"),
 ]
 HttpOption = Annotated[bool, typer.Option("--http", help="Use HTTP instead of gRPC.")]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        _write(f"inflight {version('inflight')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """What stands before the name of a command."""
 
 
 @app.command()

@@ -16,7 +16,7 @@ _DEFAULT = FrontSettings()
 def openai(
     url: Annotated[
         str | None,
-        typer.Option(help="gRPC address of the inflight server.  [default: 127.0.0.1:8001]"),
+        typer.Option(help="gRPC address of the inflight server.", show_default="127.0.0.1:8001"),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
