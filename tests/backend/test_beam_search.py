@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,11 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from transformers import (
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
@@ -38,10 +43,39 @@ class Case:
     has_end: bool = True
     ours: tuple[tuple[str, Any], ...] = ()
     theirs: tuple[tuple[str, Any], ...] = ()
+    rules: tuple[LogitsProcessor, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
         return [self.width, *PROMPT[: self.num_prompt], self.num_new]
+
+
+class OfLogits(LogitsProcessor):  # type: ignore[misc]  # transformers has no types
+    """In transformers' search rules get log probabilities, here those of a row's own logits.
+
+    That matters: a repetition penalty depends on their sign.
+    """
+
+    def __init__(self, model: Any, rules: tuple[LogitsProcessor, ...]) -> None:
+        self.model, self.rules = model, rules
+
+    def __call__(self, input_ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids).logits[:, -1]
+        for rule in self.rules:
+            logits = rule(input_ids, logits)
+        return logits.log_softmax(dim=-1)
+
+
+class Counting(LogitsProcessor):  # type: ignore[misc]
+    """The penalties that transformers lacks; the first ``ignored`` tokens do not count."""
+
+    def __init__(self, presence: float, frequency: float, ignored: int = 0) -> None:
+        self.presence, self.frequency, self.ignored = presence, frequency, ignored
+
+    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        counted = input_ids[:, self.ignored :]
+        counts = torch.stack([torch.bincount(row, minlength=VOCAB_SIZE) for row in counted])
+        return logits - self.presence * (counts > 0) - self.frequency * counts
 
 
 # Bans come after transformers' log softmax and before ours, so there it must be done again.
@@ -67,14 +101,39 @@ CASES = (
         ours=(("embedding_bias", [BIAS.get((token,), 0.0) for token in range(VOCAB_SIZE)]),),
         theirs=(("sequence_bias", BIAS), AGAIN),
     ),
+    Case(
+        4,
+        14,
+        ours=(("temperature", 0.8), ("repetition_penalty", 1.7)),
+        rules=(TemperatureLogitsWarper(0.8), RepetitionPenaltyLogitsProcessor(1.7)),
+    ),
+    Case(
+        3,
+        14,
+        6,
+        1.0,
+        0,
+        ours=(
+            ("temperature", 1.3),
+            ("repetition_penalty", 0.8),
+            ("presence_penalty", 0.4),
+            ("frequency_penalty", 0.7),
+            ("prompt_ignore_length", 4),
+        ),
+        rules=(
+            TemperatureLogitsWarper(1.3),
+            RepetitionPenaltyLogitsProcessor(0.8),
+            Counting(0.4, 0.7, ignored=4),
+        ),
+    ),
 )
 
 
 @torch.inference_mode()
 def search(folder: Path, case: Case, end_id: int | None) -> tuple[list[list[int]], list[float]]:
     """What transformers finds: answers without their end, and their scores."""
-    length = len(case.prompt)
-    found = load_oracle(folder).generate(
+    length, oracle = len(case.prompt), load_oracle(folder)
+    found = oracle.generate(
         torch.tensor([case.prompt]),
         attention_mask=torch.ones(1, length, dtype=torch.long),
         num_beams=case.width,
@@ -87,6 +146,7 @@ def search(folder: Path, case: Case, end_id: int | None) -> tuple[list[list[int]
         early_stopping=EARLY_STOPPING[case.early_stopping],
         return_dict_in_generate=True,
         output_scores=True,
+        logits_processor=[OfLogits(oracle, case.rules)] if case.rules else [],
         **dict(case.theirs),
     )
     answers = [row.tolist()[length:] for row in found.sequences]
@@ -204,6 +264,9 @@ def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
 ) -> None:
     lengths = {len(beam) for beams in expected for beam in beams}
     assert len(lengths) > 6, "some end early"
+    for case, end_id, beams in zip(CASES, end_ids, expected, strict=True):
+        is_other = search(folder, replace(case, rules=()), end_id)[0] != beams
+        assert is_other == bool(case.rules), "penalties decide who wins"
     file = {"record_file": str(tmp_path / "plain.jsonl")}
     found, stats = answers(folder, end_ids, **file)
     assert found == expected
