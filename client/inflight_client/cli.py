@@ -250,7 +250,7 @@ def add_plugins(target: typer.Typer, plugins: Sequence[EntryPoint]) -> None:
             settings = {"allow_extra_args": True, "ignore_unknown_options": True}
             target.command(
                 plugin.name,
-                help=f'Not installed ({missing} is missing): pip install "inflight\\[server]"',
+                help=f"Not installed ({missing} is missing): in a clone, pip install '.\\[server]'",
                 context_settings=settings,
                 add_help_option=False,
             )(_refusal(plugin.name, missing))
@@ -260,7 +260,7 @@ def _refusal(name: str, missing: str) -> Callable[[], None]:
     def refuse() -> None:
         typer.echo(
             f"error: `inflight {name}` needs the package {missing}. "
-            'Install the server side: pip install "inflight[server]"',
+            "Install the server side, in a clone of inflight: pip install '.[server]'",
             err=True,
         )
         raise typer.Exit(1)

@@ -289,4 +289,4 @@ def test_command_whose_package_is_missing_says_what_to_install() -> None:
     result = CliRunner().invoke(other, ["serve", "--model", "folder", "--help"])
     assert result.exit_code == 1
     assert "needs the package no_such_package." in result.output
-    assert 'pip install "inflight[server]"' in result.output
+    assert "in a clone of inflight: pip install '.[server]'" in result.output

@@ -65,7 +65,7 @@ def openai(
     except ImportError as error:
         typer.echo(
             f"error: `inflight openai` needs the package {error.name}. "
-            'Install it: pip install "inflight[openai]"',
+            "Install it, in a clone of inflight: pip install '.[openai]'",
             err=True,
         )
         raise typer.Exit(1) from None
