@@ -76,6 +76,16 @@ def test_links_of_the_pages_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_nobody_is_told_to_install_what_others_called_inflight() -> None:
+    """PyPI has another project of that name: ours comes from a clone."""
+    folders = ("backend", "client", "docs", "deploy", "kernels", "scheduler")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    texts = [path for path in files if path.suffix in {".md", ".py", ".pbtxt", ".yml"}]
+    for path in [ROOT / "README.md", *texts]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install[^\n]*[ '\"]inflight\b", text), path.name
+
+
 def test_alerts_of_the_operations_page_name_metrics_that_exist() -> None:
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     families = {family.name: (family.label, family.values) for family in METRICS}

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,9 +45,27 @@ app = typer.Typer(
 
 UrlOption = Annotated[
     str | None,
-    typer.Option(help="host:port of the server.  [default: 127.0.0.1:8001, with --http :8000]"),
+    typer.Option(help="host:port of the server.", show_default="127.0.0.1:8001, with --http :8000"),
 ]
 HttpOption = Annotated[bool, typer.Option("--http", help="Use HTTP instead of gRPC.")]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        _write(f"inflight {version('inflight')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """What stands before the name of a command."""
 
 
 @app.command()
@@ -232,7 +250,7 @@ def add_plugins(target: typer.Typer, plugins: Sequence[EntryPoint]) -> None:
             settings = {"allow_extra_args": True, "ignore_unknown_options": True}
             target.command(
                 plugin.name,
-                help=f'Not installed ({missing} is missing): pip install "inflight\\[server]"',
+                help=f"Not installed ({missing} is missing): in a clone, pip install '.\\[server]'",
                 context_settings=settings,
                 add_help_option=False,
             )(_refusal(plugin.name, missing))
@@ -242,7 +260,7 @@ def _refusal(name: str, missing: str) -> Callable[[], None]:
     def refuse() -> None:
         typer.echo(
             f"error: `inflight {name}` needs the package {missing}. "
-            'Install the server side: pip install "inflight[server]"',
+            "Install the server side, in a clone of inflight: pip install '.[server]'",
             err=True,
         )
         raise typer.Exit(1)

@@ -56,7 +56,7 @@ def stats_table(stats: Mapping[str, Any], source: str) -> Table:
     if isinstance(fraction, float):
         table.add_row("KV cache in use", _bar(fraction))
     for key in sorted(stats.keys() - _KNOWN):
-        table.add_row(key, str(stats[key]))
+        table.add_row(key, _format(key, stats[key]))
     return table
 
 
@@ -68,4 +68,6 @@ def _bar(fraction: float) -> str:
 def _format(key: str, value: Any) -> str:
     if key.endswith("Memory Usage") and isinstance(value, int):
         return f"{value / 2**20:.1f} MiB"
+    if isinstance(value, float):
+        return f"{value:.3g}"
     return str(value)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
+from beam_cases import CASES, PROMPT, Case, search
+from checkpoints import VOCAB_SIZE, write_checkpoint
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -21,78 +21,6 @@ from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import CapacitySchedulerPolicy
 from inflight_scheduler.recording.files import open_recording
 from inflight_scheduler.recording.replay import replay
-
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-EARLY_STOPPING: dict[int, bool | str] = {1: True, 0: False, 2: "never"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A search, and the same in transformers' words; ``more`` of both, where they differ."""
-
-    width: int
-    num_new: int
-    num_prompt: int = 11
-    length_penalty: float = 0.0
-    early_stopping: int = 1
-    has_end: bool = True
-    ours: tuple[tuple[str, Any], ...] = ()
-    theirs: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def prompt(self) -> list[int]:
-        return [self.width, *PROMPT[: self.num_prompt], self.num_new]
-
-
-# Bans come after transformers' log softmax and before ours, so there it must be done again.
-AGAIN = ("renormalize_logits", True)
-BIAS = {(9,): 1.5, (2,): -2.5, (40,): 3.0, (77,): -1.0}
-CASES = (
-    Case(2, 8),
-    Case(2, 1, has_end=False),
-    Case(4, 14, 6, 1.0, 0),
-    Case(3, 13, 9, 2.0, 2),
-    Case(4, 14, 10, -0.5),
-    Case(3, 9, 2, has_end=False),
-    Case(4, 13, 7, 1.0, 0, ours=(("min_length", 5),), theirs=(("min_new_tokens", 5), AGAIN)),
-    Case(
-        2,
-        12,
-        ours=(("no_repeat_ngram_size", 2), ("bad_words_list", [[9, 2], [1, 2]])),
-        theirs=(("no_repeat_ngram_size", 2), ("bad_words_ids", [[9], [2]]), AGAIN),
-    ),
-    Case(
-        3,
-        8,
-        ours=(("embedding_bias", [BIAS.get((token,), 0.0) for token in range(VOCAB_SIZE)]),),
-        theirs=(("sequence_bias", BIAS), AGAIN),
-    ),
-)
-
-
-@torch.inference_mode()
-def search(folder: Path, case: Case, end_id: int | None) -> tuple[list[list[int]], list[float]]:
-    """What transformers finds: answers without their end, and their scores."""
-    length = len(case.prompt)
-    found = load_oracle(folder).generate(
-        torch.tensor([case.prompt]),
-        attention_mask=torch.ones(1, length, dtype=torch.long),
-        num_beams=case.width,
-        num_return_sequences=case.width,
-        max_new_tokens=case.num_new,
-        do_sample=False,
-        eos_token_id=end_id,
-        pad_token_id=0,
-        length_penalty=case.length_penalty,
-        early_stopping=EARLY_STOPPING[case.early_stopping],
-        return_dict_in_generate=True,
-        output_scores=True,
-        **dict(case.theirs),
-    )
-    answers = [row.tolist()[length:] for row in found.sequences]
-    return [
-        answer[: answer.index(end_id)] if end_id in answer else answer for answer in answers
-    ], found.sequences_scores.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -204,6 +132,9 @@ def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
 ) -> None:
     lengths = {len(beam) for beams in expected for beam in beams}
     assert len(lengths) > 6, "some end early"
+    for case, end_id, beams in zip(CASES, end_ids, expected, strict=True):
+        for other in case.without():
+            assert search(folder, other, end_id)[0] != beams
     file = {"record_file": str(tmp_path / "plain.jsonl")}
     found, stats = answers(folder, end_ids, **file)
     assert found == expected

@@ -234,6 +234,20 @@ def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> Non
     assert list(dict.fromkeys(counters)) == [1, 2, 3]
 
 
+def test_statistics_count_who_runs_and_who_waits() -> None:
+    """Room for one of three until its last token: five blocks of eight."""
+    recorder = Recorder([request(i, [100 * i, 1, 2], 17) for i in range(1, 4)])
+    with running(recorder, CountingEngine(num_blocks=8)):
+        recorder.wait_for_finals(1, 2, 3)
+    # The overlapped loop tells of turns, too, in which it only awaits the last token of one.
+    turns = [stats for stats in recorder.stats if stats["Scheduled Requests"] > 0]
+    assert [stats["Waiting Requests"] for stats in turns] == [2] * 17 + [1] * 17 + [0] * 17
+    for stats in turns:
+        kinds = (stats["Context Requests"], stats["Generation Requests"])
+        assert kinds in ((1, 0), (0, 1))
+        assert stats["Scheduled Requests"] == 1
+
+
 @pytest.mark.case(86)
 def test_a_failing_step_ends_only_its_requests() -> None:
     def fail_once(batch: ScheduledBatch) -> None:

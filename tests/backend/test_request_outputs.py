@@ -259,6 +259,21 @@ def test_numbers_and_times(folder: Path) -> None:
     assert [second[name].item() for name in names] == [2, 4, 6]
 
 
+def test_what_came_first_stays_first_whatever_is_paused(folder: Path) -> None:
+    requests = [request(i, PROMPT[i:], NUM_NEW, return_perf_metrics=True) for i in range(4)]
+    recorder = TensorRecorder(requests)
+    with running(recorder, make_engine(folder, 64), MAX_UTILIZATION):
+        recorder.wait_for_finals(*range(4))
+    assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
+    for i in range(4):
+        responses = recorder.named_tensors[i]
+        for name in ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns"):
+            assert len({int(sent[name].item()) for sent in responses}) == 1, name
+        last = [int(sent["last_token_time_ns"].item()) for sent in responses]
+        assert last == sorted(last)
+        assert last[0] == responses[0]["first_token_time_ns"].item() < last[-1]
+
+
 def test_an_end_id_leaves_its_row_out(folder: Path) -> None:
     recorder = TensorRecorder([request(1, PROMPT, 6, return_log_probs=True)])
     with running(recorder, make_engine(folder)) as manager:

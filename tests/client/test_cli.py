@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import typer
 from client.conftest import Local
 from typer.testing import CliRunner
 
+from inflight_client.address import DEFAULT_PORTS
 from inflight_client.cli import add_plugins, app
 
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
@@ -248,6 +249,23 @@ def test_url_of_http_chooses_http(local_http: Local) -> None:
     assert run("health", "--url", f"http://{local_http.url}").exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["generate", "stop", "stats", "why", "record", "health"])
+def test_help_says_where_the_server_is_looked_for(command: str) -> None:
+    """rich takes words in brackets for markup and swallows them."""
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "100"}).output
+    assert f"127.0.0.1:{DEFAULT_PORTS['grpc']}" in shown
+    assert f":{DEFAULT_PORTS['http']}" in shown
+
+
+def test_help_of_the_openai_front_says_where_the_server_is_looked_for() -> None:
+    shown = CliRunner().invoke(app, ["openai", "--help"], env={"COLUMNS": "100"}).output
+    assert f"127.0.0.1:{DEFAULT_PORTS['grpc']}" in shown
+
+
+def test_version() -> None:
+    assert run("--version").output == f"inflight {version('inflight')}\n"
+
+
 def plugin_app(value: str) -> typer.Typer:
     other = typer.Typer(callback=lambda: None)
     add_plugins(other, [EntryPoint("serve", value, "inflight.commands")])
@@ -271,4 +289,4 @@ def test_command_whose_package_is_missing_says_what_to_install() -> None:
     result = CliRunner().invoke(other, ["serve", "--model", "folder", "--help"])
     assert result.exit_code == 1
     assert "needs the package no_such_package." in result.output
-    assert 'pip install "inflight[server]"' in result.output
+    assert "in a clone of inflight: pip install '.[server]'" in result.output

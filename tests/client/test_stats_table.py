@@ -45,5 +45,11 @@ def test_keys_of_a_newer_server_are_shown() -> None:
     assert "Reused KV cache blocks" in render({**STATS, "Reused KV cache blocks": 17})
 
 
+def test_fractions_are_rounded() -> None:
+    text = render({**STATS, "KV cache hit rate": 2 / 3, "Acceptance Length": 7 / 3})
+    assert "0.667 " in text
+    assert "2.33 " in text
+
+
 def test_before_the_first_iteration() -> None:
     assert "none so far" in render({})

@@ -27,6 +27,7 @@ from inflight_scheduler import (
     WaitCode,
     WaitReason,
     explain,
+    explain_left_out,
     make_scheduler,
 )
 from inflight_scheduler.recording.in_force import Lists
@@ -52,6 +53,24 @@ def test_blocks_to_completion_and_the_queue_behind() -> None:
         3: "behind 1 other, first of them request 2",
         4: "behind 2 others, first of them request 2",
     }
+
+
+def test_whom_a_foreign_scheduler_pauses_needs_blocks_for_all_its_text() -> None:
+    """10 blocks of 4: 8 + 6 tokens, of which the last is not cached yet, begin anew in 4."""
+    manager = BlockManager(10, 4)
+    paused = generating(make_request(1, 8, 20), manager, 6)
+    goes_on = generating(make_request(2, 8, 20), manager, 6)
+    reasons = explain_left_out(
+        "Mine",
+        [paused, goes_on],
+        ([], [goes_on], [paused]),
+        block_manager=manager,
+        max_batch_size=8,
+        max_num_tokens=40,
+        num_free_blocks=6,
+    )
+    text = "left out by the scheduler Mine: needs 4 KV blocks, free 6; 1 of 8 places and 1 of 40"
+    assert {id_: str(reason) for id_, reason in reasons.items()} == {1: f"{text} tokens are taken"}
 
 
 def test_token_budget_then_batch_limit() -> None:

@@ -16,7 +16,8 @@ from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.simulation import MakeScheduler, default_scheduler
 
 RecordingArgument = Annotated[
-    Path, typer.Argument(help="Recording, as the parameter record_file writes it.")
+    Path,
+    typer.Argument(help="Recording, as `inflight record` or the setting record_file writes it."),
 ]
 SchedulerClassOption = Annotated[
     str | None,

@@ -48,7 +48,8 @@ MAX_SURE_JOBS = 5000
 def whatif(
     recording: RecordingArgument,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Capacity policy; may be repeated.")
+        list[str] | None,
+        typer.Option(help="guaranteed_no_evict, max_utilization, static_batch; may be repeated."),
     ] = None,
     kv_blocks: Annotated[
         list[int] | None, typer.Option(min=1, help="Blocks of the pool; may be repeated.")

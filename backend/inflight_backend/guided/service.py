@@ -89,5 +89,5 @@ def _refusal(config: GuidedDecodingConfig, folder: Path | None, *, can_mask: boo
     if folder is None or find_file(folder, "tokenizer.json") is None:
         return "the checkpoint has no tokenizer.json; set tokenizer_dir"
     if find_spec("llguidance") is None:
-        return "llguidance is not installed (pip install 'inflight[server]')"
+        return "llguidance is not installed (in a clone of inflight: pip install '.[server]')"
     return ""

@@ -65,7 +65,7 @@ def locate() -> TritonInstall:
             return describe_install(binary)
     raise ConfigurationError(
         "no tritonserver found, neither on PATH nor in NVIDIA's container folder: "
-        "use a Triton image, or install one here with: pip install 'inflight[server,embedded]'"
+        "use a Triton image, or in a clone of inflight: pip install '.[server,embedded]'"
     )
 
 

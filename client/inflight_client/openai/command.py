@@ -17,7 +17,7 @@ _DEFAULT = FrontSettings()
 def openai(
     url: Annotated[
         str | None,
-        typer.Option(help="gRPC address of the inflight server.  [default: 127.0.0.1:8001]"),
+        typer.Option(help="gRPC address of the inflight server.", show_default="127.0.0.1:8001"),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
@@ -66,7 +66,7 @@ def openai(
     except ImportError as error:
         say(
             f"error: `inflight openai` needs the package {error.name}. "
-            'Install it: pip install "inflight[openai]"',
+            "Install it, in a clone of inflight: pip install '.[openai]'",
             err=True,
         )
         raise typer.Exit(1) from None

@@ -72,7 +72,7 @@ def test_wheel_comes_last_and_has_a_stub_for_this_python(
 def test_no_server_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"inflight\[server,embedded\]"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[server,embedded\]"):
         locate()
 
 

@@ -312,6 +312,28 @@ def test_the_trace_has_one_slice_per_span_and_three_counters(history: History) -
     assert any("paused as victim" in event["args"].get("reason", "") for event in events)
 
 
+def test_the_trace_tells_what_the_history_does(history: History) -> None:
+    events = json.loads("".join(write_trace(history)))["traceEvents"]
+    spans = [span for row in history.rows for span in row.spans]
+    assert any(span.first_reason != span.last_reason for span in spans)
+    slices = [event for event in events if event["ph"] == "X"]
+    for event, span in zip(slices, spans, strict=True):
+        assert event["ts"] == history.start_us[span.start]
+        assert event["ts"] + event["dur"] == history.end_us(span.end - 1)
+        first = event["args"].get("reason", "")
+        assert [first, event["args"].get("reason at the end", first)] == [
+            span.first_reason,
+            span.last_reason,
+        ]
+    counted = {(e["name"], e["ts"]): list(e["args"].values()) for e in events if e["ph"] == "C"}
+    for index, time_us in enumerate(history.start_us[: history.num_iterations]):
+        assert counted["free blocks", time_us] == [history.num_free_blocks[index]]
+        batch = [history.num_context[index], history.num_generation[index]]
+        assert counted["batch", time_us] == batch
+        tokens = [history.num_context_tokens[index], history.num_generation_tokens[index]]
+        assert counted["tokens", time_us] == tokens
+
+
 def test_an_empty_recording_is_no_picture() -> None:
     text = RecordedWorld(SETTINGS).text
     with pytest.raises(RecordingError, match="holds no request"):
