@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from backend.serve.logs import without_grpc
 
 from inflight_backend.serve import launcher
 from inflight_backend.serve.launcher import Run
@@ -73,7 +74,7 @@ class Story:
     @property
     def said(self) -> str:
         """What the server has printed."""
-        return self._log.read_text()
+        return without_grpc(self._log.read_text())
 
     def run(self, interfere: Callable[[], None]) -> None:
         """Run until it ends; when it is ready, ``interfere`` on another thread."""

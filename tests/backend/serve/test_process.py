@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from backend.serve.logs import without_grpc
 
 from inflight_backend.errors import ServingError
 from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
@@ -32,8 +33,8 @@ def start(code: str, log: Path) -> tuple[ServerProcess, str]:
     """Start ``code`` and wait for the first line it prints."""
     with log.open("wb") as output:
         process = ServerProcess([sys.executable, "-c", code], os.environ, output)
-    wait_until(lambda: log.read_text().endswith("\n"))
-    return process, log.read_text().strip()
+    wait_until(lambda: without_grpc(log.read_text()).endswith("\n"))
+    return process, without_grpc(log.read_text()).strip()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
