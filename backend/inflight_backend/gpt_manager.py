@@ -416,9 +416,9 @@ class GptManager:
         try:
             self._end_all("the batch manager failed while it held this request")
         finally:
-            was_running = self._steps.is_running
             self._steps.abandon()
-            is_intact = self._batcher.is_idle_and_intact() and not was_running
+            # A step that has begun: who knows how far it came, and no recording can tell.
+            is_intact = self._batcher.is_idle_and_intact() and self._batcher.planner.is_at_rest
             if self.health.has_failed_again or not is_intact:
                 self._renew()
 
