@@ -302,7 +302,8 @@ class GptManager:
         for request in outcome.advanced:
             self._apply(request)
         for request in outcome.failed:
-            self._end(request, "the engine failed while it ran this request")
+            if self._active.get(request.request_id) is request:  # else another may have its id
+                self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
         """Send everything this iteration produced; all state of finished requests is free.
