@@ -302,7 +302,8 @@ class GptManager:
         for request in outcome.advanced:
             self._apply(request)
         for request in outcome.failed:
-            self._end(request, "the engine failed while it ran this request")
+            if self._active.get(request.request_id) is request:  # else another may have its id
+                self._end(request, "the engine failed while it ran this request")
 
     def return_completed_requests(self) -> None:
         """Send everything this iteration produced; all state of finished requests is free.
@@ -416,9 +417,9 @@ class GptManager:
         try:
             self._end_all("the batch manager failed while it held this request")
         finally:
-            was_running = self._steps.is_running
             self._steps.abandon()
-            is_intact = self._batcher.is_idle_and_intact() and not was_running
+            # A step that has begun: who knows how far it came, and no recording can tell.
+            is_intact = self._batcher.is_idle_and_intact() and self._batcher.planner.is_at_rest
             if self.health.has_failed_again or not is_intact:
                 self._renew()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -58,9 +59,7 @@ class InferenceRequest:
         *,
         is_streaming: bool = False,
     ) -> None:
-        if not 0 <= request_id < 2**64:
-            raise InvalidRequest(f"request id {request_id} is not an unsigned 64-bit number")
-        self.request_id = request_id
+        self.request_id = _checked_id(request_id)
         self.is_streaming = is_streaming
         self.created_ns = time.monotonic_ns()
         self.llm_request: LlmRequest | None = None  # set by validation, so that it runs once
@@ -125,6 +124,13 @@ class InferenceRequest:
     def has_tensor(self, name: str) -> bool:
         """True if the tensor was set."""
         return protocol.RENAMED_INPUTS.get(name, name) in self._tensors
+
+
+def _checked_id(request_id: object) -> int:
+    """A number of Python, also of one of numpy, which would be bytes in a recording."""
+    if isinstance(request_id, Integral) and 0 <= int(request_id) < 2**64:
+        return int(request_id)
+    raise InvalidRequest(f"request id {request_id} is not an unsigned 64-bit number")
 
 
 def _checked(name: str, tensor: Array) -> Array:

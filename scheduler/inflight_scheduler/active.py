@@ -124,7 +124,12 @@ class ActiveRequests(Sequence[LlmRequest]):
         return self._by_id.get(request_id)
 
     def add(self, request: LlmRequest) -> None:
-        """Give ``request`` its place. `ValueError` if its id is taken or its priority not 0..1."""
+        """Give ``request`` its place.
+
+        `ValueError` if its id is taken or no unsigned 64-bit number, or its priority not 0..1.
+        """
+        if not 0 <= request.request_id < 2**64:
+            raise ValueError(f"request id {request.request_id} is no unsigned 64-bit number")
         if request.request_id in self._by_id:
             raise ValueError(f"request {request.request_id} is active already")
         if not 0.0 <= request.priority <= 1.0:

@@ -98,6 +98,11 @@ class BatchPlanner:
         """Requests that could start now, as far as slots go."""
         return self.slots.num_free_slots
 
+    @property
+    def is_at_rest(self) -> bool:
+        """True when no batch is planned whose tokens are to come."""
+        return not self._planned
+
     def plan(
         self,
         context_requests: Sequence[LlmRequest],
@@ -393,13 +398,8 @@ class BatchPlanner:
         for request in drafting:
             slot = request.seq_slot
             assert slot is not None
-            grow(
-                request,
-                slot,
-                self.block_manager.num_tokens_after_step(request),
-                new_blocks,
-                self.block_manager,
-            )
+            manager = self.block_manager
+            grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
             last = (request.tokens[-1],)
             start = request.num_cached_tokens
             runs.append(ContextChunk(slot, start, last, True, fitting_drafts(request)))

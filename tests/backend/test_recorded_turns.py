@@ -92,3 +92,38 @@ def test_the_tokens_of_a_step_come_to_nobody(fault: str, has_drafts: bool) -> No
     assert result.divergence is None, str(result)
     assert result.num_requests == 3
     assert len(build_history(read()).rows) == len(read_workload(read()).jobs) == 3
+
+
+class EngineThatLeavesOnce(CountingEngine):
+    """Its first step ends the thread, as a panic of a library would."""
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """Count on, from the second step on."""
+        tokens = super().execute(batch)
+        if len(self.batches) == 1:
+            raise SystemExit("a panic")
+        return tokens
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_nothing_of_a_step_that_ended_the_thread_is_taken_as_cached(is_overlapped: bool) -> None:
+    """The first prompt was never computed: the second request computes it, and the third waits."""
+    prompt = list(range(1, 21))
+    recorder = Recorder([request(1, prompt, 6)])
+    later = [request(2, prompt, 6), request(3, range(40, 50), 6)]
+
+    def send_later(request_id: int, _: bool) -> None:
+        if request_id == 1:
+            recorder.pending += later
+
+    recorder.on_response = send_later
+    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
+    engine = EngineThatLeavesOnce(max_num_tokens=24)
+    engine.is_asynchronous = is_overlapped
+    with running(recorder, engine, params=params) as manager:
+        recorder.wait_for_finals(1, 2, 3)
+        text = "".join(manager.recording().result())
+    assert recorder.tokens(2) == list(range(21, 27))
+    assert [len(batch.context_chunks) for batch in engine.batches[1:3]] == [1, 1]
+    result = replay(RecordingReader(io.BytesIO(text.encode()), "ring"))
+    assert result.divergence is None, str(result)

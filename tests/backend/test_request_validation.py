@@ -196,5 +196,17 @@ def test_tensor_names_are_checked() -> None:
         request.get_tensor("end_id")
     with pytest.raises(InvalidRequest, match="'end_id' is None"):
         request.set_tensor("end_id", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("request_id", [-1, 2**64, 5.0, "5", None, np.int64(-1)])
+def test_what_is_no_id_is_refused(request_id: Any) -> None:
+    """A float ended everybody who was in flight with it."""
     with pytest.raises(InvalidRequest, match="unsigned 64-bit"):
-        InferenceRequest(-1)
+        InferenceRequest(request_id)
+
+
+@pytest.mark.parametrize("request_id", [np.uint64(2**64 - 1), np.int32(7), True])
+def test_an_id_of_numpy_becomes_a_number(request_id: Any) -> None:
+    """A recording could not be written of any other."""
+    number = InferenceRequest(request_id).request_id
+    assert (type(number), number) == (int, request_id)

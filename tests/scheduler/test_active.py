@@ -142,6 +142,9 @@ def test_bad_additions_are_refused() -> None:
     active = active_with(0.5)
     with pytest.raises(ValueError, match="request 0 is active already"):
         active.add(make_request(0))
+    for number in (-1, 2**64):
+        with pytest.raises(ValueError, match="no unsigned 64-bit number"):
+            active.add(make_request(number))
     for priority in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match=r"outside 0\.\.1"):
             active.add(make_request(1, priority=priority))

@@ -129,6 +129,7 @@ class FlightRecorder:
         self._decided_ns = 0
         self._has_failed = self._has_lost = self._is_settled = self._has_forgotten = False
         self._drafting: list[tuple[LlmRequest, int, int, int]] = []  # (see `_with_drafts`)
+        self._has_drafted = False  # somebody, ever: from then on blocks do not follow from tokens
         self._is_by_default = False
         self._move_watch = MoveWatch()
         self._moves: tuple[Moves, ...] = ()
@@ -184,6 +185,7 @@ class FlightRecorder:
             self._note_generation(active_requests, generation_requests)
         if not isinstance(active_requests, ActiveRequests) or active_requests.num_with_drafts:
             self._drafting = _with_drafts(active_requests)
+            self._has_drafted = self._has_drafted or bool(self._drafting)
         self._context = flat([(r.request_id, r.context_chunk_size) for r in context_requests])
         self._paused = tuple([request.request_id for request in paused_requests])
 
@@ -375,7 +377,7 @@ class FlightRecorder:
             (
                 *standing(request),
                 places[request.request_id] if places and request.num_pending_tokens else 0,
-                self._num_blocks_of(request.request_id) if _has_guessed(request) else 0,
+                self._num_blocks_of(request.request_id) if self._has_drafted else 0,
             )
             for request in requests
         )
@@ -398,10 +400,6 @@ def _with_drafts(requests: Sequence[LlmRequest]) -> list[tuple[LlmRequest, int, 
         for request in requests
         if request.draft_tokens
     ]
-
-
-def _has_guessed(request: LlmRequest) -> bool:
-    return request.num_verified_drafts > 0 or request.num_draft_tokens > 0
 
 
 def _token_places(step: _Step | None) -> dict[int, int]:

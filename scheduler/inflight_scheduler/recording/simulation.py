@@ -326,7 +326,8 @@ class Simulation:
     def _discard(self, batch: ScheduledBatch, ends: dict[int, str]) -> None:
         for request in self.planner.discard(batch):
             is_told = request.is_finished or request.request_id in ends
-            if request.request_id in self._by_id and not is_told:
+            # Another request may have its id by now.
+            if self._by_id.get(request.request_id) is request and not is_told:
                 raise RecordingError(f"request {request.request_id} survives a failed step")
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:

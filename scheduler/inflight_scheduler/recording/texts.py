@@ -109,13 +109,13 @@ class RecordedTexts:
         if is_last:
             del self._numbers[request.request_id], self._prompts[number]
             self._salts.pop(number, None)
-        if request.tokens[-1] < 0:
-            return
+        has_failed = request.tokens[-1] < 0  # then its prompt may be cached, and no more
         old_size = len(text)
-        if request.beams is None:  # of a search only the prompt is kept; a pause begins it anew
+        # Of a search only the prompt is kept; a pause begins it anew.
+        if request.beams is None and not has_failed:
             text += pack(request.tokens[num_packed(text) :])
         self._keep(request, number, text)
-        if request.beams is not None or request.num_tokens == request.prompt_len:
+        if has_failed or request.beams is not None or request.num_tokens == request.prompt_len:
             return
         if not is_last:
             self._prompts[number] = text

@@ -238,3 +238,12 @@ def test_a_text_goes_on_as_the_other_was_known_then(facts: list[tuple[int, int, 
     for number, copy in enumerate(copies):
         assert [book.tokens(number, k, k + 1)[0] for k in range(12)] == copy
         assert book.tokens(number, 2, 12) == copy[2:]
+
+
+def test_what_goes_on_in_place_counts_as_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likeness, "_MIN_TOKENS", 0)
+    index = TextIndex(1, 1)  # four tokens, and forgotten from twice that on
+    index.add(b"", pack([1]), 0)
+    index.grow(b"", pack([1, 2, 3, 4, 5]), 0, len(pack([1])))
+    index.add(b"", pack([6, 7, 8, 9, 10]), 1)
+    assert (index.is_named(0), index.is_named(1)) == (False, True)

@@ -18,8 +18,10 @@ from scheduler.recording.recorded import (
     read,
     tiny_ring,
 )
+from scheduler.world import make_request
 
-from inflight_scheduler import ContextChunking, LlmRequest, ScheduledBatch
+from inflight_scheduler import ContextChunking, ContextChunkingPolicy, LlmRequest, ScheduledBatch
+from inflight_scheduler.recording import recorder as recorder_module
 from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.header import Header
@@ -164,6 +166,23 @@ def test_that_drafts_are_recorded_at_all(is_overlapped: bool) -> None:
     num_settled = sum(iteration.is_settled for iteration in iterations)
     assert 5 < num_settled < len(iterations) - 5
     assert any(i.is_settled and i.decision is None for i in iterations) == is_overlapped
+
+
+def test_a_ring_knows_the_blocks_of_drafts_that_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk takes room for them, and the last one leaves them none."""
+    monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 1)
+    monkeypatch.setattr(recorder_module, "NUM_SEGMENTS", 1)
+    chunking = ContextChunking(ContextChunkingPolicy.FORCE_CHUNK, 3)
+    world = RecordedWorld(Settings(GUARANTEED, 20, 1, 2, chunking=chunking))
+    world.recorder._num_blocks_of = world.manager.num_blocks_of
+    request = make_request(1, 6, 8)
+    request.set_draft_tokens((1, 2))
+    world.arrive(request)
+    for _ in range(3):
+        world.iterate()
+    assert (request.num_verified_drafts, request.num_tokens) == (0, 8)
+    assert world.manager.num_blocks_of(1) == 8, "nothing is left over: the test shows nothing"
+    assert str(replay(read(world.text))) == "identical, 1 iteration (1 request, 0 pauses)"
 
 
 def test_drafts_come_back_as_they_were_written() -> None:

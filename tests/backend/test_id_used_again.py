@@ -1,0 +1,65 @@
+"""From its final response on an id may be used again; a step of its first request may still run."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from fakes import CountedStep, CountingEngine
+from manager_harness import MAX_UTILIZATION, Recorder, request, running
+
+from inflight_backend.logits_processors import FIELD
+from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_scheduler import ScheduledBatch
+from inflight_scheduler.recording.files import RecordingReader
+from inflight_scheduler.recording.replay import replay
+
+
+class LostStep(CountedStep):
+    """Nobody gets its tokens."""
+
+    def read(self) -> list[int]:
+        raise RuntimeError("the step is lost")
+
+
+class EngineThatLosesOne(CountingEngine):
+    """Overlapped; its fourth step is lost. Counts the steps in which processors have a part."""
+
+    is_asynchronous = True
+    num_edited = 0
+
+    def edit_next(self, edits: object) -> None:
+        """One of them; nothing is asked of the processors."""
+        self.num_edited += 1
+
+    def submit(self, batch: ScheduledBatch) -> CountedStep:
+        """Count on; the answer is read later."""
+        tokens = self.execute(batch)
+        return LostStep(tokens) if len(self.batches) == 4 else CountedStep(tokens)
+
+
+def test_a_lost_step_of_the_first_one_does_not_touch_the_second_one() -> None:
+    """The first one ends while that step runs for it; the second one waits for blocks."""
+    values: dict[str, Any] = {FIELD: "mine"}
+    later = [request(1, range(289, 301), 4, **values)]
+    recorder = Recorder([request(1, [20], 9, end_id=23), request(2, range(97, 101), 12)])
+    recorder.on_response = lambda request_id, is_final: (
+        recorder.pending.append(later.pop())
+        if later and (request_id, is_final) == (1, True)
+        else None
+    )
+    engine = EngineThatLosesOne(num_blocks=4)
+    params = TrtGptModelOptionalParams(
+        max_batch_size=4, logits_processors={"mine": lambda *_: None}
+    )
+    with running(recorder, engine, MAX_UTILIZATION, params=params) as manager:
+        recorder.wait_for_finals(2)
+        with recorder.done:
+            recorder.done.wait_for(lambda: len(recorder.tokens(1)) == 6, 30)
+        text = "".join(manager.recording().result())
+    assert recorder.responses[2][-1][2] != "", "no step was lost"
+    assert recorder.tokens(1) == [21, 22, 301, 302, 303, 304]
+    assert len(engine.batches[3].generation_slots) == 2, "no step ran on for the first one"
+    assert engine.num_edited == 4
+    result = replay(RecordingReader(io.BytesIO(text.encode()), "ring"))
+    assert (result.divergence, result.num_requests) == (None, 3)
