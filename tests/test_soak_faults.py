@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,18 @@ PER_REQUEST: tuple[type, ...] = (
 )
 
 
+def half_a_second_of(num_workers: int) -> Callable[[Traffic], Awaitable[Traffic]]:
+    """Traffic of so many, which is given back when it has stopped."""
+
+    async def work(traffic: Traffic) -> Traffic:
+        traffic.start(num_workers)
+        await asyncio.sleep(0.5)
+        await traffic.stop()
+        return traffic
+
+    return work
+
+
 def test_an_answer_in_no_known_form_ends_no_worker() -> None:
     """It was raised when the traffic stopped, and the report of the whole hour was lost."""
 
@@ -59,13 +71,7 @@ def test_an_answer_in_no_known_form_ends_no_worker() -> None:
         message.infer_response.outputs[0].datatype = "UINT8"
         yield message
 
-    async def work(traffic: Traffic) -> Traffic:
-        traffic.start(4)
-        await asyncio.sleep(0.5)
-        await traffic.stop()
-        return traffic
-
-    traffic = asked(script, work)
+    traffic = asked(script, half_a_second_of(4))
     assert traffic.tally.num_wrong > 4
     assert not traffic.open_since
 
@@ -253,13 +259,7 @@ def test_when_a_request_is_lost_or_refused_by_a_dying_server_is_noted() -> None:
     async def script(each: Any) -> AsyncIterator[Any]:
         yield response(error="the server is shutting down")
 
-    async def work(traffic: Traffic) -> Traffic:
-        traffic.start(20)
-        await asyncio.sleep(0.5)
-        await traffic.stop()
-        return traffic
-
-    traffic = asked(script, work)
+    traffic = asked(script, half_a_second_of(20))
     refused = traffic.tally.outcomes["refused: shutting down"]
     lost = traffic.tally.outcomes["transport error"]  # nobody listens for HTTP
     assert refused > 20
