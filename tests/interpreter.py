@@ -7,6 +7,7 @@ most of these functions. Here a launch replaces them once, wherever its function
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
@@ -22,6 +23,8 @@ def patch_once_per_launch() -> None:
     launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     if launch.__module__ == __name__:
         return
+    # Triton does at the first launch, when `print` is replaced, whose signature 3.10 cannot tell.
+    importlib.import_module("triton.experimental.gluon")
     is_patched = False
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
