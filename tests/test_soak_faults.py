@@ -334,7 +334,7 @@ def test_what_the_model_process_keeps_of_a_request_is_counted() -> None:
     assert counts.keys() == {*kept.CLASSES, *kept.LISTS}
     more = {name: count - before[name] for name, count in counts.items() if count != before[name]}
     assert more == {"ResponseStream": len(forgotten), "RequestIds": 1}
-    ids.release("forgotten")
+    ids.release("forgotten", number)
     del forgotten
     assert kept.count() == before
 

@@ -34,12 +34,12 @@ def test_an_id_that_was_never_given_back_is_found(ids: RequestIds) -> None:
 
     async def script(each: Any) -> AsyncIterator[Any]:
         try:
-            ids.reserve(each.id)
+            number = ids.reserve(each.id)
         except Exception as error:
             yield response(error=str(error))
             return
         if each.id != "leaked":
-            ids.release(each.id)
+            ids.release(each.id, number)
         yield response(" ")
         yield response(is_final=True)
 

@@ -221,10 +221,11 @@ class RequestIds:
                 )
             return number
 
-    def release(self, name: str) -> None:
-        """The id may be used again."""
+    def release(self, name: str, number: int) -> None:
+        """The id of the request ``number`` may be used again; not if another request has it now."""
         with self._lock:
-            self._name_to_number.pop(name, None)
+            if self._name_to_number.get(name) == number:
+                del self._name_to_number[name]
 
     def find(self, name: str) -> int | None:
         """The number of the request in flight with this id."""

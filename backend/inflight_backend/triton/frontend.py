@@ -272,8 +272,7 @@ class Frontend:
     def _forget(self, number: int, name: str) -> None:
         self._live.pop(number, None)
         self._groups.pop(number, None)
-        if name:
-            self._ids.release(name)
+        self._ids.release(name, number)
 
     def _stop_by_name(self, name: str, stream: ResponseStream) -> None:
         """Acknowledge at once, also for an id that is not in flight (any more)."""

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler.world import World
 
-from inflight_backend.errors import CapacityExceeded
+from inflight_backend.errors import CapacityExceeded, RequestInFlight
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
-from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 
 LIMITS = RequestLimits(
@@ -205,3 +205,17 @@ def test_who_waits_for_a_grammar_keeps_its_place_and_holds_up_nobody() -> None:
     assert not arrivals.is_preparing(2)
     assert taken(arrivals, 2) == [0, 2]
     assert taken(arrivals) == [4]
+
+
+def test_a_request_that_leaves_twice_does_not_free_the_id_of_the_next_one() -> None:
+    """One that the queue refuses does: when it is refused, and when it hears so."""
+    ids = RequestIds()
+    first = ids.reserve("a")
+    ids.release("a", first)
+    second = ids.reserve("a")
+    ids.release("a", first)
+    assert ids.find("a") == second
+    with pytest.raises(RequestInFlight):
+        ids.reserve("a")
+    ids.release("a", second)
+    assert ids.find("a") is None
