@@ -38,7 +38,7 @@ def serve_tiny(num_requests: int) -> dict[str, Any]:
     from inflight_backend import gpt_manager, triton_model
 
     sys.modules["triton_python_backend_utils"] = FakePbUtils  # type: ignore[assignment]
-    vars(triton_model)["exit_with_parent"] = lambda period: None
+    vars(triton_model)["exit_with_parent"] = lambda model: None
     engine = CountingEngine()
     vars(gpt_manager)["load_engine"] = lambda *args: engine
     samples: list[tuple[int, float, int]] = []

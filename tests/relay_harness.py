@@ -80,7 +80,7 @@ def vllm_model(server: Server, **parameters: str) -> Iterator[Ask]:
         "model_transaction_policy": {"decoupled": True},
     }
     with mock.patch.dict(sys.modules, {"triton_python_backend_utils": calling(server)}):
-        model.initialize({"model_config": json.dumps(config)})
+        model.initialize({"model_config": json.dumps(config), "model_name": "vllm_model"})
 
     def send(
         prompt: str = "1 2", settings: Any = None, parameters: Any = None, **flags: bool

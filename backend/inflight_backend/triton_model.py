@@ -29,7 +29,6 @@ from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import (
-    PARENT_CHECK_SECONDS,
     Chore,
     Housekeeper,
     exit_with_parent,
@@ -68,7 +67,7 @@ class TritonPythonModel:
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
         faulthandler.enable(_STDERR)  # a crash in native code says in the log where it was
-        exit_with_parent(PARENT_CHECK_SECONDS)
+        exit_with_parent(args["model_name"])
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
         config = json.loads(args["model_config"])

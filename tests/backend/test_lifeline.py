@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,19 +14,21 @@ import pytest
 from inflight_backend.lifeline import Lifeline
 
 WAIT = 20.0
+MODELS = ("llm", "added")
 # As in Triton's code, which may wait with Python's lock: none of Python's threads can do anything.
 STUCK_IN_NATIVE_CODE = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 IDLE = "import time; time.sleep(60)"
 MODEL = """
+import sys
 from inflight_backend.lifeline import die_with_launcher
-die_with_launcher()
+die_with_launcher(sys.argv[1])
 print("up", flush=True)
 """
 LAUNCHER = """
 import sys
 from pathlib import Path
 from inflight_backend.lifeline import Lifeline
-lifeline = Lifeline(Path(sys.argv[1]))
+lifeline = Lifeline(Path(sys.argv[1]), sys.argv[2:])
 print(lifeline.environment, flush=True)
 sys.stdin.read()
 """
@@ -48,9 +51,9 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
 @pytest.mark.case(124)
 @pytest.mark.parametrize("doing", [STUCK_IN_NATIVE_CODE, IDLE], ids=["stuck", "idle"])
 def test_a_model_dies_with_a_launcher_that_is_killed(doing: str, tmp_path: Path) -> None:
-    fifo = tmp_path / "lifeline"
-    with start(LAUNCHER, str(fifo)) as launcher:
-        models = [start(MODEL + doing, INFLIGHT_LIFELINE=str(fifo)) for _ in range(2)]
+    folder = str(tmp_path / "lifeline")
+    with start(LAUNCHER, folder, *MODELS) as launcher:
+        models = [start(MODEL + doing, name, INFLIGHT_LIFELINE=folder) for name in MODELS]
         with models[0], models[1]:
             assert [model.poll() for model in models] == [None, None]
             launcher.kill()
@@ -60,12 +63,12 @@ def test_a_model_dies_with_a_launcher_that_is_killed(doing: str, tmp_path: Path)
 @pytest.mark.case(124)
 @pytest.mark.parametrize("is_swept", [False, True])
 def test_a_model_that_comes_too_late_ends_by_itself(is_swept: bool, tmp_path: Path) -> None:
-    lifeline = Lifeline(tmp_path / "lifeline")
+    lifeline = Lifeline(tmp_path / "lifeline", MODELS)
     lifeline.close()
     if is_swept:
-        (tmp_path / "lifeline").unlink()
+        shutil.rmtree(tmp_path / "lifeline")
     late = subprocess.run(
-        [sys.executable, "-c", MODEL],
+        [sys.executable, "-c", MODEL, "llm"],
         env={**os.environ, **lifeline.environment},
         capture_output=True,
         timeout=WAIT,
@@ -75,16 +78,17 @@ def test_a_model_that_comes_too_late_ends_by_itself(is_swept: bool, tmp_path: Pa
 
 @pytest.mark.case(109)
 def test_nobody_dies_of_a_neighbour(tmp_path: Path) -> None:
-    """Opening and closing the FIFO beside the launcher kills none, nor does another model's end."""
-    lifeline = Lifeline(tmp_path / "lifeline")
+    """Opening and closing a FIFO beside the launcher kills none; whatever happens to one (what
+    kernels tell a reader of another one's end differs), other models hear nothing of it."""
+    lifeline = Lifeline(tmp_path / "lifeline", MODELS)
     with (
-        start(MODEL + IDLE, **lifeline.environment) as model,
-        start(MODEL + IDLE, **lifeline.environment) as other,
+        start(MODEL + IDLE, "llm", **lifeline.environment) as model,
+        start(MODEL + IDLE, "added", **lifeline.environment) as other,
     ):
         for access in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
-            os.close(os.open(tmp_path / "lifeline", access | os.O_NONBLOCK))
-        other.kill()
-        other.wait()
+            os.close(os.open(tmp_path / "lifeline" / "llm", access | os.O_NONBLOCK))
+        (tmp_path / "lifeline" / "added").write_bytes(b"something happens")
+        assert other.wait(WAIT) == -signal.SIGKILL
         with pytest.raises(subprocess.TimeoutExpired):
             model.wait(0.5)
         lifeline.close()
@@ -93,7 +97,7 @@ def test_nobody_dies_of_a_neighbour(tmp_path: Path) -> None:
 
 def test_without_a_launcher_nothing_happens() -> None:
     """As in a plain Triton."""
-    alone = subprocess.run([sys.executable, "-c", MODEL], capture_output=True, timeout=WAIT)
+    alone = subprocess.run([sys.executable, "-c", MODEL, "llm"], capture_output=True, timeout=WAIT)
     assert (alone.returncode, alone.stdout) == (0, b"up\n")
 
 
@@ -105,12 +109,19 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 """
     imported = "from inflight_backend.lifeline import die_with_launcher"
     code = MODEL.replace(imported, imported + no_descriptor)
-    lifeline = Lifeline(tmp_path / "lifeline")
+    lifeline = Lifeline(tmp_path / "lifeline", MODELS)
     alone = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, "llm"],
         env={**os.environ, **lifeline.environment},
         capture_output=True,
         timeout=WAIT,
     )
     lifeline.close()
     assert (alone.returncode, alone.stdout) == (0, b"up\n")
+
+
+def test_where_one_cannot_be_made_none_is_held(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        Lifeline(tmp_path / "lifeline", ("llm", "no/such"))
+    assert os.listdir("/proc/self/fd") == before

@@ -54,7 +54,7 @@ def test_any_server_is_checked_also_one_that_we_did_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model looks at the program that runs it: here Python, which knows no numpy 2."""
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
+    monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     monkeypatch.setattr("numpy.__version__", "2.1.0")
     with pytest.raises(FakePbUtils.TritonModelException, match=r"numpy 2\.1\.0 is too new"):

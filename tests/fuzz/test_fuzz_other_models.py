@@ -130,7 +130,7 @@ class Relaying:
             mock.patch.object(relay, "exit_with_parent"),
             mock.patch.dict(sys.modules, {"triton_python_backend_utils": calling(server)}),
         ):
-            self.model.initialize({"model_config": json.dumps(config)})
+            self.model.initialize({"model_config": json.dumps(config), "model_name": "added"})
 
     def check(self, inputs: Tensors, parameters: Mapping[str, Any], good: Tensors) -> None:
         """One request beside a good one: an answer, or an error with a name."""

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from inflight_backend.lifeline import Lifeline
+from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 from inflight_backend.serve.scratch import remove_scratch
 from inflight_backend.status import stop_file_of
 
@@ -125,7 +126,7 @@ def _kept_from_cleaners(folder: Path) -> int:
 def _lifeline_in(folder: Path) -> Lifeline | None:
     """None on a file system without FIFOs: its models look for their parent now and then."""
     with suppress(OSError):
-        return Lifeline(folder / "lifeline")
+        return Lifeline(folder / "lifeline", (*DEFAULT_MODELS, *OPTIONAL_MODELS))
     return None
 
 

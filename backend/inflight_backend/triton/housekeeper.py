@@ -18,8 +18,7 @@ from inflight_backend.triton.watchdog import Progress
 
 _logger = get_logger(__name__)
 
-PARENT_CHECK_SECONDS = 0.5
-"""How often a model process looks whether its server lives."""
+_PARENT_CHECK_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -72,20 +71,20 @@ class Housekeeper:
             chore.is_failing = True
 
 
-def exit_with_parent(period: float) -> None:
-    """From now on end this process within ``period`` seconds of its parent's death.
+def exit_with_parent(model: str) -> None:
+    """From now on end this process, that of ``model``, within 0.5 s of its parent's death.
 
     A model process outlives a server that was killed, keeps its memory and ignores SIGTERM;
     Linux's parent-death signal cannot be used, since Triton forks from a thread that ends. The
     thread never ends, because a server may also die while the model loads or unloads. Below
     `inflight serve` the kernel does it, at once (see `lifeline`).
     """
-    die_with_launcher()
+    die_with_launcher(model)
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(period)
+            time.sleep(_PARENT_CHECK_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="ParentWatch", daemon=True).start()

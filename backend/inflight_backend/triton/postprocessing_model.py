@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
-from inflight_backend.triton.housekeeper import PARENT_CHECK_SECONDS, exit_with_parent
+from inflight_backend.triton.housekeeper import exit_with_parent
 from inflight_backend.triton.text_bounds import check_answers
 from inflight_backend.triton.text_model import load_codec, parameters_of, read_switch, respond
 
@@ -57,7 +57,7 @@ class TritonPythonModel:
         """Load the tokenizer; a failure fails the load with one line."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
-        exit_with_parent(PARENT_CHECK_SECONDS)
+        exit_with_parent(args["model_name"])
         self._pb_utils = pb_utils
         parameters = parameters_of(args)
         self._convert = Postprocessor(

@@ -13,7 +13,7 @@ from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
-from inflight_backend.triton.housekeeper import PARENT_CHECK_SECONDS, exit_with_parent
+from inflight_backend.triton.housekeeper import exit_with_parent
 from inflight_backend.triton.text_bounds import check_prompts, check_table, check_words
 from inflight_backend.triton.text_model import (
     load_codec,
@@ -108,7 +108,7 @@ class TritonPythonModel:
         """Load the tokenizer; a failure fails the load with one line."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
-        exit_with_parent(PARENT_CHECK_SECONDS)
+        exit_with_parent(args["model_name"])
         self._pb_utils = pb_utils
         parameters = parameters_of(args)
         self._convert = Preprocessor(

@@ -22,7 +22,6 @@ from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.housekeeper import (
-    PARENT_CHECK_SECONDS,
     Chore,
     Housekeeper,
     exit_with_parent,
@@ -155,7 +154,7 @@ class RelayModel(ABC):
         """Start what relays to ``model_name``."""
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
-        exit_with_parent(PARENT_CHECK_SECONDS)
+        exit_with_parent(args["model_name"])
         self._factory, self._coded = ResponseFactory(pb_utils), CodedFactory(pb_utils)
         policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
         is_decoupled = policy.get("decoupled", False)

@@ -21,7 +21,7 @@ MakeServer = Callable[..., Server]
 def unwatched_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is loaded here does not end this process with whoever runs the tests."""
     for module in (triton_model, relay, preprocessing_model):
-        monkeypatch.setattr(module, "exit_with_parent", lambda period: None)
+        monkeypatch.setattr(module, "exit_with_parent", lambda model: None)
 
 
 @pytest.fixture

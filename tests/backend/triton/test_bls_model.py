@@ -90,7 +90,8 @@ def make_relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
             "model_transaction_policy": {"decoupled": is_decoupled},
         }
         made.append(TritonPythonModel())
-        made[-1].initialize({"model_config": json.dumps(config)})
+        arguments = {"model_config": json.dumps(config), "model_name": "tensorrt_llm_bls"}
+        made[-1].initialize(arguments)
         return made[-1]
 
     yield make

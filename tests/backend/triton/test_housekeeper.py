@@ -71,7 +71,7 @@ def test_a_stream_that_cannot_be_asked_hides_nobody_who_leaves(
     assert caplog.text.count("whether a client has gone") == 1
 
 
-WATCHER = "from inflight_backend.triton.housekeeper import exit_with_parent; exit_with_parent(0.05)"
+WATCHER = "from inflight_backend.triton.housekeeper import exit_with_parent; exit_with_parent('m')"
 # As Triton does it; that `tensorrt_llm` does so too is seen in tests/e2e/test_supervision.py.
 ADDED_MODEL = f"""
 import importlib, json, sys
@@ -79,7 +79,8 @@ from fakes import FakePbUtils
 sys.modules["triton_python_backend_utils"] = FakePbUtils
 module = importlib.import_module("inflight_backend.triton.%s")
 parameters = {{"gpt_model_path": {{"string_value": {str(DEMO_MODEL)!r}}}}}
-module.TritonPythonModel().initialize({{"model_config": json.dumps({{"parameters": parameters}})}})
+config = json.dumps({{"parameters": parameters}})
+module.TritonPythonModel().initialize({{"model_config": config, "model_name": "added"}})
 """
 ADDED_MODELS = ("preprocessing_model", "postprocessing_model", "bls_model", "vllm_model")
 

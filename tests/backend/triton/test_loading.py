@@ -17,7 +17,7 @@ from inflight_backend.status import read_status
 @pytest.fixture(autouse=True)
 def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end this test run when its terminal closes; it has a test of its own."""
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
+    monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
 
 
 def test_it_beats_while_it_loads_and_the_watchdog_beats_afterwards(

@@ -78,7 +78,7 @@ def relay(
     monkeypatch.setattr(module, "_CANCEL_CHECK_SECONDS", 0.01)
     model = TritonPythonModel()
     config = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
-    model.initialize({"model_config": json.dumps(config)})
+    model.initialize({"model_config": json.dumps(config), "model_name": "tensorrt_llm_bls"})
     yield model
     Inner.may_stop.set()
     Inner.server.model.finalize()

@@ -237,7 +237,7 @@ def test_a_bias_is_as_long_as_the_models_vocabulary(
     parameters = {"tokenizer_dir": str(DEMO_MODEL), "gpt_model_path": str(tmp_path)}
     model = Preprocessing()
     block = {"parameters": {key: {"string_value": text} for key, text in parameters.items()}}
-    model.initialize({"model_config": json.dumps(block)})
+    model.initialize({"model_config": json.dumps(block), "model_name": "preprocessing"})
     words = {"EMBEDDING_BIAS_WORDS": strings(["7"])}
     words["EMBEDDING_BIAS_WEIGHTS"] = np.ones((1, 1), dtype=np.float32)
     [response] = model.execute([FakeRequest(query("1", **words))])

@@ -23,7 +23,7 @@ from inflight_scheduler import ScheduledBatch
 @pytest.fixture(autouse=True)
 def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end this test run when its terminal closes; it has a test of its own."""
-    monkeypatch.setattr(triton_model, "exit_with_parent", lambda period: None)
+    monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
 
 
 def test_tokens_stream_in_contract_shapes(server: Server) -> None:

@@ -20,7 +20,6 @@ from triton_harness import Server, error_of
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError
 from inflight_backend.triton import relay
-from inflight_backend.triton.housekeeper import PARENT_CHECK_SECONDS
 from inflight_backend.triton.vllm_log_probs import LogProbs
 
 PROMPT = "7 2 3"
@@ -193,12 +192,12 @@ def test_a_model_that_loads_a_tokenizer_looks_for_its_server(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a server that dies then leaves the process for ever: it would never know its parent."""
-    looks: list[float] = []
+    looks: list[str] = []
     monkeypatch.setattr(relay, "exit_with_parent", looks.append)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError), vllm_model(server, gpt_model_path=str(tmp_path)):
         pass
-    assert looks == [PARENT_CHECK_SECONDS]
+    assert looks == ["vllm_model"]
 
 
 def tensors(ids: list[int], **values: Any) -> dict[str, Any]:
