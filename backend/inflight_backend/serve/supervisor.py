@@ -73,15 +73,21 @@ class Supervisor:
     def run(self, serve: Callable[[Attempt], None]) -> None:
         """Run ``serve``, again if it raises; `ServingError` for a failure that nothing follows.
 
-        An ``OSError`` is one as well: what the machine lacks now, as room on a disk, it may have
-        soon. A server that never was ready is not started again, since what is wrong then is a
-        setting; but once if a signal ended it: Triton 24.10 now and then aborts while it loads
-        several Python models on a busy machine (an uncaught `lock_exception` of boost).
+        An ``OSError`` is one as well, of `clear_run` too: what the machine lacks now, as room on a
+        disk, it may have soon. A server that never was ready is not started again, since what is
+        wrong then is a setting; but once if a signal ended it: Triton 24.10 now and then aborts
+        while it loads several Python models on a busy machine (an uncaught `lock_exception` of
+        boost).
         """
         attempt = Attempt(1)
         was_ready = False
+        delay: float | None = None
         while True:
             try:
+                if delay is not None:
+                    self._workspace.clear_run()
+                    if not self._wait(delay):
+                        return
                 serve(attempt)
                 return
             except (ServingError, OSError) as error:
@@ -92,9 +98,6 @@ class Supervisor:
                 delay = self._next_delay(attempt, error)
             failed_at = time.monotonic() if was_ready else None
             attempt = Attempt(attempt.number + 1, failed_at)
-            self._workspace.clear_run()
-            if not self._wait(delay):
-                return
 
     def _next_delay(self, attempt: Attempt, error: Exception) -> float:
         delay = self._policy.next_delay(attempt.ready_seconds)

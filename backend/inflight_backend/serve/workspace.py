@@ -185,8 +185,10 @@ def _remove_run(folder: Path) -> None:
 
 
 def _remove_outside(folder: Path) -> None:
+    """What cannot be removed stays, such as something of somebody else under a name of ours."""
     for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
-        region.unlink(missing_ok=True)
+        with suppress(OSError):
+            region.unlink()
     note = folder / _SCRATCH_NOTE
-    if note.is_file():
+    with suppress(OSError):
         remove_scratch(Path(note.read_text(encoding="utf-8")))

@@ -108,6 +108,27 @@ def test_what_the_machine_lacks_is_a_failure_like_others(
     assert "No space left on device; starting again in" in capsys.readouterr().err
 
 
+@pytest.mark.case(119)
+def test_what_cannot_be_removed_is_a_failure_and_no_server_starts_over_it(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does it end the launcher at once: the disk may have room again soon."""
+    numbers: list[int] = []
+
+    def serve(attempt: Attempt) -> None:
+        numbers.append(attempt.number)
+        attempt.mark_ready()
+        workspace.status_file.mkdir()
+        raise ServingError("the model process died")
+
+    with pytest.raises(
+        ServingError, match=r"giving up after 3 failures in a row, last: .*directory"
+    ):
+        run(workspace, serve, max_restarts=2)
+    assert numbers == [1]
+    assert capsys.readouterr().err.count("Is a directory") == 1
+
+
 def test_a_server_that_never_was_ready_is_not_started_again(workspace: Workspace) -> None:
     def serve(attempt: Attempt) -> None:
         raise ServingError("no such checkpoint")

@@ -53,6 +53,23 @@ def test_folder_goes_when_the_run_fails(temporary_folder: Path) -> None:
     assert list(temporary_folder.iterdir()) == []
 
 
+def test_what_is_not_ours_and_cannot_be_removed_keeps_nothing_else(temporary_folder: Path) -> None:
+    """Somebody else's name beside ours, which they can see: the next server starts all the same."""
+    workspace = Workspace()
+    foreign = Path("/dev/shm") / f"{workspace.shm_prefix}0"
+    foreign.mkdir()
+    try:
+        with workspace:
+            shared_memory(workspace).touch()
+            workspace.clear_run()
+            assert not shared_memory(workspace).exists()
+            shared_memory(workspace).touch()
+    finally:
+        foreign.rmdir()
+    assert not shared_memory(workspace).exists()
+    assert list(temporary_folder.iterdir()) == []
+
+
 @pytest.mark.case(124)
 def test_next_run_removes_what_a_killed_one_left(temporary_folder: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
