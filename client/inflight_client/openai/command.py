@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -59,6 +60,8 @@ def openai(
         timeout=timeout,
         drain_seconds=drain_seconds,
     )
+    # gRPC's own lines: the threads that write them would stand still with whoever reads them.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from inflight_client.openai.running import run
 

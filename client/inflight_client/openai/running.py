@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import typer
 from aiohttp import web
 
 from inflight_client.openai.app import Front
-from inflight_client.openai.messages import say
+from inflight_client.openai.messages import LogHandler, say
 from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader, make_prompt_reader
 from inflight_client.openai.settings import FrontSettings
@@ -26,6 +27,7 @@ _Result = TypeVar("_Result")
 
 def run(settings: FrontSettings) -> None:
     """Serve until asked to stop; `InflightError` or ``OSError`` if starting fails."""
+    logging.root.addHandler(LogHandler())
     try:
         asyncio.run(_run(settings))
     except KeyboardInterrupt:  # a second Ctrl-C does not wait for running requests

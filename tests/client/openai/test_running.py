@@ -12,10 +12,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 from client.conftest import Local
-from client.local_server import Arrival, LocalTriton
+from client.local_server import Arrival, LocalTriton, ModelError
 from client.openai.front import DESCRIPTION
 
 WAIT_SECONDS = 30.0
@@ -23,6 +24,9 @@ COMMAND = [sys.executable, "-c", "from inflight_client.cli import main; main()",
 
 
 def describe(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    """All that works; each failure makes a line of the log."""
+    if not arrival.values.get("describe"):
+        raise ModelError("out of order")
     yield {"description": [json.dumps(DESCRIPTION)]}
 
 
@@ -60,6 +64,18 @@ def wait_until_it_listens(front: subprocess.Popen[bytes], port: int) -> None:
         time.sleep(0.05)
 
 
+def status_of_a_request(port: int) -> int:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    body = json.dumps({"model": DESCRIPTION["model"], "prompt": [1], "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
+    try:
+        with direct.open(request, timeout=WAIT_SECONDS) as answer:
+            return int(answer.status)
+    except HTTPError as error:
+        return error.code
+
+
 def test_a_front_that_nobody_hears_serves_and_ends_in_order(
     local_grpc: Local, free_port: int, unheard: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +86,7 @@ def test_a_front_that_nobody_hears_serves_and_ends_in_order(
         try:
             wait_until_it_listens(front, free_port)
             time.sleep(0.2)  # what it says comes after that
-            wait_until_it_listens(front, free_port)
+            assert [status_of_a_request(free_port) for _ in range(3)] == [503] * 3
             front.send_signal(signal.SIGTERM)
             assert front.wait(WAIT_SECONDS) == 0
         finally:
@@ -89,12 +105,16 @@ def test_what_it_says_goes_where_it_should(
             assert front.stdout.readline() == b"\n"
             assert front.stdout.readline() == b"inflight openai is ready\n"
             *_, last = iter(front.stdout.readline, b"Ctrl-C stops it.\n")
+            assert status_of_a_request(free_port) == 503
             front.send_signal(signal.SIGTERM)
             rest, errors = front.communicate(timeout=WAIT_SECONDS)
         finally:
             front.kill()
     assert (last, rest) == (b"\n", b"")
-    assert errors == b"stopping: running requests may finish within 30 s\n"
+    assert errors == (
+        b"the server failed a request: out of order\n"
+        b"stopping: running requests may finish within 30 s\n"
+    )
 
 
 def test_why_it_cannot_start_is_one_line(free_port: int) -> None:
