@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight_backend.errors import CapacityText
+from inflight_client.protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
 from inflight_scheduler import LlmRequest, WaitReason
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from inflight_backend.iteration_stats import IterationStats
 
 NOT_IN_FLIGHT: dict[str, Any] = {
-    "state": "not in flight",
+    "state": NOT_IN_FLIGHT_STATE,
     "reason": "no request with this id waits or runs (it has ended, or never was)",
 }
 

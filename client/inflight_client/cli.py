@@ -172,19 +172,33 @@ def why(
     url: UrlOption = None,
     http: HttpOption = False,
 ) -> None:
-    """Tell why a request does not run now, and its place among those who wait."""
+    """Tell why a request does not run now, and its place among those who wait.
+
+    Exit code 1 if none with this id is in flight.
+    """
+    from inflight_client.protocol import NOT_IN_FLIGHT
+
     with _reported_errors(), _connect(url, http) as client:
         answer = client.why(request_id)
+    is_unknown = answer.get("state") == NOT_IN_FLIGHT
     if json_line:
         _write(json.dumps(answer) + "\n")
-        return
+    elif is_unknown:
+        typer.echo(f"{NOT_IN_FLIGHT}: {answer.get('reason')}", err=True)
+    else:
+        _write(_in_words(answer))
+    if is_unknown:
+        raise typer.Exit(1)
+
+
+def _in_words(answer: dict[str, Any]) -> str:
     where = [
         f"{what} {answer[what]} of {answer[number]}"
         for what, number in (("sequence", "num_sequences"), ("place", "num_waiting"))
         if what in answer and number in answer
     ]
     details = f" ({', '.join(where)})" if where else ""
-    _write(f"{answer.get('state')}{details}: {answer.get('reason')}\n")
+    return f"{answer.get('state')}{details}: {answer.get('reason')}\n"
 
 
 @app.command()

@@ -20,7 +20,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
-from inflight_client.protocol import DTYPE_TO_NUMPY
+from inflight_client.protocol import DTYPE_TO_NUMPY, NOT_IN_FLIGHT
 
 GAP_SECONDS = 0.01
 MODEL = "tensorrt_llm"
@@ -131,6 +131,8 @@ class LocalTriton:
                 time.sleep(GAP_SECONDS)
         elif arrival.request_id == "broken":
             yield {"why": ["[}"]}
+        elif arrival.request_id == "gone":
+            yield {"why": [json.dumps({"state": NOT_IN_FLIGHT, "reason": "no such request"})]}
         else:
             reason = "waiting for KV blocks: needs 5, free 3"
             numbers = {"place": 2, "num_waiting": 7}

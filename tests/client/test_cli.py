@@ -168,6 +168,15 @@ def test_why(local: Local) -> None:
     assert done.stdout.startswith("waiting (sequence 2 of 4, place 2 of 7): waiting for KV")
 
 
+def test_why_of_a_request_that_is_not_there_fails(local: Local) -> None:
+    done = run("why", "gone", *server_options(local))
+    expected = (1, "", "not in flight: no such request\n")
+    assert (done.exit_code, done.stdout, done.stderr) == expected
+    done = run("why", "gone", "--json", *server_options(local))
+    assert (done.exit_code, done.stderr) == (1, "")
+    assert json.loads(done.stdout)["state"] == "not in flight"
+
+
 def test_record(local: Local, tmp_path: Path) -> None:
     done = run("record", "-o", str(tmp_path / "r.jsonl"), *server_options(local))
     assert (done.exit_code, done.stdout) == (0, "")

@@ -39,6 +39,7 @@ __all__ = [
     "INPUT_LENGTHS",
     "LLM_MODEL_NAME",
     "METRICS",
+    "NOT_IN_FLIGHT",
     "OUTPUTS",
     "OUTPUT_BY_NAME",
     "OUTPUT_LENGTHS",
@@ -61,6 +62,9 @@ A stream of Triton carries no code with an error. Its own way, the header ``trit
 must not be used: it ends about one in 200 refused requests with the abort of the whole server
 (24.10).
 """
+
+NOT_IN_FLIGHT = "not in flight"
+"""The ``state`` in the answer to `why` about an id that no request in flight has."""
 
 STREAMING_PARAMETER = "Streaming"
 """Request parameter of ``inflight_batcher_llm_client.py``; says what input ``streaming`` says."""
