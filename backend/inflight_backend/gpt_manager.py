@@ -232,8 +232,7 @@ class GptManager:
             try:
                 self._iterate()
             except BaseException:  # our bug, or a callback that wants to end the thread
-                _logger.exception("the batch manager failed in iteration %d", self._iteration)
-                with self.health.recovering():
+                with self.health.recovering(self._iteration):
                     self._start_afresh()
             self._questions.answer()  # also of a loop that fails again and again
             self.health.turn_ends(has_work=bool(self._active))

@@ -82,13 +82,25 @@ class LoopHealth:
             self.failed()
 
     @contextmanager
-    def recovering(self) -> Iterator[None]:
-        """Around the rescue after a failure of the loop; what the rescue raises is logged only."""
+    def recovering(self, iteration: int) -> Iterator[None]:
+        """Around the rescue after a failure of the loop, while that is handled; what the rescue
+        raises is logged only.
+
+        In a row the first failure is logged, the second, the fourth, the eighth and so on: a loop
+        with nobody to serve may fail 200 times in a second, for days.
+        """
         self._is_recovering = True
         self.failed()
+        number = self._num_failures_in_a_row
+        is_told = number.bit_count() == 1
+        if is_told:
+            _logger.exception(
+                "the batch manager failed in iteration %d (failure %d in a row)", iteration, number
+            )
         try:
             yield
         except BaseException:  # the thread must live: nobody else can end its requests
-            _logger.exception("the rescue of the batch manager failed")
+            if is_told:
+                _logger.exception("the rescue of the batch manager failed")
         finally:
             self._is_recovering = False

@@ -251,16 +251,40 @@ def assert_works_again(recorder: Recorder, manager: GptManager) -> None:
     assert manager.health.is_healthy
 
 
-def test_a_rescue_that_fails_is_logged_and_the_thread_lives() -> None:
+def test_a_rescue_that_fails_is_logged_and_the_thread_lives(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     health = LoopHealth()
-    with health.recovering():
+    with health.recovering(1):
         raise SystemExit("in the rescue")
+    assert caplog.text.count("the rescue of the batch manager failed") == 1
     assert health.is_healthy
     for _ in range(MAX_FAILURES_IN_A_ROW):
         health.failed()
     assert not health.is_healthy
     health.moved()
     assert health.is_healthy
+
+
+def test_a_loop_that_fails_in_every_turn_does_not_fill_the_disk_with_its_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is active: a turn every 5 ms. When it works again and fails anew, that is said."""
+    monkeypatch.setattr(gpt_manager, "_IDLE_POLL_SECONDS", 0.0001)
+    recorder = Recorder()
+    with running(recorder) as manager:
+
+        def fail() -> None:
+            raise RuntimeError("again")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "_measure", fail)
+            wait_until(lambda: manager.health._num_failures_in_a_row >= 100)
+        assert_works_again(recorder, manager)
+        numbers = [int(each.split()[-4]) for each in caplog.messages if each.endswith("in a row)")]
+        assert numbers[:7] == [1, 2, 4, 8, 16, 32, 64]
+        replace(manager, "_measure", RuntimeError("anew")).arm()
+        wait_until(lambda: caplog.messages[-1].endswith("(failure 1 in a row)"))
 
 
 # Memory and other errors of a step: its requests fail, the waiting ones do not.
