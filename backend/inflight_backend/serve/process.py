@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import IO
 
 from inflight_backend.errors import ServingError
+from inflight_backend.serve.messages import say
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
-_REAP_SECONDS = 5.0
+_KILLED_SECONDS = 30.0  # to give much memory back; who needs more waits in a driver
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -66,6 +67,7 @@ class ServerProcess:
     def stop(self, grace_seconds: float, is_hurried: Callable[[], bool]) -> None:
         """Ask the server to end, kill the whole group after the grace time, reap everything.
 
+        Who does not end then, as a process that waits for a device in the kernel, is left behind.
         A server with an open gRPC stream never ends by itself, even an idle one. A caller
         whose ``is_hurried`` becomes true does not want to wait for the grace time.
         """
@@ -78,18 +80,25 @@ class ServerProcess:
                 time.sleep(_POLL_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reap_orphans()
+        if not self._has_gone():
+            say(
+                f"a process of tritonserver ({self.pid}) was killed and does not end, "
+                "as if it were stuck in the kernel: it is left behind",
+                err=True,
+            )
 
-    def _reap_orphans(self) -> None:
-        deadline = time.monotonic() + _REAP_SECONDS
+    def _has_gone(self) -> bool:
+        """Wait until all are dead, and reap them; False if that takes too long."""
+        deadline = time.monotonic() + _KILLED_SECONDS
         while time.monotonic() < deadline:
-            try:
-                reaped, _ = os.waitpid(-self.pid, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not reaped:
-                time.sleep(_POLL_SECONDS)
+            if self._process.poll() is not None:
+                try:
+                    while os.waitpid(-self.pid, os.WNOHANG)[0]:
+                        pass
+                except ChildProcessError:
+                    return True
+            time.sleep(_POLL_SECONDS)
+        return False
 
 
 def is_running(pid: int) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from backend.serve.logs import without_grpc
 
 from inflight_backend.errors import ServingError
+from inflight_backend.serve import process as process_module
 from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
 
 POLITE = "import time; print('up', flush=True); time.sleep(60)"
@@ -26,6 +27,17 @@ child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess
 child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(60)
+"""
+
+
+# May be traced by a process that is no ancestor; who traces keeps it from being reaped when killed,
+# as far as others can see it does not end.
+TRACEABLE = "import ctypes; ctypes.CDLL(None).prctl(0x59616D61, -1); " + POLITE
+TRACER = """
+import ctypes, sys
+assert ctypes.CDLL(None).ptrace(0x4206, int(sys.argv[1]), 0, 0) == 0
+print("traced", flush=True)
+sys.stdin.read()
 """
 
 
@@ -83,6 +95,26 @@ def test_model_process_whose_server_died_is_reaped(tmp_path: Path) -> None:
     assert is_running(int(model))
     process.stop(0, not_hurried)
     assert not Path(f"/proc/{model}").exists()
+
+
+def test_a_process_that_does_not_end_when_killed_is_left_behind_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one that waits for a device in the kernel."""
+    monkeypatch.setattr(process_module, "_KILLED_SECONDS", 0.3)
+    process, _ = start(TRACEABLE, tmp_path / "log")
+    command = [sys.executable, "-c", TRACER, str(process.pid)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tracer:
+        assert tracer.stdout is not None
+        assert tracer.stdout.readline() == b"traced\n"
+        began = time.monotonic()
+        process.stop(0, not_hurried)
+        assert time.monotonic() - began < 20
+        assert f"tritonserver ({process.pid}) was killed and does not end" in capfd.readouterr().err
+        tracer.kill()
+    process.stop(0, not_hurried)
+    assert process.exit_status() == "killed by SIGKILL"
+    assert capfd.readouterr().err == ""
 
 
 def test_exit_code_in_words(tmp_path: Path) -> None:
