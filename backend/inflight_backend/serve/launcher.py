@@ -17,6 +17,7 @@ from pathlib import Path
 from inflight_backend.serve.checks import check_install, check_settings
 from inflight_backend.serve.display import LoadingDisplay, ready_block
 from inflight_backend.serve.install import TritonInstall, environment, locate, prepare_backends
+from inflight_backend.serve.log import keep_small
 from inflight_backend.serve.messages import say
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.repository import assemble
@@ -65,7 +66,7 @@ def _start(command: list[str], env: dict[str, str], log_file: Path | None) -> Se
     """Start the server with its output in ``log_file``, or on our stderr."""
     if log_file is None:
         return ServerProcess(command, env, _STDERR)
-    with log_file.open("wb") as output:
+    with log_file.open("ab") as output:  # for `keep_small`
         return ServerProcess(command, env, output)
 
 
@@ -164,6 +165,7 @@ class Run:
         while not self._signals.is_asked():
             self._vitals.check_processes(status)
             self._vitals.check_progress()
+            keep_small(self._workspace.log_file)
             time.sleep(_POLL_SECONDS)
 
     def _drain(self) -> None:

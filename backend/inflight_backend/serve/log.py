@@ -1,9 +1,15 @@
-"""Reading the server's log for the one line that explains why it ended."""
+"""The server's log: kept small, and read for the one line that explains why it ended."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from contextlib import suppress
 from pathlib import Path
+
+MAX_BYTES = 16 * 2**20
+"""Of the log; the one before it may have as many."""
 
 _TAIL_BYTES = 64 * 1024
 
@@ -19,6 +25,24 @@ _ABORT = re.compile(
 )
 # Said as errors by every healthy server on a machine without a GPU.
 _NOISE = ("NVML", "CudaDriverHelper", "CUDA driver version is insufficient")
+
+
+def keep_small(log_file: Path) -> None:
+    """Begin the log anew where it is too long; what there was goes to the file of `before`.
+
+    The server keeps it open, so that it is copied and cut; whoever writes to it must append. A line
+    of that moment may be lost, and all where the disk has no room for a copy.
+    """
+    with suppress(OSError):  # there is none with --verbose
+        if log_file.stat().st_size > MAX_BYTES:
+            with suppress(OSError):
+                shutil.copyfile(log_file, before(log_file))
+            os.truncate(log_file, 0)
+
+
+def before(log_file: Path) -> Path:
+    """Where `keep_small` leaves the log before this one."""
+    return log_file.with_name(f"{log_file.name}.1")
 
 
 def explain(log_file: Path) -> str:

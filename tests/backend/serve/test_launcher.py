@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from backend.serve.logs import without_grpc
 
-from inflight_backend.serve import launcher
+from inflight_backend.serve import launcher, log
 from inflight_backend.serve.launcher import Run
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.scratch import BackendScratch
@@ -41,6 +41,13 @@ signal.signal(signal.SIGTERM, leave)
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)
 server.serve_forever()
+"""
+WRITES_MUCH = """
+import os, time
+print("x" * 100_000, flush=True)
+while os.fstat(1).st_size:
+    time.sleep(0.01)
+print("after", flush=True)
 """
 DRAIN = 0.4
 READY = {
@@ -120,6 +127,23 @@ def test_a_stop_that_nobody_hears_of_is_a_drain(
         story.run(drain)
     assert not stop_file_of(story.workspace.drain_file).exists()
     assert story.said.endswith("asked to end\n")
+
+
+def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(
+    story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "MAX_BYTES", 100_000)
+    log_file = story.workspace.log_file
+    writer = launcher._start([sys.executable, "-c", WRITES_MUCH], dict(os.environ), log_file)
+
+    def stop() -> None:
+        wait_until(lambda: writer.exit_status() is not None)
+        story.signals.count = 1
+
+    story.run(stop)
+    writer.stop(0, lambda: False)
+    assert without_grpc(log_file.read_text()) == "after\n", "and no hole before it"
+    assert log.before(log_file).read_text().endswith("x" * 100_000 + "\n")
 
 
 @pytest.mark.case(126)
