@@ -49,6 +49,18 @@ def test_odd_json_is_refused_fast(server: ServeProcess, body: str, statuses: set
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 20)), 20)
 
 
+def test_a_client_cannot_make_the_server_log_more(server: ServeProcess) -> None:
+    """Verbose logging fills a disk."""
+    url = f"{server.http_url}/v2/logging"
+    answer = httpx.post(url, json={"log_verbose_level": 1}, timeout=60, trust_env=False)
+    assert answer.status_code == 403
+    with (
+        grpcclient.InferenceServerClient(server.grpc_url) as client,
+        pytest.raises(InferenceServerException, match="restricted"),
+    ):
+        client.update_log_settings({"log_verbose_level": 1})
+
+
 @pytest.mark.case(39)
 def test_an_unknown_input_is_refused_by_name(server: ServeProcess) -> None:
     text = grpcclient.InferInput("text_input", [1, 1], "BYTES")

@@ -10,6 +10,7 @@ workspace and its shared memory are removed, and that before signals act as usua
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         f"--grpc-keepalive-time={_KEEPALIVE_MS}",
         f"--grpc-keepalive-timeout={_KEEPALIVE_TIMEOUT_MS}",
         *_connection_age(settings.max_connection_seconds),
+        *_logging_for_nobody(),
         *(f"--{name}-address={settings.host}" for name in ("http", "grpc", "metrics")),
         *(f"{option}={port}" for option, port in settings.ports.items()),
     ]
@@ -101,6 +103,13 @@ def _connection_age(seconds: float) -> tuple[str, ...]:
     milliseconds = round(1000 * seconds)
     names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
     return tuple(f"{name}={milliseconds}" for name in names if milliseconds)
+
+
+def _logging_for_nobody() -> tuple[str, ...]:
+    """Verbose logging, which any client may turn on else, is 100 KB for a stream of 60 tokens: it
+    takes a password then, which nobody knows."""
+    rule = f"logging:inflight={secrets.token_hex(16)}"
+    return f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"
 
 
 class Run:
