@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from inflight_backend.serve.checks import check_install, check_settings
 from inflight_backend.serve.display import LoadingDisplay, ready_block
 from inflight_backend.serve.install import TritonInstall, environment, locate, prepare_backends
 from inflight_backend.serve.log import keep_small
-from inflight_backend.serve.messages import say
+from inflight_backend.serve.messages import say, shown
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.repository import assemble
 from inflight_backend.serve.scratch import BackendScratch
@@ -36,7 +37,6 @@ _POLL_SECONDS = 0.05
 _EXIT_TIMEOUT_SECONDS = 3
 _GRACE_SECONDS = 5.0
 _STOP_ALL_SECONDS = 3.0
-_STDERR = 2
 # A client that has vanished without closing its connection is noticed after their sum.
 _KEEPALIVE_MS = 5_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
@@ -54,21 +54,20 @@ def run(settings: ServeSettings) -> None:
             env |= workspace.environment
 
             def serve(attempt: Attempt) -> None:
-                with BackendScratch(workspace.scratch_note) as scratch:
-                    log_file = None if settings.is_verbose else workspace.log_file
-                    server = _start(command, env, log_file)
+                log = shown() if settings.is_verbose else _log_in(workspace.log_file)
+                with log as output, BackendScratch(workspace.scratch_note) as scratch:
+                    server = ServerProcess(command, env, output)
                     Run(settings, workspace, scratch, server, signals, attempt).run()
 
             policy = RestartPolicy(settings.max_restarts)
             Supervisor(workspace, signals, policy).run(serve)
 
 
-def _start(command: list[str], env: dict[str, str], log_file: Path | None) -> ServerProcess:
-    """Start the server with its output in ``log_file``, or on our stderr."""
-    if log_file is None:
-        return ServerProcess(command, env, _STDERR)
+@contextmanager
+def _log_in(log_file: Path) -> Iterator[int]:
+    """A descriptor for what the server says."""
     with log_file.open("ab") as output:  # for `keep_small`
-        return ServerProcess(command, env, output)
+        yield output.fileno()
 
 
 def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspace) -> list[str]:

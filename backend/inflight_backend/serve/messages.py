@@ -1,4 +1,4 @@
-"""What the launcher says. Nothing that it does depends on whether that can be said.
+"""What the launcher says. Nothing that it or its server does depends on whether that can be said.
 
 Whoever read its pipe may be gone (Ctrl-C to ``inflight serve 2>&1 | tee log`` ends `tee` as well)
 or stand still (a pager, a driver of logs, a terminal far away, Ctrl-S), the disk of its log may be
@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+_STDERR = 2
+_CHUNK_BYTES = 2**16  # what a pipe holds
 _PATIENCE_SECONDS = 0.5  # with a reader; one that is only slow has read something by then
 
 _writers: dict[int, threading.Thread] = {}  # the last of each descriptor
@@ -23,6 +26,22 @@ def say(text: str, *, err: bool = False) -> None:
     stream = sys.stderr if err else sys.stdout
     if stream is not None:
         _write(stream, f"{text}\n")
+
+
+@contextmanager
+def shown() -> Iterator[int]:
+    """A descriptor for processes that end within the block: what they write comes to our stderr.
+
+    They wait for nobody who reads it, other than if they wrote there themselves.
+    """
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_pass_on, args=(reader,), name="ServerLog", daemon=True)
+    thread.start()
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+        thread.join(_PATIENCE_SECONDS)
 
 
 class ForgivingStream:
@@ -67,6 +86,13 @@ def _write_aside(descriptor: int, data: bytes) -> None:
     writer.start()
     _writers[descriptor] = writer
     writer.join(_PATIENCE_SECONDS)
+
+
+def _pass_on(reader: int) -> None:
+    while data := os.read(reader, _CHUNK_BYTES):
+        with suppress(RuntimeError):
+            _write_aside(_STDERR, data)
+    os.close(reader)
 
 
 def _put(descriptor: int, data: bytes) -> None:

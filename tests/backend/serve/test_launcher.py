@@ -134,7 +134,8 @@ def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(
 ) -> None:
     monkeypatch.setattr(log, "MAX_BYTES", 100_000)
     log_file = story.workspace.log_file
-    writer = launcher._start([sys.executable, "-c", WRITES_MUCH], dict(os.environ), log_file)
+    with launcher._log_in(log_file) as output:
+        writer = ServerProcess([sys.executable, "-c", WRITES_MUCH], os.environ, output)
 
     def stop() -> None:
         wait_until(lambda: writer.exit_status() is not None)

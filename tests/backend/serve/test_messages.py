@@ -32,6 +32,34 @@ sys.exit(3)
 """
 
 
+SHOWS_WHAT_ANOTHER_ONE_SAYS = """
+import subprocess, sys
+from inflight_backend.serve import messages
+messages._PATIENCE_SECONDS = float(sys.argv[1])
+command = [sys.executable, "-c", "print('x' * 300_000); print('done')"]
+with messages.shown() as output:
+    ended = subprocess.run(command, stdout=output, stderr=output, timeout=60)
+sys.exit(ended.returncode)
+"""
+
+
+@pytest.mark.parametrize(
+    "unheard",
+    ["the reader is gone", "the reader does not read", "the disk is full"],
+    indirect=True,
+)
+def test_a_server_whose_log_nobody_reads_does_not_wait(unheard: int) -> None:
+    command = [sys.executable, "-c", SHOWS_WHAT_ANOTHER_ONE_SAYS, "0.01"]
+    assert subprocess.run(command, stdout=unheard, stderr=unheard, timeout=90).returncode == 0
+
+
+def test_the_log_of_a_server_is_shown_to_its_end() -> None:
+    command = [sys.executable, "-c", SHOWS_WHAT_ANOTHER_ONE_SAYS, "20"]
+    ended = subprocess.run(command, capture_output=True, timeout=90)
+    assert (ended.returncode, ended.stdout) == (0, b"")
+    assert ended.stderr == b"x" * 300_000 + b"\ndone\n"
+
+
 def test_a_line_goes_where_it_should(capfd: pytest.CaptureFixture[str]) -> None:
     say("ready")
     say("stopping", err=True)
