@@ -298,7 +298,7 @@ class GptManager:
         self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
         self._gatherer.executed(outcome.advanced, outcome.outputs)
         self._stop_words.check()
-        for request in outcome.advanced:
+        for request in outcome.advanced if self._rules.processors else outcome.concerned:
             self._apply(request)
         for request in outcome.failed:
             if self._active.get(request.request_id) is request:  # else another may have its id

@@ -20,7 +20,7 @@ decoder runs, the host waits for the step before, and nobody leaves the overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight_backend.private_log import get_logger
 from inflight_backend.step_outputs import StepOutputs
-from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledBatch
+from inflight_scheduler import (
+    NO_CANDIDATES,
+    Candidates,
+    LlmRequest,
+    LlmRequestState,
+    ScheduledBatch,
+)
 
 if TYPE_CHECKING:
     from inflight_backend.inflight_batcher import InflightBatcher, StepEngine
@@ -66,6 +72,7 @@ class StepOutcome:
     ``batch`` was started; ``advanced`` got a token, of that step or of the one before; the steps of
     ``failed`` went wrong. A request of ``advanced`` may be in ``failed`` as well. ``outputs`` came
     with the tokens, for requests that asked. ``is_completed``: the tokens of a step were applied.
+    ``lowest_token``: of those; below 0 somebody may have got none, or it is not known.
     """
 
     batch: ScheduledBatch
@@ -73,6 +80,18 @@ class StepOutcome:
     failed: list[LlmRequest] = field(default_factory=list)
     outputs: StepOutputs | None = None
     is_completed: bool = False
+    lowest_token: int = -1
+
+    @property
+    def concerned(self) -> Sequence[LlmRequest]:
+        """Those of ``advanced`` for whom their token may mean more than to go on.
+
+        Thousands may wait for whole answers: a look at each costs as much as to schedule it.
+        """
+        if self.lowest_token < 0 or self.outputs is not None:
+            return self.advanced
+        done = LlmRequestState.GENERATION_COMPLETE
+        return [each for each in self.advanced if each.is_streaming or each.state is done]
 
 
 class PlainSteps:
@@ -97,7 +116,8 @@ class PlainSteps:
             tokens = batcher.engine.execute(batch)
             outputs = batcher.take_outputs()
             advanced = batcher.planner.update(batch, tokens, candidates_of(outputs))
-            return StepOutcome(batch, advanced, outputs=outputs, is_completed=True)
+            lowest = min(tokens, default=0)
+            return StepOutcome(batch, advanced, [], outputs, is_completed=True, lowest_token=lowest)
         except Exception:
             _log_failure(batch)
             batcher.recorder.failed()
@@ -111,6 +131,7 @@ class OverlappedSteps:
         self._batcher = batcher
         self._plain = PlainSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
+        self._lowest_token = -1  # of those settled last
 
     @property
     def is_running(self) -> bool:
@@ -161,7 +182,7 @@ class OverlappedSteps:
         if has_failed:
             batcher.recorder.failed()
             failed += batcher.planner.discard(batch)
-        return StepOutcome(batch, advanced, failed, outputs, is_completed)
+        return StepOutcome(batch, advanced, failed, outputs, is_completed, self._lowest_token)
 
     def _turn_alone(self) -> StepOutcome:
         """Settle the step that runs, else run one to its end."""
@@ -184,6 +205,7 @@ class OverlappedSteps:
         planner = self._batcher.planner
         try:
             tokens = pending.read()
+            self._lowest_token = min(tokens, default=0)
             settled = planner.settle(batch, tokens, candidates_of(read_outputs(pending)))
             if planner.has_forgotten:
                 self._batcher.recorder.forgot()

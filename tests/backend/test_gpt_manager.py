@@ -10,11 +10,17 @@ import pytest
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 
+from inflight_backend.draw_rules import NO_TOKEN
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_client.protocol import METRICS
-from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    LlmRequest,
+    ScheduledBatch,
+    TrtGptModelType,
+)
 
 
 @pytest.fixture(autouse=True, params=["plain loop", "overlapped loop"])
@@ -35,6 +41,36 @@ def test_whole_answer_is_one_response(exclude: bool, expected: list[int]) -> Non
     with running(recorder, exclude_input_in_output=exclude):
         recorder.wait_for_finals(1)
     assert recorder.responses[1] == [(expected, True, "")]
+
+
+def test_nobody_looks_at_who_waits_for_a_whole_answer_before_that_is_there() -> None:
+    """Thousands may wait for one, and each look costs as much as to schedule it."""
+    recorder, applied = Recorder(), []
+    with running(recorder) as manager:
+        apply = manager._apply
+
+        def note(request: LlmRequest) -> None:
+            applied.append((request.request_id, request.num_generated_tokens))
+            apply(request)
+
+        manager._apply = note  # type: ignore[method-assign]
+        recorder.pending += [request(i, [100 * i], 9 + i, streaming=False) for i in (1, 2)]
+        recorder.wait_for_finals(1, 2)
+    assert [recorder.tokens(i)[1:] for i in (1, 2)] == [[*range(101, 111)], [*range(201, 212)]]
+    assert applied == [(1, 10), (2, 11)]
+
+
+def test_a_whole_answer_for_which_nothing_can_be_drawn_ends_with_an_error_amid_it() -> None:
+    class Engine(CountingEngine):
+        def execute(self, batch: ScheduledBatch) -> list[int]:
+            return [-1 if token == 104 else token for token in super().execute(batch)]
+
+    requests = [request(i, [100 * i], 9, streaming=False, end_id=7) for i in (1, 2)]
+    recorder = Recorder(requests)
+    with running(recorder, Engine()):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.responses[1] == [([], True, NO_TOKEN)]
+    assert recorder.tokens(2)[1:] == list(range(201, 210))
 
 
 def test_request_tensor_overrides_exclude_input_in_output() -> None:
