@@ -103,8 +103,10 @@ def attention_cases() -> Iterator[Case]:
     generation op reads an FP8 cache in a way of its own, so it has more of those."""
     table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA_8B, 64, _BF16, _BOTH, {}),
+        (LLAMA_8B, 32, _BF16, _HOPPER, {}),  # the default
         (LLAMA_8B, 16, _BF16, _HOPPER, {}),
         (LLAMA_8B, 64, _FP8, _HOPPER, {}),
+        (LLAMA_8B, 32, _FP8, _HOPPER, {}),
         (LLAMA_8B, 64, torch.float32, _HOPPER, {}),
         (LLAMA_8B, 64, _BF16, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
         (HEAD_64, 32, _BF16, _HOPPER, {}),

@@ -39,6 +39,7 @@ class CompiledKernel:
     stack_bytes: int  # per thread: spilled registers live here
     shared_bytes: int  # per program, static and dynamic
     num_threads: int
+    num_instructions: int  # of PTX
     num_wgmma: int
     num_mma: int
     num_async_copies_16: int  # cp.async of 16 bytes
@@ -136,6 +137,7 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
         stack_bytes=numbers["STACK"],
         shared_bytes=kernel.metadata.shared + numbers["SHARED"],
         num_threads=32 * kernel.metadata.num_warps,
+        num_instructions=len(re.findall(r";[ \t]*(?://.*)?$", ptx, re.MULTILINE)),
         num_wgmma=ptx.count("wgmma.mma_async"),
         num_mma=ptx.count("mma.sync"),
         num_async_copies_16=len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
