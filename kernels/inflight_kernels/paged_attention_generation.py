@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import dot, narrow, unpack_fp8
+from inflight_kernels._device import dot, narrow, unpack_fp8, wait_for_inputs
 from inflight_kernels._paging import (
     cache_strides,
     check_attention,
@@ -123,6 +123,7 @@ def _paged_attention_generation_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    wait_for_inputs()
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(context_lengths_ptr + row)
     first_tile, num_tiles, per_split = _row_splits(
@@ -216,6 +217,7 @@ def _combine_splits_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
+    wait_for_inputs()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(context_lengths_ptr + row)
     _, num_tiles, per_split = _row_splits(
@@ -388,6 +390,7 @@ def paged_attention_generation(
         "LONG_SPLIT": _LONG_SPLIT,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
+        **_host.LAUNCH_OPTIONS,
     }
     _paged_attention_generation_kernel[(num_kv_heads, grid_splits, batch_size)](
         out,
