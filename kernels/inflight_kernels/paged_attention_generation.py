@@ -51,7 +51,8 @@ from inflight_kernels._tiles import tuned_tile
 _MIN_SPLIT = 128
 _LONG_SPLIT = 2048
 _MAX_SPLITS = 128
-# Programs per multiprocessor that splitting aims for: two resident, two to even out the tail.
+# Programs per multiprocessor that splitting may make. Three (FP8: four) are resident and share the
+# bandwidth; of a few more than that, the last would run alone, and wait for memory.
 _PROGRAMS_PER_SM = 4
 # With so many, others work beside a row four times as long as the one that is cut in a small batch.
 _MANY_PROGRAMS_PER_SM = 7
@@ -260,11 +261,11 @@ def choose_splits(
     Cost of the room: programs that leave after one load, and a launch that combines.
     """
     num_programs = batch_size * num_kv_heads
-    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, num_programs)
-    base = min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT))
+    base = _PROGRAMS_PER_SM * num_sms // num_programs
+    base = max(1, min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT)))
     is_many = num_programs >= _MANY_PROGRAMS_PER_SM * num_sms
     room = min(8, _host.cdiv(max_context, _LONG_SPLIT * (4 if is_many else 1)))
-    return max(base, room, 1), max(base, 1)
+    return max(base, room), base
 
 
 def workspace_size(batch_size: int, num_heads: int, head_dim: int, num_splits: int) -> int:
