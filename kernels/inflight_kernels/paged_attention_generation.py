@@ -285,9 +285,11 @@ class GenerationTile:
 def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> GenerationTile:
     """The tile for a shape: the one measured to be best (`_tiles`), else by rule.
 
-    Bytes in flight decide the bandwidth reached, so each program keeps two tiles of K and V (about
-    64 KiB) under way, and two or more programs share a multiprocessor. The pipeliner splits its
-    stages between two levels of loads (block id, then K and V): five stages are two tiles ahead.
+    Bytes in flight decide the bandwidth reached, so each program has room for two tiles of K and V
+    (64 KiB), and two or more programs share a multiprocessor. The pipeliner splits its stages
+    between two levels of loads (block id, then K and V), and a tile's room is filled again when it
+    has been multiplied: of five stages one tile is under way meanwhile, then two; of three, none.
+    Tiles of FP8 are half as large; on Hopper room for a third costs no resident program.
     """
     tuned = tuned_tile("paged_attention_generation", head_dim, group, _host.dtype_name(cache_dtype))
     if tuned is not None:
@@ -295,7 +297,9 @@ def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> Gene
     # float32 is multiplied in registers: with four warps they run out.
     num_warps = 8 if cache_dtype == torch.float32 else 4
     is_wide = head_dim > 128 or cache_dtype == torch.float32
-    return GenerationTile(block_n=32 if is_wide else 64, stages=5, num_warps=num_warps)
+    has_room = cache_dtype == torch.float8_e4m3fn and not is_wide and _host.capability() >= 90
+    stages = 7 if has_room else 5
+    return GenerationTile(block_n=32 if is_wide else 64, stages=stages, num_warps=num_warps)
 
 
 def _workspace(

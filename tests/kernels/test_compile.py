@@ -148,15 +148,15 @@ def test_attention_looks_a_block_of_32_up_once(reports: list[Report], op: str, c
 
 def test_generation_attention_over_an_fp8_cache_unpacks_words(reports: list[Report]) -> None:
     """No number of it is read alone, and fewer than 16 bytes are copied of a block's id only: in
-    the loop, and for each of the four tiles ahead. Four programs share a multiprocessor."""
+    the loop, and for each of the six tiles ahead. Four programs share a multiprocessor."""
     kernels = with_wide_heads(of_kernel(reports, "_paged_attention_generation_kernel"))
     kernels = [report for report in kernels if "float8" in report["label"]]
     assert len(kernels) == 6
     assert refused(kernels, lambda report: report["num_byte_reads"] == 0) == []
     small = [report for report in kernels if report["label"].endswith("blocks of 32")]
-    assert refused(small, lambda report: report["num_narrow_copies"] <= 2 * 5) == []
+    assert refused(small, lambda report: report["num_narrow_copies"] <= 2 * 7) == []
     large = [report for report in kernels if report not in small]
-    assert refused(large, lambda report: report["num_narrow_copies"] <= 5) == []
+    assert refused(large, lambda report: report["num_narrow_copies"] <= 7) == []
     assert refused(kernels, lambda report: resident_programs(report) >= 4) == []
 
 

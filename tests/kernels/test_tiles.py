@@ -33,6 +33,8 @@ def row(us: float, tile: list[int], **labels: Any) -> dict[str, Any]:
 def test_the_rule_where_nobody_measured(table: Path) -> None:
     assert not table.exists()
     assert generation.choose_tile(128, torch.bfloat16, 4) == generation.GenerationTile(64, 5, 4)
+    fp8 = torch.float8_e4m3fn  # half as large: one tile more ahead
+    assert generation.choose_tile(128, fp8, 4) == generation.GenerationTile(64, 7, 4)
     assert context.choose_tile(4, 128, torch.bfloat16, None) == context.ContextTile(128, 64, 5, 8)
 
 
