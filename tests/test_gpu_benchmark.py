@@ -53,7 +53,12 @@ def test_dry_run(tmp_path: Path, gpu: ModuleType) -> None:
     # No PYTHONPATH, and another folder: the script finds its own packages.
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": "",
+            "OMP_NUM_THREADS": "1",
+            "INFLIGHT_EARLY_LAUNCH": "1",  # nothing to the interpreter
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -62,6 +67,7 @@ def test_dry_run(tmp_path: Path, gpu: ModuleType) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(output.read_text(encoding="utf-8"))
     assert report["dry_run"] is True
+    assert report["early_launch"] is True
     assert set(report["parts"]) == set(gpu.PARTS)
     rows = [row for part in report["parts"].values() for row in part]
     assert not [row for row in rows if "error" in row and "check" not in row]

@@ -107,8 +107,9 @@ def _kernel_checks(setting: Setting) -> Iterator[_Check]:
     yield from _rope_checks(setting)
     for num_heads, num_kv_heads in ((4, 2),) if setting.is_dry else ((32, 8), (40, 40)):
         for dtype in (_BF16, _FP8):
-            # Blocks of 64 as in all that is measured, a tile each: other code than smaller ones.
-            for window, size in ((None, 64), (37, 16)):
+            # Blocks of 64 as in most that is measured, a tile each; of 32, the default, and of 16,
+            # two and four to a tile; of 48, whose tokens look their blocks up one by one.
+            for window, size in ((None, 64), (None, 32), (37, 16), (None, 48)):
                 shape = f"{num_heads}/{num_kv_heads} {_name(dtype)}"
                 label = f"{shape} window {window} blocks of {size}"
                 model = (num_heads, num_kv_heads, dtype, window, size)

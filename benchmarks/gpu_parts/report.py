@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -23,6 +24,8 @@ def describe(is_dry: bool, script: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "dry_run": is_dry,
         "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        # Changes what is compiled (`inflight_kernels._host`).
+        "early_launch": os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1",
         "commit": _output("git", "-C", str(_ROOT), "describe", "--always", "--dirty"),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "python": platform.python_version(),

@@ -17,11 +17,16 @@ from benchmarks.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch,
 # More would not fit beside the weights either: 48 GiB of cache per row of the table.
 _MAX_CACHE_BYTES = 48 * 2**30
 _BLOCK = 64
+# Tokens of a block if nobody says otherwise: half a tile. At these (batch, context) it is measured
+# beside blocks of a whole one.
+_DEFAULT_BLOCK, _DEFAULT_BLOCK_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
+# Beside the splits chosen for a shape, in a sweep: as many per row, whatever the batch.
+_SPLITS, _LEAST_PROGRAMS, _MOST_PROGRAMS = (1, 2, 4, 8, 16, 32), 64, 8192
 # What a sweep tries beside the chosen tile, most promising first by the code compiled for sm_90
 # (docs/gpu.md): tokens, stages, warps. By cache: plain, FP8. Four stages compile to three's code.
 RANKED = (
     ((128, 3, 4), (32, 5, 4), (64, 3, 4), (64, 5, 8), (32, 5, 2)),
-    ((64, 3, 4), (64, 3, 2), (32, 5, 2), (128, 3, 4), (32, 5, 4)),
+    ((64, 5, 4), (64, 3, 4), (64, 3, 2), (32, 5, 2), (128, 3, 4), (32, 5, 4)),
 )
 
 
@@ -37,8 +42,13 @@ def rows(setting: Setting) -> Iterator[Row]:
                     lengths = [context] * batch
                     if not setting.is_wanted(batch, context):
                         continue
-                    if _cache_bytes(heads, lengths, dtype) <= _MAX_CACHE_BYTES:
-                        yield from _variants(setting, heads, lengths, dtype, "uniform")
+                    if _cache_bytes(heads, lengths, dtype) > _MAX_CACHE_BYTES:
+                        continue
+                    yield from _variants(setting, heads, lengths, dtype, "uniform")
+                    if (batch, context) in _DEFAULT_BLOCK_AT and heads == LLAMA_8B:
+                        yield from _variants(
+                            setting, heads, lengths, dtype, "uniform", block=_DEFAULT_BLOCK
+                        )
         longest = contexts[-1]
         ragged = [longest] + [contexts[0] + 37 * row % 1000 for row in range(batches[-1] - 1)]
         if setting.is_wanted(batches[-1], longest):
@@ -50,7 +60,13 @@ def _cache_bytes(heads: Heads, lengths: list[int], dtype: torch.dtype) -> int:
 
 
 def _variants(
-    setting: Setting, heads: Heads, lengths: list[int], dtype: torch.dtype, kind: str
+    setting: Setting,
+    heads: Heads,
+    lengths: list[int],
+    dtype: torch.dtype,
+    kind: str,
+    *,
+    block: int = _BLOCK,
 ) -> Iterator[Row]:
     # Imported late: a dry run switches the interpreter on before triton is imported.
     from inflight_kernels.paged_attention_generation import (
@@ -63,33 +79,44 @@ def _variants(
         heads,
         [1] * len(lengths),
         lengths,
-        tokens_per_block=_BLOCK,
+        tokens_per_block=block,
         cache_dtype=dtype,
         device=setting.device,
     )
     paged = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
     chosen = choose_tile(heads.head_dim, dtype, heads.num_heads // heads.num_kv_heads)
     ranked = RANKED[dtype == torch.float8_e4m3fn] if setting.has_sweep else ()
-    for tile in dict.fromkeys((chosen, *(GenerationTile(*fields) for fields in ranked))):
+    tiles = dict.fromkeys((chosen, *(GenerationTile(*fields) for fields in ranked)))
+    tried: list[tuple[GenerationTile, int | None]] = [(tile, None) for tile in tiles]
+    if setting.has_sweep and kind == "uniform":
+        programs = len(lengths) * heads.num_kv_heads
+        tried += [(chosen, count) for count in _SPLITS
+                  if _LEAST_PROGRAMS <= programs * count <= _MOST_PROGRAMS]  # fmt: skip
+    for tile, num_splits in tried:
         call = partial(
             paged_attention_generation,
             *paged,
             batch.context_lengths,
             heads.head_dim**-0.5,
             tile=tile,
+            num_splits=num_splits,
         )
-        parameters = {
+        parameters: dict[str, object] = {
             "shape": heads.name,
             "batch": len(lengths),
             "context": max(lengths),
             "kind": kind,
             "cache": str(dtype).removeprefix("torch."),
             "tile": (tile.block_n, tile.stages, tile.num_warps),
-            "chosen": tile == chosen,
+            "chosen": tile == chosen and num_splits is None,
+            "block": block,
         }
+        if num_splits is not None:
+            parameters["splits"] = num_splits
         size = _cache_bytes(heads, lengths, dtype)
         flops = 4 * sum(lengths) * heads.num_heads * heads.head_dim
-        wants_peer = tile == chosen and kind == "uniform" and dtype == torch.bfloat16
+        wants_peer = bool(parameters["chosen"]) and kind == "uniform" and block == _BLOCK
+        wants_peer = wants_peer and dtype == torch.bfloat16
         baselines = {"sdpa": _sdpa(batch, heads, lengths)} if wants_peer else {}
         yield Row(parameters, call, size, flops, baselines)
 

@@ -23,7 +23,7 @@ from inflight_kernels._tiles import PATH, tile_key
 
 Row = dict[str, Any]
 _HEADS = {heads.name: heads for heads in (LLAMA_8B, LLAMA_13B)}
-_LABELS = ("shape", "cache", "batch", "context", "kind", "work")
+_LABELS = ("shape", "cache", "batch", "context", "kind", "work", "block")
 
 
 def best_tiles(ops: dict[str, list[Row]], capability: int) -> dict[str, list[int]]:
@@ -32,7 +32,7 @@ def best_tiles(ops: dict[str, list[Row]], capability: int) -> dict[str, list[int
     for op, rows in ops.items():
         cases: dict[tuple[str, ...], list[Row]] = defaultdict(list)
         for row in rows:
-            if "tile" in row and "us" in row:
+            if "tile" in row and "us" in row and "splits" not in row:  # those compare splits
                 cases[tuple(str(row.get(label)) for label in _LABELS)].append(row)
         for (shape, cache, *_), measured in cases.items():
             heads = _HEADS[shape]

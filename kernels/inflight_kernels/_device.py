@@ -10,9 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from inflight_kernels import _host
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+_IS_EARLY = tl.constexpr(_host.IS_EARLY)
 FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
+
+
+@triton.jit
+def wait_for_inputs():
+    """First of all in a kernel that is launched with `_host.LAUNCH_OPTIONS`: nothing of memory may
+    be touched before, and no program may leave without it (or the kernel could end, and the next
+    one begin, before the one before it). The next kernel may come as early."""
+    if _IS_EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from triton import knobs
@@ -17,6 +19,12 @@ CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 _H200_NUM_SMS = 132
 _H200_CAPABILITY = 90
 _FP8_CAPABILITY = 89
+
+# Programmatic dependent launch (Hopper and later): the kernels of a layer come to the device while
+# the one before them ends, and wait there for its results (`_device.wait_for_inputs`). Off until it
+# has been measured; `INFLIGHT_EARLY_LAUNCH=1` turns it on.
+IS_EARLY = os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1" and not knobs.runtime.interpret
+LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True} if IS_EARLY else {}
 
 
 def next_power_of_2(value: int) -> int:

@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import dot, narrow, unpack_fp8
+from inflight_kernels._device import dot, narrow, unpack_fp8, wait_for_inputs
 from inflight_kernels._paging import (
     cache_strides,
     check_attention,
@@ -51,7 +51,8 @@ from inflight_kernels._tiles import tuned_tile
 _MIN_SPLIT = 128
 _LONG_SPLIT = 2048
 _MAX_SPLITS = 128
-# Programs per multiprocessor that splitting aims for: two resident, two to even out the tail.
+# Programs per multiprocessor that splitting may make. Three (FP8: four) are resident and share the
+# bandwidth; of a few more than that, the last would run alone, and wait for memory.
 _PROGRAMS_PER_SM = 4
 # With so many, others work beside a row four times as long as the one that is cut in a small batch.
 _MANY_PROGRAMS_PER_SM = 7
@@ -123,6 +124,7 @@ def _paged_attention_generation_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    wait_for_inputs()
     kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(context_lengths_ptr + row)
     first_tile, num_tiles, per_split = _row_splits(
@@ -216,6 +218,7 @@ def _combine_splits_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
+    wait_for_inputs()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(context_lengths_ptr + row)
     _, num_tiles, per_split = _row_splits(
@@ -258,11 +261,11 @@ def choose_splits(
     Cost of the room: programs that leave after one load, and a launch that combines.
     """
     num_programs = batch_size * num_kv_heads
-    base = _host.cdiv(_PROGRAMS_PER_SM * num_sms, num_programs)
-    base = min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT))
+    base = _PROGRAMS_PER_SM * num_sms // num_programs
+    base = max(1, min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT)))
     is_many = num_programs >= _MANY_PROGRAMS_PER_SM * num_sms
     room = min(8, _host.cdiv(max_context, _LONG_SPLIT * (4 if is_many else 1)))
-    return max(base, room, 1), max(base, 1)
+    return max(base, room), base
 
 
 def workspace_size(batch_size: int, num_heads: int, head_dim: int, num_splits: int) -> int:
@@ -282,9 +285,11 @@ class GenerationTile:
 def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> GenerationTile:
     """The tile for a shape: the one measured to be best (`_tiles`), else by rule.
 
-    Bytes in flight decide the bandwidth reached, so each program keeps two tiles of K and V (about
-    64 KiB) under way, and two or more programs share a multiprocessor. The pipeliner splits its
-    stages between two levels of loads (block id, then K and V): five stages are two tiles ahead.
+    Bytes in flight decide the bandwidth reached, so each program has room for two tiles of K and V
+    (64 KiB), and two or more programs share a multiprocessor. The pipeliner splits its stages
+    between two levels of loads (block id, then K and V), and a tile's room is filled again when it
+    has been multiplied: of five stages one tile is under way meanwhile, then two; of three, none.
+    Tiles of FP8 are half as large; on Hopper room for a third costs no resident program.
     """
     tuned = tuned_tile("paged_attention_generation", head_dim, group, _host.dtype_name(cache_dtype))
     if tuned is not None:
@@ -292,7 +297,9 @@ def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> Gene
     # float32 is multiplied in registers: with four warps they run out.
     num_warps = 8 if cache_dtype == torch.float32 else 4
     is_wide = head_dim > 128 or cache_dtype == torch.float32
-    return GenerationTile(block_n=32 if is_wide else 64, stages=5, num_warps=num_warps)
+    has_room = cache_dtype == torch.float8_e4m3fn and not is_wide and _host.capability() >= 90
+    stages = 7 if has_room else 5
+    return GenerationTile(block_n=32 if is_wide else 64, stages=stages, num_warps=num_warps)
 
 
 def _workspace(
@@ -388,6 +395,7 @@ def paged_attention_generation(
         "LONG_SPLIT": _LONG_SPLIT,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
+        **_host.LAUNCH_OPTIONS,
     }
     _paged_attention_generation_kernel[(num_kv_heads, grid_splits, batch_size)](
         out,

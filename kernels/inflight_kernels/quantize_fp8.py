@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import FP8_MAX, to_fp8
+from inflight_kernels._device import FP8_MAX, to_fp8, wait_for_inputs
 
 # A row is held in registers until its largest value is known.
 _MAX_SIZE = 32768
@@ -26,6 +26,7 @@ def _quantize_fp8_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -59,5 +60,6 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             SIZE=size,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
+            **_host.LAUNCH_OPTIONS,
         )
     return out, scales

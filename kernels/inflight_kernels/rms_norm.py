@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import FP8_MAX, narrow, to_fp8
+from inflight_kernels._device import FP8_MAX, narrow, to_fp8, wait_for_inputs
 
 # A row is held in registers: 64 float32 per thread at 16 warps.
 _MAX_HIDDEN = 32768
@@ -37,6 +37,7 @@ def _rms_norm_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
@@ -134,5 +135,6 @@ def _launch(
             QUANTIZE=quantize,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
+            **_host.LAUNCH_OPTIONS,
         )
     return out, new_residual, scales

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import narrow, to_fp8
+from inflight_kernels._device import narrow, to_fp8, wait_for_inputs
 
 _MAX_HEADS_PER_PROGRAM = 8
 
@@ -101,6 +101,7 @@ def _rope_write_kv_kernel(
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    wait_for_inputs()
     HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -270,5 +271,6 @@ def rope_write_kv(
         HEADS=heads,
         BLOCK=_host.next_power_of_2(head_dim // 2),
         num_warps=2,  # 8 heads of 64 pairs: one 16-byte access per thread and half
+        **_host.LAUNCH_OPTIONS,
     )
     return out

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
-from inflight_kernels._device import FP8_MAX, narrow, to_fp8
+from inflight_kernels._device import FP8_MAX, narrow, to_fp8, wait_for_inputs
 
 _BLOCK = 1024
 # A quantised row is held in registers until its largest value is known.
@@ -30,6 +30,7 @@ def _silu_mul_kernel(
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < SIZE
@@ -52,7 +53,14 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         _silu_mul_kernel[(num_tokens, _host.cdiv(size, _BLOCK))](
-            out, out, gate_up, gate_up.stride(0), SIZE=size, QUANTIZE=False, BLOCK=_BLOCK
+            out,
+            out,
+            gate_up,
+            gate_up.stride(0),
+            SIZE=size,
+            QUANTIZE=False,
+            BLOCK=_BLOCK,
+            **_host.LAUNCH_OPTIONS,
         )
     return out
 
@@ -78,6 +86,7 @@ def silu_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             QUANTIZE=True,
             BLOCK=block,
             num_warps=min(max(block // 1024, 4), 16),
+            **_host.LAUNCH_OPTIONS,
         )
     return out, scales
 

@@ -1,7 +1,8 @@
 """What models launch, as calls that need shapes only: the 8B all of it, others what differs there.
 
-As a script it compiles every case and writes the reports as JSON, beside the counts of `key_cases`;
-`test_compile.py` runs it in a process of its own, where Triton does not interpret.
+As a script it compiles every case and writes the reports as JSON, beside the counts of `key_cases`,
+or with ``--layer`` the kernels of a generation step's layers alone; `test_compile.py` runs it in a
+process of its own, where Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -103,8 +104,10 @@ def attention_cases() -> Iterator[Case]:
     generation op reads an FP8 cache in a way of its own, so it has more of those."""
     table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA_8B, 64, _BF16, _BOTH, {}),
+        (LLAMA_8B, 32, _BF16, _HOPPER, {}),  # the default
         (LLAMA_8B, 16, _BF16, _HOPPER, {}),
         (LLAMA_8B, 64, _FP8, _HOPPER, {}),
+        (LLAMA_8B, 32, _FP8, _HOPPER, {}),
         (LLAMA_8B, 64, torch.float32, _HOPPER, {}),
         (LLAMA_8B, 64, _BF16, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
         (HEAD_64, 32, _BF16, _HOPPER, {}),
@@ -204,20 +207,30 @@ def token_cases() -> Iterator[Case]:
     yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))
 
 
+def layer_cases() -> Iterator[Case]:
+    """Each kernel of a generation step's layers once."""
+    ops = ("rms_norm", "quantize_fp8", "silu_mul", "rope_write_kv", "paged_attention_generation")
+    cases = [*attention_cases(), *token_cases()]
+    for op in ops:
+        yield next(case for case in cases if case.op == op)
+
+
 def main() -> None:
-    """Compile all cases and write as JSON: the reports, op and label added, and for every kernel
-    how many of it steps of different shapes take."""
+    """Compile the cases and write as JSON: the reports, op and label added, and of all cases also
+    how many of every kernel steps of different shapes take."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="file for the reports")
-    path = parser.parse_args().output
-    counts = count_kernels()
+    parser.add_argument("--layer", action="store_true", help="kernels of a layer, for sm_90")
+    options = parser.parse_args()
+    cases = layer_cases() if options.layer else (*attention_cases(), *token_cases())
+    counts = {} if options.layer else count_kernels()
     reports = [
         {"op": case.op, "label": case.label, **report.as_json()}
-        for case in (*attention_cases(), *token_cases())
-        for capability in case.capabilities
+        for case in cases
+        for capability in (_HOPPER if options.layer else case.capabilities)
         for report in record(capability, case.call)
     ]
-    with open(path, "w", encoding="utf-8") as file:
+    with open(options.output, "w", encoding="utf-8") as file:
         json.dump({"reports": reports, "counts": counts}, file, indent=1)
 
 

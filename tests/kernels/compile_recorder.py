@@ -39,6 +39,7 @@ class CompiledKernel:
     stack_bytes: int  # per thread: spilled registers live here
     shared_bytes: int  # per program, static and dynamic
     num_threads: int
+    num_instructions: int  # of PTX
     num_wgmma: int
     num_mma: int
     num_async_copies_16: int  # cp.async of 16 bytes
@@ -46,6 +47,8 @@ class CompiledKernel:
     num_stores_16: int
     num_narrow_copies: int  # cp.async of 4 or 8 bytes
     num_byte_reads: int  # of shared memory, one byte each
+    comes_early: bool  # launched while the kernel before it ends
+    waits_first: bool  # for that kernel, before it touches global memory
 
     def as_json(self) -> dict[str, Any]:
         """A dict of numbers and strings."""
@@ -127,6 +130,8 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
             capture_output=True,
             text=True,
         ).stdout
+    first_access = re.search(r"\b(ld|st|atom|red|cp\.async)\S*\.global", ptx)
+    assert first_access is not None
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
     return CompiledKernel(
         name=kernel.metadata.name,
@@ -136,6 +141,7 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
         stack_bytes=numbers["STACK"],
         shared_bytes=kernel.metadata.shared + numbers["SHARED"],
         num_threads=32 * kernel.metadata.num_warps,
+        num_instructions=len(re.findall(r";[ \t]*(?://.*)?$", ptx, re.MULTILINE)),
         num_wgmma=ptx.count("wgmma.mma_async"),
         num_mma=ptx.count("mma.sync"),
         num_async_copies_16=len(re.findall(r"cp\.async\.cg\.shared\.global.*, 0x10,", ptx)),
@@ -143,4 +149,6 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
         num_stores_16=len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx)),
         num_narrow_copies=len(re.findall(r"cp\.async\.ca\.shared\.global", ptx)),
         num_byte_reads=len(re.findall(r"ld\.shared\S*\.[bsu]8\b", ptx)),
+        comes_early=kernel.metadata.launch_pdl,
+        waits_first="griddepcontrol.wait" in ptx[: first_access.start()],
     )

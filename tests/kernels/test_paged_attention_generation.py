@@ -298,6 +298,8 @@ def test_splits_fill_the_machine_and_cut_long_rows() -> None:
     for very long ones when it fills the machine many times: then most models need no combining."""
     assert choose_splits(1, 8, 132, 131072) == (66, 66)
     assert choose_splits(1, 8, 132, 1024) == (8, 8)
+    assert choose_splits(8, 8, 132, 16384) == (8, 8), "512 programs, not 576: 528 are resident"
+    assert choose_splits(64, 8, 132, 1024) == (1, 1), "512 programs need no combining"
     assert choose_splits(256, 8, 132, 131072) == (8, 1)
     assert choose_splits(256, 8, 132, 1024) == (1, 1)
     assert choose_splits(96, 8, 132, 8192) == (4, 1)

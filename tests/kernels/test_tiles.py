@@ -33,6 +33,8 @@ def row(us: float, tile: list[int], **labels: Any) -> dict[str, Any]:
 def test_the_rule_where_nobody_measured(table: Path) -> None:
     assert not table.exists()
     assert generation.choose_tile(128, torch.bfloat16, 4) == generation.GenerationTile(64, 5, 4)
+    fp8 = torch.float8_e4m3fn  # half as large: one tile more ahead
+    assert generation.choose_tile(128, fp8, 4) == generation.GenerationTile(64, 7, 4)
     assert context.choose_tile(4, 128, torch.bfloat16, None) == context.ContextTile(128, 64, 5, 8)
 
 
@@ -57,6 +59,7 @@ def test_the_tile_that_loses_least_wins() -> None:
         row(10.0, steady), row(9.0, moody), row(5.0, rare),
         row(20.0, steady, batch=256), row(40.0, moody, batch=256),
         row(7.0, steady, cache="float8_e4m3fn"), row(6.0, moody, cache="float8_e4m3fn"),
+        row(1.0, rare, splits=1), row(1.0, rare, splits=1, batch=256),
         {"shape": "8B", "cache": "bfloat16", "tile": [1, 1, 1], "error": "does not compile"},
     ]  # fmt: skip
     assert best_tiles({"paged_attention_generation": rows}, 90) == {
