@@ -159,9 +159,10 @@ class _Collector:
             if len(loads) == 1:
                 self._workload.samples.append(Sample(loads[0], start_us - before_us))
         self._last = None
-        for arrival in iteration.arrivals:
+        requests = simulation.arrivals(iteration)
+        for arrival, request in zip(iteration.arrivals, requests, strict=True):
             came_us = max(start_us - arrival.waited_us, 0)
-            number = _text_number(simulation.arrive(arrival))
+            number = _text_number(request)
             self._arrived[arrival.request_id] = _Coming(came_us, arrival, number)
             latencies.arrived(arrival.request_id, came_us)
         if iteration.decision is not None:
