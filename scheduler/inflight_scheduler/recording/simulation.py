@@ -18,7 +18,6 @@ from inflight_scheduler.recording.beams import BeamEntries, Moves, RecordedBeams
 from inflight_scheduler.recording.cost_model import Load
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.in_force import Lists, check_possible, scheduler_of
-from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import (
     MadeUpText,
     make_book,
@@ -37,6 +36,7 @@ from inflight_scheduler.recording.records import (
     Settings,
 )
 from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step, drawn_tokens
+from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import RequestScheduler
 

@@ -12,11 +12,11 @@ from inflight_scheduler.recording.cost_model import Load, Sample
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.latency import Latencies
-from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import MadeUpText
 from inflight_scheduler.recording.records import Arrival, Iteration
 from inflight_scheduler.recording.simulation import Simulation
 from inflight_scheduler.recording.steps import Step
+from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.request import LlmRequest
 
 MAX_NUM_JOBS = 1_000_000
