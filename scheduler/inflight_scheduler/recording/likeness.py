@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 _INT32 = "i"
@@ -54,13 +54,14 @@ def num_packed(text: bytes) -> int:
 class _Tree:
     """Texts by their beginnings, one tree per salt.
 
-    A node is a number: the packed text ``_edges[number]`` leads to it, and ``_owners[number]`` was
-    the first with that. ``_children`` by the number of the parent and the first token behind it. So
-    there is no object for a node, and the garbage collector, which would stop everybody to look at
-    hundreds of thousands, never looks into dictionaries of bytes and numbers.
+    A node is a number: the packed text ``_edges[number]`` leads to it, and that of
+    ``_owners[number]`` begins so. ``_children`` by the number of the parent and the first token
+    behind it. So there is no object for a node, and the garbage collector, which would stop
+    everybody to look at hundreds of thousands, never looks into dictionaries of bytes and numbers.
 
     ``_ends`` are the nodes at which texts end that are like no other from there on: these go on
-    without a walk (`go_on`).
+    without a walk (`go_on`). Whoever else goes on from there takes the node over, so a conversation
+    is one edge, however many requests it took: the walk is as long as it has branches.
     """
 
     __slots__ = (
@@ -80,12 +81,12 @@ class _Tree:
         self._edges: dict[int, bytes] = {}
         self._owners = array("q")
         self._ends: dict[int, int] = {}
-        self.named: dict[int, None] = {}  # everybody who was the first with some tokens
+        self.named: dict[int, None] = {}  # whoever was the first with some tokens
         self.num_tokens = 0
         self.num_texts = 0  # with tokens of their own; each makes two nodes at most
 
     def owners_along(self, salt: bytes, text: bytes) -> list[tuple[int, int]]:
-        """Who was the first with ``text`` up to where: byte and owner, the shortest first."""
+        """Who begins like ``text``, and up to where: byte and owner, the shortest first."""
         found: list[tuple[int, int]] = []
         node = self._roots.get(salt)
         place = 0
@@ -105,8 +106,8 @@ class _Tree:
     ) -> Likeness:
         """Enter a text and say how far it agrees with which one of another owner.
 
-        What is there already keeps its owner; of the rest, ``inherited`` (as `owners_along` tells
-        it) has others than ``owner``.
+        What others begin with as well keeps its owner; of the rest, ``inherited`` (as
+        `owners_along` tells it) has others than ``owner``.
         """
         if salt not in self._roots:
             self._roots[salt] = self._new(b"", owner)
@@ -123,7 +124,9 @@ class _Tree:
             place += common
             if self._owners[child] != owner:
                 best, length = self._owners[child], place
-            node = child if common == len(edge) else self._split(key, child, common)
+            if common < len(edge) and place < len(text):
+                child = self._split(key, child, common)
+            node = child
         return Likeness(best, length // TOKEN_BYTES) if length else NO_LIKENESS
 
     def go_on(self, owner: int, tokens: bytes) -> bool:
@@ -148,15 +151,21 @@ class _Tree:
         return bool(self._edges)
 
     def _append(
-        self, node: int, text: bytes, place: int, owner: int, inherited: Iterable[tuple[int, int]]
+        self, node: int, text: bytes, place: int, owner: int, inherited: Sequence[tuple[int, int]]
     ) -> None:
         """``text`` goes on behind ``node`` from ``place`` as no other did.
 
         Up to where those ``inherited`` come it is theirs. If that is not up to its end, from there
         on it is like no other one.
         """
-        if self._ends.get(self._owners[node]) == node:
-            del self._ends[self._owners[node]]
+        before = self._owners[node]
+        if self._ends.get(before) == node:
+            del self._ends[before]
+            if not inherited or inherited[-1][0] <= place:
+                self._owners[node], self._ends[owner] = owner, node
+                self._edges[node] += text[place:]
+                self._count(owner, len(text) - place)
+                return
         for end, other in inherited:
             if end > place:
                 node = self._add_child(node, text, place, end, other)
@@ -167,10 +176,13 @@ class _Tree:
     def _add_child(self, node: int, text: bytes, place: int, end: int, owner: int) -> int:
         child = self._new(text[place:end], owner)
         self._children[_child_key(node, text, place)] = child
-        self.named[owner] = None
-        self.num_tokens += (end - place) // TOKEN_BYTES
-        self.num_texts += 1
+        self._count(owner, end - place)
         return child
+
+    def _count(self, owner: int, size: int) -> None:
+        self.named[owner] = None
+        self.num_tokens += size // TOKEN_BYTES
+        self.num_texts += 1
 
     def _new(self, edge: bytes, owner: int) -> int:
         node = len(self._owners)

@@ -193,3 +193,34 @@ def test_what_goes_on_in_place_counts_as_remembered(monkeypatch: pytest.MonkeyPa
     index.grow(b"", pack([1, 2, 3, 4, 5]), 0, len(pack([1])))
     index.add(b"", pack([6, 7, 8, 9, 10]), 1)
     assert (index.is_named(0), index.is_named(1)) == (False, True)
+
+
+def test_the_walk_is_as_long_as_a_text_has_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a client that asks token by token it was as long as the text: a millisecond for 1,000."""
+    num_steps = 0
+    common_size = likeness._common_size
+
+    def counted(*args: Any) -> int:
+        nonlocal num_steps
+        num_steps += 1
+        return common_size(*args)
+
+    monkeypatch.setattr(likeness, "_common_size", counted)
+    monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
+    index = TextIndex(1, 1)
+    for number in range(300):
+        text = list(range(number + 2))
+        found = index.add(b"", pack(text[:-1]), number)
+        assert found == (Likeness(number - 1, number + 1) if number else NO_LIKENESS)
+        assert index.grow(b"", pack(text), number, len(pack(text[:-1]))) == NO_LIKENESS
+    assert num_steps < 10 * 300, "in both trees: a hundred times as many without"
+
+
+def test_each_text_makes_two_nodes_at_most() -> None:
+    """Also one that another one begins with: by so many texts memory is bounded."""
+    index = TextIndex(16, 4)
+    for number, length in enumerate(range(200, 0, -1)):
+        text = pack(range(length))
+        assert index.add(b"", text, number) == (Likeness(0, length) if number else NO_LIKENESS)
+        index.grow(b"", text + pack([length]), number, len(text))
+    assert len(index._young._edges) <= 1 + 2 * index._young.num_texts
