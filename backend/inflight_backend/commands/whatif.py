@@ -33,9 +33,9 @@ from inflight_backend.errors import ConfigurationError
 if TYPE_CHECKING:
     from inflight_scheduler.recording.cost_model import CostModel
     from inflight_scheduler.recording.latency import Summary
-    from inflight_scheduler.recording.likeness import TextBook
     from inflight_scheduler.recording.records import Settings
     from inflight_scheduler.recording.simulation import MakeScheduler
+    from inflight_scheduler.recording.text_book import TextBook
     from inflight_scheduler.recording.whatif import Variant
     from inflight_scheduler.recording.workload import Job
 

@@ -157,8 +157,8 @@ class _Follower:
         """One iteration more."""
         index = self._history.num_iterations
         simulation = self._simulation
-        for arrival in iteration.arrivals:
-            self._add_row(simulation.arrive(arrival), index)
+        for request in simulation.arrivals(iteration):
+            self._add_row(request, index)
         self._measure(iteration)
         before = {request.request_id: request for request in simulation.active}
         if iteration.decision is not None:

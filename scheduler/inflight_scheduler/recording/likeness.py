@@ -2,7 +2,7 @@
 
 With block reuse a decision depends on which prompts share a beginning. The recorder notes, for each
 text, how far it agrees with which earlier one (`TextIndex`), and a reader makes up texts that agree
-in the same way (`TextBook`)::
+in the same way (`text_book.TextBook`)::
 
     text 0   a b c d e f g         recorded: nothing (its own)
     text 1   a b c d x y           recorded: like text 0 for 4 tokens
@@ -19,17 +19,8 @@ from __future__ import annotations
 
 import struct
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-from inflight_scheduler.recording.errors import RecordingError
-
-MAX_STEPS = 10_000
-STEPS_PER_TOKEN = 64
-"""Pieces that are looked at for one answer, and for each token in it: where one leans on the next
-a way through all texts there may be takes fewer. A recording that needs more was not made by us."""
 
 _INT32 = "i"
 TOKEN_BYTES = struct.calcsize(_INT32)
@@ -63,13 +54,14 @@ def num_packed(text: bytes) -> int:
 class _Tree:
     """Texts by their beginnings, one tree per salt.
 
-    A node is a number: the packed text ``_edges[number]`` leads to it, and ``_owners[number]`` was
-    the first with that. ``_children`` by the number of the parent and the first token behind it. So
-    there is no object for a node, and the garbage collector, which would stop everybody to look at
-    hundreds of thousands, never looks into dictionaries of bytes and numbers.
+    A node is a number: the packed text ``_edges[number]`` leads to it, and that of
+    ``_owners[number]`` begins so. ``_children`` by the number of the parent and the first token
+    behind it. So there is no object for a node, and the garbage collector, which would stop
+    everybody to look at hundreds of thousands, never looks into dictionaries of bytes and numbers.
 
     ``_ends`` are the nodes at which texts end that are like no other from there on: these go on
-    without a walk (`go_on`).
+    without a walk (`go_on`). Whoever else goes on from there takes the node over, so a conversation
+    is one edge, however many requests it took: the walk is as long as it has branches.
     """
 
     __slots__ = (
@@ -89,12 +81,12 @@ class _Tree:
         self._edges: dict[int, bytes] = {}
         self._owners = array("q")
         self._ends: dict[int, int] = {}
-        self.named: dict[int, None] = {}  # everybody who was the first with some tokens
+        self.named: dict[int, None] = {}  # whoever was the first with some tokens
         self.num_tokens = 0
         self.num_texts = 0  # with tokens of their own; each makes two nodes at most
 
     def owners_along(self, salt: bytes, text: bytes) -> list[tuple[int, int]]:
-        """Who was the first with ``text`` up to where: byte and owner, the shortest first."""
+        """Who begins like ``text``, and up to where: byte and owner, the shortest first."""
         found: list[tuple[int, int]] = []
         node = self._roots.get(salt)
         place = 0
@@ -114,8 +106,8 @@ class _Tree:
     ) -> Likeness:
         """Enter a text and say how far it agrees with which one of another owner.
 
-        What is there already keeps its owner; of the rest, ``inherited`` (as `owners_along` tells
-        it) has others than ``owner``.
+        What others begin with as well keeps its owner; of the rest, ``inherited`` (as
+        `owners_along` tells it) has others than ``owner``.
         """
         if salt not in self._roots:
             self._roots[salt] = self._new(b"", owner)
@@ -132,7 +124,9 @@ class _Tree:
             place += common
             if self._owners[child] != owner:
                 best, length = self._owners[child], place
-            node = child if common == len(edge) else self._split(key, child, common)
+            if common < len(edge) and place < len(text):
+                child = self._split(key, child, common)
+            node = child
         return Likeness(best, length // TOKEN_BYTES) if length else NO_LIKENESS
 
     def go_on(self, owner: int, tokens: bytes) -> bool:
@@ -157,15 +151,21 @@ class _Tree:
         return bool(self._edges)
 
     def _append(
-        self, node: int, text: bytes, place: int, owner: int, inherited: Iterable[tuple[int, int]]
+        self, node: int, text: bytes, place: int, owner: int, inherited: Sequence[tuple[int, int]]
     ) -> None:
         """``text`` goes on behind ``node`` from ``place`` as no other did.
 
         Up to where those ``inherited`` come it is theirs. If that is not up to its end, from there
         on it is like no other one.
         """
-        if self._ends.get(self._owners[node]) == node:
-            del self._ends[self._owners[node]]
+        before = self._owners[node]
+        if self._ends.get(before) == node:
+            del self._ends[before]
+            if not inherited or inherited[-1][0] <= place:
+                self._owners[node], self._ends[owner] = owner, node
+                self._edges[node] += text[place:]
+                self._count(owner, len(text) - place)
+                return
         for end, other in inherited:
             if end > place:
                 node = self._add_child(node, text, place, end, other)
@@ -176,10 +176,13 @@ class _Tree:
     def _add_child(self, node: int, text: bytes, place: int, end: int, owner: int) -> int:
         child = self._new(text[place:end], owner)
         self._children[_child_key(node, text, place)] = child
-        self.named[owner] = None
-        self.num_tokens += (end - place) // TOKEN_BYTES
-        self.num_texts += 1
+        self._count(owner, end - place)
         return child
+
+    def _count(self, owner: int, size: int) -> None:
+        self.named[owner] = None
+        self.num_tokens += size // TOKEN_BYTES
+        self.num_texts += 1
 
     def _new(self, edge: bytes, owner: int) -> int:
         node = len(self._owners)
@@ -316,134 +319,3 @@ class TextIndex:
         """Whether a later text can be found to be like this one."""
         trees = self._young, self._old
         return number in self._moving.tokens or any(number in tree.named for tree in trees)
-
-
-class _Piece:
-    """From ``start`` to ``end`` a text goes on as the text ``source`` does, or (None) as no other.
-
-    ``time`` orders the pieces of all texts: a piece leans on earlier ones only. The ``parent`` is
-    the one of the source that this one mostly leans on, and ``far`` one some parents on, such that
-    a way through very many takes a few steps. It leads there for places in the ``window``.
-    """
-
-    __slots__ = ("depth", "end", "far", "parent", "source", "start", "time", "window")
-
-    def __init__(
-        self, start: int, end: int, source: int | None, time: int, parent: _Piece | None = None
-    ) -> None:
-        self.start, self.end, self.source, self.time = start, end, source, time
-        self.parent = parent
-        self.depth, self.far, self.window = 0, self, (start, end)
-        if parent is None:
-            return
-        self.depth, self.far = parent.depth + 1, parent
-        windows = [(start, end), (parent.start, parent.end)]
-        middle = parent.far
-        if parent.depth - middle.depth == middle.depth - middle.far.depth:
-            self.far = middle.far
-            windows += [parent.window, middle.window]
-        starts, ends = zip(*windows, strict=True)
-        self.window = max(starts), min(ends)
-
-    def next_for(self, first: int, last: int) -> _Piece | None:
-        """Where the tokens of these places come from in turn, if that is one piece we know of."""
-        parent = self.parent
-        if parent is not None and self.window[0] <= first and last <= self.window[1]:
-            return self.far
-        return parent if parent and parent.start <= first and last <= parent.end else None
-
-
-_end = attrgetter("end")
-
-
-class TextBook:
-    """Texts made up so that they agree as far as they are said to, and no further."""
-
-    def __init__(self, num_texts: int = 0) -> None:
-        """``num_texts`` were there before; of those nothing is known unless it is told."""
-        self._num_texts = num_texts
-        self._pieces: dict[int, list[_Piece]] = {}
-        self._time = 0
-
-    def add(self, likeness: Likeness = NO_LIKENESS) -> int:
-        """A new text; its number."""
-        number, self._num_texts = self._num_texts, self._num_texts + 1
-        self.extend(number, likeness, 0)
-        return number
-
-    def extend(self, number: int, likeness: Likeness, start: int) -> None:
-        """From ``start`` on the text goes on like the other one, and behind that like none.
-
-        `RecordingError` if there is no such text.
-        """
-        if likeness.length <= start:
-            return
-        if not 0 <= likeness.number < self._num_texts:
-            raise RecordingError(f"there is no text {likeness.number} to be like")
-        pieces = self._pieces.setdefault(number, [])
-        place = pieces[-1].end if pieces else 0
-        if start > place:
-            pieces.append(_Piece(place, start, None, self._tick()))
-            place = start
-        if likeness.length > place:  # else all of it was known before
-            parent = self._parent(likeness.number, place, likeness.length)
-            time = self._tick()
-            pieces.append(_Piece(place, likeness.length, likeness.number, time, parent))
-
-    def beginning(self, number: int) -> Likeness:
-        """Whose tokens the text begins with, and how many of them that one still has there."""
-        first = next(iter(self._pieces.get(number, ())), None)
-        if first is None or first.source is None:
-            return NO_LIKENESS
-        others = self._pieces.get(first.source, ())
-        later = (piece.start for piece in others if piece.time > first.time)
-        return Likeness(first.source, min(first.end, next(later, first.end)))
-
-    def _parent(self, number: int, start: int, end: int) -> _Piece | None:
-        """Of the first and the last pieces of a text the one that has most of these places."""
-        pieces = self._pieces.get(number, ())
-        best, longest = None, 0
-        for piece in (*pieces[:4], *pieces[max(len(pieces) - 4, 4) :]):
-            num_common = min(piece.end, end) - max(piece.start, start)
-            if piece.source is not None and num_common > longest:
-                best, longest = piece, num_common
-        return best
-
-    def tokens(self, number: int, start: int, end: int) -> list[int]:
-        """Tokens ``start .. end - 1``; equal numbers are equal tokens."""
-        result: list[int] = []
-        pending = [(number, start, end, self._time + 1)] if start < end else []
-        num_steps = -STEPS_PER_TOKEN * (end - start)
-        while pending:
-            text, first, last, before = pending.pop()
-            pieces = self._pieces.get(text, ())
-            index = bisect_right(pieces, first, key=_end)
-            num_steps += 1
-            if index == len(pieces) or pieces[index].time >= before:
-                result += [_own_token(text)] * (last - first)
-                continue
-            piece = pieces[index]
-            until = min(piece.end, last)
-            if until < last:
-                pending.append((text, until, last, before))
-            if piece.source is None:
-                result += [_own_token(text)] * (until - first)
-                continue
-            while (following := piece.next_for(first, until)) is not None:
-                piece = following
-                num_steps += 1
-            if num_steps > MAX_STEPS:
-                raise RecordingError("the texts lean on one another in too many pieces")
-            assert piece.source is not None, "it would be nobody's parent"
-            pending.append((piece.source, first, until, piece.time))
-        return result
-
-    def _tick(self) -> int:
-        self._time += 1
-        return self._time
-
-
-def _own_token(number: int) -> int:
-    """Tokens are compared at the same place of texts that agree up to there, so one token does for
-    all places of a text; 31 bits of it, for a `TextIndex` that gets made-up texts."""
-    return number & 0x7FFFFFFF

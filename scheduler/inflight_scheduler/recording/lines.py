@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, filterfalse
 from typing import Any
 
 from inflight_scheduler.recording.beams import Moves
@@ -205,7 +205,7 @@ class LineReader:
         elif "-" in content or "+" in content:
             self._generation = _changed(
                 self._generation,
-                frozenset(read_ids(content, "-")),
+                read_ids(content, "-"),
                 read_list(content, "+", 2 * MAX_NUM_REQUESTS),
             )
         return Decision(context, self._generation, read_ids(content, "p"))
@@ -249,7 +249,10 @@ def _insert(ids: list[int], joined: Sequence[int]) -> list[int]:
     return result
 
 
-def _changed(before: Sequence[int], left: frozenset[int], joined: list[Any]) -> tuple[int, ...]:
+def _changed(before: Sequence[int], left: Sequence[int], joined: list[Any]) -> tuple[int, ...]:
+    stayed = list(filterfalse(frozenset(left).__contains__, before))
+    if len(stayed) + len(left) != len(before):
+        raise RecordingError("- must hold requests that generated before, each once")
     if len(joined) % 2:
         raise RecordingError("+ must hold pairs of a place and a request")
     pairs: list[int] = []
@@ -257,7 +260,7 @@ def _changed(before: Sequence[int], left: frozenset[int], joined: list[Any]) -> 
         lowest = pairs[-2] + 1 if pairs else 0
         pairs.append(read_integer(joined[index], "+", lowest, MAX_NUM_REQUESTS))
         pairs.append(read_id(joined[index + 1], "+"))
-    return tuple(_insert([i for i in before if i not in left], pairs))
+    return tuple(_insert(stayed, pairs))
 
 
 def _arrival_fields(arrival: Arrival) -> list[Any]:

@@ -15,8 +15,9 @@ from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.cache_state import CacheContent
 from inflight_scheduler.recording.beams import RecordedBeams
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.likeness import Likeness, TextBook
+from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.records import Arrival, CacheStart, RequestState
+from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 
 MAX_CACHED_TOKENS = 2**27

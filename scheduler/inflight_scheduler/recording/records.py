@@ -223,7 +223,8 @@ class Iteration(NamedTuple):
     (overlapped) says that no step ran on after this iteration. ``moves``: how beams went on before
     the decision. ``has_forgotten`` (overlapped): somebody had left whose numbers have failed in the
     step before, so nothing stayed cached. ``growths`` are known when requests
-    give their blocks back in this iteration. Times are microseconds, ``start_us`` since the
+    give their blocks back in this iteration: after ``arrivals`` were compared with other texts, but
+    before where there is no decision. Times are microseconds, ``start_us`` since the
     recording was started; ``num_free_blocks`` is after the decision was carried out.
     """
 

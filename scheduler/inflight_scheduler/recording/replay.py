@@ -90,8 +90,7 @@ def replay(
 
 
 def _replay_iteration(simulation: Simulation, iteration: Iteration) -> Divergence | None:
-    for arrival in iteration.arrivals:
-        simulation.arrive(arrival)
+    simulation.arrivals(iteration)
     if iteration.decision is not None:
         simulation.begin(iteration)
         simulation.draft(iteration)

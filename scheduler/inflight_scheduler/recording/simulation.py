@@ -1,7 +1,7 @@
 """The scheduler run again: requests without text, the same rules, the same books of blocks.
 
 `Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
-recorded ones: `arrive`, `begin`, `draft`, `decide` (or `follow`), `plan`, `run`, then `end`.
+recorded ones: `arrivals`, `begin`, `draft`, `decide` (or `follow`), `plan`, `run`, then `end`.
 What a decision computes is known between `plan` and `run`: what is cached of a prompt is left out.
 """
 
@@ -18,7 +18,6 @@ from inflight_scheduler.recording.beams import BeamEntries, Moves, RecordedBeams
 from inflight_scheduler.recording.cost_model import Load
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.in_force import Lists, check_possible, scheduler_of
-from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import (
     MadeUpText,
     make_book,
@@ -37,6 +36,7 @@ from inflight_scheduler.recording.records import (
     Settings,
 )
 from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step, drawn_tokens
+from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.request import LlmRequest, LlmRequestState
 from inflight_scheduler.scheduler import RequestScheduler
 
@@ -126,6 +126,15 @@ class Simulation:
     def find(self, request_id: int) -> LlmRequest | None:
         """The active request with this id."""
         return self._by_id.get(request_id)
+
+    def arrivals(self, iteration: Iteration) -> list[LlmRequest]:
+        """Make those of ``iteration`` active.
+
+        Where nothing was decided, texts had grown before these were compared with them.
+        """
+        if iteration.decision is None:
+            self._grow(iteration)
+        return [self.arrive(arrival) for arrival in iteration.arrivals]
 
     def arrive(self, arrival: Arrival, text_number: int | None = None) -> LlmRequest:
         """Make a request active, at its place; its text is in the book already, or a new one."""
@@ -252,7 +261,6 @@ class Simulation:
 
     def settle(self, iteration: Iteration) -> Step:
         """An iteration without a decision, in which the tokens of the step that ran have come."""
-        self._grow(iteration)
         load = None
         if self._running is not None and not self.must_settle and not iteration.has_lost:
             load = self._running.load
@@ -332,10 +340,9 @@ class Simulation:
 
     def end(self, iteration: Iteration) -> list[LlmRequest]:
         """The other ends of ``iteration``; returns the requests."""
-        if iteration.decision is None and not iteration.is_settled:
-            self._grow(iteration)
-            if iteration.has_forgotten:
-                self.block_manager.forget_all()
+        is_bare = iteration.decision is None and not iteration.is_settled
+        if is_bare and iteration.has_forgotten:
+            self.block_manager.forget_all()
         ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
         self.forget(ended)
         return ended

@@ -27,12 +27,12 @@ from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.cost_model import CostModel, Load
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.latency import Latencies, Summary
-from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import make_request
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Arrival, Drafts, Iteration, Settings
 from inflight_scheduler.recording.simulation import MakeScheduler, Simulation, default_scheduler
 from inflight_scheduler.recording.steps import Step
+from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.recording.workload import Job, check_jobs
 from inflight_scheduler.request import FinishReason, LlmRequest
 

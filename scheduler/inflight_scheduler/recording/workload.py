@@ -12,11 +12,11 @@ from inflight_scheduler.recording.cost_model import Load, Sample
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.latency import Latencies
-from inflight_scheduler.recording.likeness import TextBook
 from inflight_scheduler.recording.made_up import MadeUpText
 from inflight_scheduler.recording.records import Arrival, Iteration
 from inflight_scheduler.recording.simulation import Simulation
 from inflight_scheduler.recording.steps import Step
+from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.request import LlmRequest
 
 MAX_NUM_JOBS = 1_000_000
@@ -159,9 +159,10 @@ class _Collector:
             if len(loads) == 1:
                 self._workload.samples.append(Sample(loads[0], start_us - before_us))
         self._last = None
-        for arrival in iteration.arrivals:
+        requests = simulation.arrivals(iteration)
+        for arrival, request in zip(iteration.arrivals, requests, strict=True):
             came_us = max(start_us - arrival.waited_us, 0)
-            number = _text_number(simulation.arrive(arrival))
+            number = _text_number(request)
             self._arrived[arrival.request_id] = _Coming(came_us, arrival, number)
             latencies.arrived(arrival.request_id, came_us)
         if iteration.decision is not None:

@@ -14,15 +14,14 @@ from hypothesis import strategies as st
 from inflight_scheduler import LlmRequest
 from inflight_scheduler.recording import likeness
 from inflight_scheduler.recording import texts as texts_module
-from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.likeness import (
     NO_LIKENESS,
     Likeness,
-    TextBook,
     TextIndex,
     Texts,
     pack,
 )
+from inflight_scheduler.recording.text_book import TextBook
 
 texts = st.lists(st.sampled_from((0, 1, 256)), min_size=1, max_size=12)
 
@@ -187,59 +186,6 @@ def test_what_is_forgotten_is_given_back_a_little_at_a_time(
     assert num_given_back > 1500
 
 
-@pytest.mark.case(112)
-def test_hostile_texts_are_refused_in_time() -> None:
-    book = TextBook()
-    book.add()
-    with pytest.raises(RecordingError, match="there is no text 7"):
-        book.add(Likeness(7, 5))
-    book = TextBook()
-    last = book.add()
-    for _ in range(likeness.MAX_STEPS):  # of which none goes on as one piece of another
-        half = book.add(Likeness(last, 50))
-        book.extend(half, Likeness(last, 99), 50)
-        last = book.add(Likeness(half, 100))
-    with pytest.raises(RecordingError, match="too many pieces"):
-        book.tokens(last, 60, 70)
-    loop = TextBook()
-    loop.add()
-    loop.extend(0, Likeness(0, 5), 0)  # like itself: nothing it could lean on was there before
-    assert loop.tokens(0, 0, 3) == loop.tokens(0, 0, 3)
-
-
-def test_a_text_that_grows_by_a_token_with_each_request_is_found_at_once() -> None:
-    """As of a client that has one token generated at a time and sends all of them again."""
-    book = TextBook()
-    num_texts = 3 * likeness.MAX_STEPS
-    for number in range(num_texts):
-        book.add(Likeness(number - 1, number) if number else NO_LIKENESS)
-    assert book.tokens(num_texts - 1, 0, num_texts) == list(range(num_texts))
-    for start in range(0, num_texts, 64):  # one after another it would be a billion steps
-        assert book.tokens(num_texts - 1, start, start + 1) == [start]
-
-
-@hypothesis_settings(max_examples=300, deadline=None)
-@given(
-    st.lists(
-        st.tuples(*[st.integers(0, 9)] * 2, st.integers(0, 12), st.integers(0, 12)), max_size=60
-    )
-)
-def test_a_text_goes_on_as_the_other_was_known_then(facts: list[tuple[int, int, int, int]]) -> None:
-    """Whatever is told, and in whatever order: as if all were copied at once."""
-    book = TextBook()
-    copies = [[book.add()] * 12 for _ in range(10)]
-    num_known = [0] * 10
-    for number, source, length, start in facts:
-        book.extend(number, Likeness(source, length), start)
-        if length > start:
-            place = max(start, num_known[number])
-            copies[number][place:length] = copies[source][place:length]
-            num_known[number] = max(length, num_known[number])
-    for number, copy in enumerate(copies):
-        assert [book.tokens(number, k, k + 1)[0] for k in range(12)] == copy
-        assert book.tokens(number, 2, 12) == copy[2:]
-
-
 def test_what_goes_on_in_place_counts_as_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likeness, "_MIN_TOKENS", 0)
     index = TextIndex(1, 1)  # four tokens, and forgotten from twice that on
@@ -247,3 +193,34 @@ def test_what_goes_on_in_place_counts_as_remembered(monkeypatch: pytest.MonkeyPa
     index.grow(b"", pack([1, 2, 3, 4, 5]), 0, len(pack([1])))
     index.add(b"", pack([6, 7, 8, 9, 10]), 1)
     assert (index.is_named(0), index.is_named(1)) == (False, True)
+
+
+def test_the_walk_is_as_long_as_a_text_has_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a client that asks token by token it was as long as the text: a millisecond for 1,000."""
+    num_steps = 0
+    common_size = likeness._common_size
+
+    def counted(*args: Any) -> int:
+        nonlocal num_steps
+        num_steps += 1
+        return common_size(*args)
+
+    monkeypatch.setattr(likeness, "_common_size", counted)
+    monkeypatch.setattr(likeness, "_MIN_TEXTS", 100)
+    index = TextIndex(1, 1)
+    for number in range(300):
+        text = list(range(number + 2))
+        found = index.add(b"", pack(text[:-1]), number)
+        assert found == (Likeness(number - 1, number + 1) if number else NO_LIKENESS)
+        assert index.grow(b"", pack(text), number, len(pack(text[:-1]))) == NO_LIKENESS
+    assert num_steps < 10 * 300, "in both trees: a hundred times as many without"
+
+
+def test_each_text_makes_two_nodes_at_most() -> None:
+    """Also one that another one begins with: by so many texts memory is bounded."""
+    index = TextIndex(16, 4)
+    for number, length in enumerate(range(200, 0, -1)):
+        text = pack(range(length))
+        assert index.add(b"", text, number) == (Likeness(0, length) if number else NO_LIKENESS)
+        index.grow(b"", text + pack([length]), number, len(text))
+    assert len(index._young._edges) <= 1 + 2 * index._young.num_texts

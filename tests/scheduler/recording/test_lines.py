@@ -174,6 +174,7 @@ def changed_header(**changes: object) -> str:
         (TEXT.replace('"active":[]', '"active":[],"running":1'), "line 1: running: true or false"),
         (TEXT.replace('"active":[]', '"active":[],"running":true'), "line 1: running: only in an"),
         (TEXT.replace('"a":[[1,', '"a":[[1,2,3],[1,', 1), "line 2: request 1 arrives while it is"),
+        (TEXT.replace('"c":', '"-":[7],"c":', 1), "line 2: - must hold requests that generated"),
         (changed_header(num_blocks=1), "is larger than the whole pool"),
     ],
 )

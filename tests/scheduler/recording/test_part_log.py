@@ -7,9 +7,10 @@ import random
 import pytest
 
 from inflight_scheduler.recording import part_log
-from inflight_scheduler.recording.likeness import Likeness, TextBook
+from inflight_scheduler.recording.likeness import Likeness
 from inflight_scheduler.recording.part_log import PartLog
 from inflight_scheduler.recording.records import TextPart
+from inflight_scheduler.recording.text_book import TextBook
 
 LENGTH = 30
 
