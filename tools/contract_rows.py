@@ -326,6 +326,7 @@ _WORDS = f"{_T}test_text_models.py::test_words_are_ids_and_ends"
 _PADDED = f"{_T}test_text_models.py::test_rows_are_padded_to_the_longest"
 _NEUTRAL = f"{_T}test_text_models.py::test_what_is_not_asked_for_is_neutral"
 _OWN_IDS = f"{_T}test_text_models.py::test_ids_of_the_client_win"
+_NO_TABLE = f"{_T}test_text_models.py::test_an_id_of_a_prompt_table_marks_no_token_of_a_text"
 _BIAS = f"{_T}test_text_models.py::test_bias_words_weigh_on_their_tokens"
 _DECODED = f"{_T}test_text_models.py::test_answers_are_decoded_up_to_their_length"
 _SPECIAL = f"{_T}test_text_models.py::test_special_tokens_may_be_left_to_the_client"
@@ -341,10 +342,11 @@ MODELS: tuple[ModelRows, ...] = (
         (
             *rows("QUERY REQUEST_OUTPUT_LEN", _PADDED, _CALLS),
             *rows("DECODER_QUERY", _NEUTRAL),
-            *rows("IMAGE_BYTES IMAGE_URL VIDEO_BYTES"),
+            *rows("IMAGE_BYTES IMAGE_URL IMAGES VIDEO_BYTES"),
             *rows("BAD_WORDS_DICT STOP_WORDS_DICT", _WORDS),
             *rows("EMBEDDING_BIAS_WORDS EMBEDDING_BIAS_WEIGHTS", _BIAS),
-            *rows("END_ID PAD_ID PROMPT_TABLE_EXTRA_ID", _OWN_IDS),
+            *rows("END_ID PAD_ID", _OWN_IDS),
+            *rows("PROMPT_TABLE_EXTRA_ID", _NO_TABLE),
         ),
         (
             *rows("INPUT_ID REQUEST_INPUT_LEN", _PADDED, _CALLS),
@@ -352,13 +354,15 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("BAD_WORDS_IDS STOP_WORDS_IDS", _WORDS),
             *rows("EMBEDDING_BIAS", _BIAS),
             *rows("REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID", _NEUTRAL, _CALLS),
-            *rows("OUT_PROMPT_TABLE_EXTRA_IDS", _OWN_IDS),
-            *rows("PIXEL_VALUES IMAGE_SIZES", note="of images"),
+            *rows("OUT_PROMPT_TABLE_EXTRA_IDS", _NO_TABLE, note="zeros: no text is of a table"),
+            *rows("PIXEL_VALUES ASPECT_RATIO_IDS ASPECT_RATIO_MASK", note="of images"),
+            *rows("CROSS_ATTENTION_MASK IMAGE_SIZES IS_VIDEO_INPUT", note="of images"),
+            *rows("ATTENTION_MASK IMAGE_GRID_THW VISION_INPUT_ID", note="of images"),
         ),
         (
             *rows("tokenizer_dir gpt_model_path", _OTHER),
             *rows("add_special_tokens", _SPECIAL),
-            *rows("multimodal_model_path max_num_images"),
+            *rows("multimodal_model_path max_num_images hf_model_path"),
         ),
         "v0.5 took all words of a list as one string with commas; here each word is a string.",
     ),
@@ -423,7 +427,7 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("sampling_param_top_p sampling_param_frequency_penalty"),
             *rows("sampling_param_presence_penalty sampling_param_max_tokens sampling_param_stop"),
             *rows("sampling_param_seed sampling_param_exclude_input_from_output"),
-            *rows("sampling_param_return_perf_metrics"),
+            *rows("sampling_param_return_perf_metrics sampling_param_logits_post_processor_name"),
             *rows("lora_id lora_name lora_path lora_ckpt_source"),
         ),
         (

@@ -50,8 +50,10 @@ REFUSED_PARAMETERS = [spec for spec in protocol.PARAMETERS if not spec.is_honour
 def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
     """Whatever it asks for, unless that is nothing."""
     shape = (1, *(abs(length) for length in spec.dims))
-    values = [3, 0, 1, -1]
-    wanted = [value for value in values if spec.neutral in (None, "empty") or value != spec.neutral]
+    if spec.neutral == protocol.AT_MOST_ONE:
+        shape = (1, 2)
+    nothing = 0 if spec.neutral == protocol.ONLY_ZEROS else spec.neutral
+    wanted = [value for value in (3, 0, 1, -1) if value != nothing]
     for value in wanted:
         tensor = np.full(shape, value).astype(protocol.DTYPE_TO_NUMPY[spec.dtype])
         if spec.dtype == "BOOL" and spec.neutral is not None and bool(value) == spec.neutral:
