@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inflight_client.protocol.elsewhere import LLM_API_INPUT_MAP
+
 _B, _E, _T = "backend/", "backend/engine/", "backend/triton/"
 CONTRACT, SAMPLING = "e2e/test_contract.py::test_", "e2e/test_sampling.py::test_"
 _ARRIVES = f"{_B}test_sampling_validation.py::test_everything_arrives"
@@ -422,12 +424,8 @@ MODELS: tuple[ModelRows, ...] = (
                 "return_finish_reason",
                 f"{_T}test_triton_model.py::test_the_reason_comes_with_the_last_response_to_who_asks",
             ),
-            *rows("image_url return_stop_reason return_cumulative_logprob"),
-            *rows("sampling_param_best_of sampling_param_temperature sampling_param_top_k"),
-            *rows("sampling_param_top_p sampling_param_frequency_penalty"),
-            *rows("sampling_param_presence_penalty sampling_param_max_tokens sampling_param_stop"),
-            *rows("sampling_param_seed sampling_param_exclude_input_from_output"),
-            *rows("sampling_param_return_perf_metrics sampling_param_logits_post_processor_name"),
+            *rows("image_url return_stop_reason sampling_param_best_of"),
+            *(Row(name, note=f"here `{ours}`") for name, ours in LLM_API_INPUT_MAP.items()),
             *rows("lora_id lora_name lora_path lora_ckpt_source"),
         ),
         (
@@ -441,6 +439,7 @@ MODELS: tuple[ModelRows, ...] = (
                 _NAMED,
             ),
         ),
-        note="The model of that name in TensorRT-LLM's LLM API (2025 and later).",
+        note="The model of that name in TensorRT-LLM's LLM API (2025 and later). Most of what it "
+        "takes has another name here; a request under the old one is told the new one.",
     ),
 )
