@@ -47,6 +47,8 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
         ({"request_output_len": 2**31 - 1}, "more than max_seq_len = 32"),  # 16
         ({"request_output_len": None, "max_tokens": 0}, "'max_tokens' is 0"),
         ({"max_tokens": 3}, "'request_output_len' is given twice (also as 'max_tokens')"),
+        ({"seed": 1, "random_seed": 1}, "'random_seed' is given twice (also as 'seed')"),
+        ({"random_seed": 1, "seed": 1}, "'random_seed' is given twice (also as 'seed')"),
         ({"input_lengths": 3}, "'input_lengths' is 3, outside 1..2"),
         ({"input_lengths": 0}, "'input_lengths' is 0, outside 1..2"),
         ({"temperature": float("nan")}, "'temperature' is nan"),  # 21
