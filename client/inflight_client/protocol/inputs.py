@@ -72,7 +72,9 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("return_num_output_tokens", "BOOL", "return num_output_tokens")),
     honoured(scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer")),
     honoured(scalar("stop", "BOOL", "end the running request that has this request id")),
-    honoured(scalar("streaming", "BOOL", "one response per step instead of one at the end")),
+    honoured(
+        scalar("streaming", "BOOL", "a response whenever there are new tokens, not one at the end")
+    ),
     ragged("prompt_embedding_table", "FP16", (-1, -1), "p-tuning table"),
     ragged("prompt_table_extra_ids", "UINT64", (-1,), "ids of prompt table rows", ONLY_ZEROS),
     scalar("prompt_vocab_size", "INT32", "rows of the p-tuning table", 0),
