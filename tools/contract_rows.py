@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inflight_client.protocol.elsewhere import LLM_API_INPUT_MAP
+
 _B, _E, _T = "backend/", "backend/engine/", "backend/triton/"
 CONTRACT, SAMPLING = "e2e/test_contract.py::test_", "e2e/test_sampling.py::test_"
 _ARRIVES = f"{_B}test_sampling_validation.py::test_everything_arrives"
@@ -326,6 +328,7 @@ _WORDS = f"{_T}test_text_models.py::test_words_are_ids_and_ends"
 _PADDED = f"{_T}test_text_models.py::test_rows_are_padded_to_the_longest"
 _NEUTRAL = f"{_T}test_text_models.py::test_what_is_not_asked_for_is_neutral"
 _OWN_IDS = f"{_T}test_text_models.py::test_ids_of_the_client_win"
+_NO_TABLE = f"{_T}test_text_models.py::test_an_id_of_a_prompt_table_marks_no_token_of_a_text"
 _BIAS = f"{_T}test_text_models.py::test_bias_words_weigh_on_their_tokens"
 _DECODED = f"{_T}test_text_models.py::test_answers_are_decoded_up_to_their_length"
 _SPECIAL = f"{_T}test_text_models.py::test_special_tokens_may_be_left_to_the_client"
@@ -341,10 +344,11 @@ MODELS: tuple[ModelRows, ...] = (
         (
             *rows("QUERY REQUEST_OUTPUT_LEN", _PADDED, _CALLS),
             *rows("DECODER_QUERY", _NEUTRAL),
-            *rows("IMAGE_BYTES IMAGE_URL VIDEO_BYTES"),
+            *rows("IMAGE_BYTES IMAGE_URL IMAGES VIDEO_BYTES"),
             *rows("BAD_WORDS_DICT STOP_WORDS_DICT", _WORDS),
             *rows("EMBEDDING_BIAS_WORDS EMBEDDING_BIAS_WEIGHTS", _BIAS),
-            *rows("END_ID PAD_ID PROMPT_TABLE_EXTRA_ID", _OWN_IDS),
+            *rows("END_ID PAD_ID", _OWN_IDS),
+            *rows("PROMPT_TABLE_EXTRA_ID", _NO_TABLE),
         ),
         (
             *rows("INPUT_ID REQUEST_INPUT_LEN", _PADDED, _CALLS),
@@ -352,13 +356,15 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("BAD_WORDS_IDS STOP_WORDS_IDS", _WORDS),
             *rows("EMBEDDING_BIAS", _BIAS),
             *rows("REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID", _NEUTRAL, _CALLS),
-            *rows("OUT_PROMPT_TABLE_EXTRA_IDS", _OWN_IDS),
-            *rows("PIXEL_VALUES IMAGE_SIZES", note="of images"),
+            *rows("OUT_PROMPT_TABLE_EXTRA_IDS", _NO_TABLE, note="zeros: no text is of a table"),
+            *rows("PIXEL_VALUES ASPECT_RATIO_IDS ASPECT_RATIO_MASK", note="of images"),
+            *rows("CROSS_ATTENTION_MASK IMAGE_SIZES IS_VIDEO_INPUT", note="of images"),
+            *rows("ATTENTION_MASK IMAGE_GRID_THW VISION_INPUT_ID", note="of images"),
         ),
         (
             *rows("tokenizer_dir gpt_model_path", _OTHER),
             *rows("add_special_tokens", _SPECIAL),
-            *rows("multimodal_model_path max_num_images"),
+            *rows("multimodal_model_path max_num_images hf_model_path"),
         ),
         "v0.5 took all words of a list as one string with commas; here each word is a string.",
     ),
@@ -418,12 +424,8 @@ MODELS: tuple[ModelRows, ...] = (
                 "return_finish_reason",
                 f"{_T}test_triton_model.py::test_the_reason_comes_with_the_last_response_to_who_asks",
             ),
-            *rows("image_url return_stop_reason return_cumulative_logprob"),
-            *rows("sampling_param_best_of sampling_param_temperature sampling_param_top_k"),
-            *rows("sampling_param_top_p sampling_param_frequency_penalty"),
-            *rows("sampling_param_presence_penalty sampling_param_max_tokens sampling_param_stop"),
-            *rows("sampling_param_seed sampling_param_exclude_input_from_output"),
-            *rows("sampling_param_return_perf_metrics"),
+            *rows("image_url return_stop_reason sampling_param_best_of"),
+            *(Row(name, note=f"here `{ours}`") for name, ours in LLM_API_INPUT_MAP.items()),
             *rows("lora_id lora_name lora_path lora_ckpt_source"),
         ),
         (
@@ -437,6 +439,7 @@ MODELS: tuple[ModelRows, ...] = (
                 _NAMED,
             ),
         ),
-        note="The model of that name in TensorRT-LLM's LLM API (2025 and later).",
+        note="The model of that name in TensorRT-LLM's LLM API (2025 and later). Most of what it "
+        "takes has another name here; a request under the old one is told the new one.",
     ),
 )

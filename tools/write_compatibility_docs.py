@@ -45,6 +45,13 @@ has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md).
 (its pull request 12366): log probabilities are the model's own. Before, it was true:
 `output_log_probs` were those among what the filters left, 0 for every token of a greedy answer. For
 clients that count on that: `--set normalize_log_probs=true`.
+
+**Clients of before v0.14.** Those of v0.5 and v0.6 send lengths and ids as UINT32; Triton refuses
+them, and names the type. Some of later ones read what they do not ask for: log probabilities
+without `return_log_probs` (`end_to_end_test.py`, `e2e_grpc_speculative_decoding_client.py`; the
+peer sent zeros), and `batch_index` of every response of a stream with one row
+(`end_to_end_grpc_client.py --streaming` of v0.12 and v0.13; here a stream through `ensemble` says
+it with its last response, and one of several rows with each). Take those of v0.14 or newer.
 """
 
 

@@ -100,7 +100,8 @@ class InferenceRequest:
         array = _checked(name, tensor)
         inner_name = protocol.RENAMED_INPUTS.get(name, name)
         if inner_name in self._tensors:
-            raise InvalidRequest(f"'{inner_name}' is given twice (also as '{name}')")
+            other = name if name != inner_name else self._sent_names.get(inner_name, name)
+            raise InvalidRequest(f"'{inner_name}' is given twice (also as '{other}')")
         self._tensors[inner_name] = array
         self._sent_names[inner_name] = name
 

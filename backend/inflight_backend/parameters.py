@@ -19,6 +19,7 @@ from inflight_client.protocol import (
     TRITON_PARAMETERS,
     ParameterSpec,
 )
+from inflight_client.protocol.elsewhere import TEMPLATE_HINTS
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TRUE = frozenset({"true", "1"})
@@ -100,7 +101,9 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
 
 
 def unknown_key_message(key: str) -> str:
-    """Say that ``key`` is no setting and which known one looks most like it."""
+    """Say that ``key`` is no setting, and what the peer's is here or which looks most like it."""
+    if key in TEMPLATE_HINTS:
+        return f"unknown setting {key!r}: {TEMPLATE_HINTS[key]}"
     nearest = difflib.get_close_matches(key, PARAMETER_BY_NAME, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     return f"unknown setting {key!r}{hint}"

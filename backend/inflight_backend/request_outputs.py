@@ -304,7 +304,7 @@ def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
     return [
         _integer("kv_cache_alloc_new_blocks", new),
         _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
-        _integer("kv_cache_alloc_total_blocks", gathered.num_blocks),
+        _integer("kv_cache_alloc_total_blocks", new),  # the peer's leaves out reused ones, too
         *(NamedTensor(name, scalar(ns, INT64)) for name, ns in times.items()),
         NamedTensor("acceptance_rate", scalar(acceptance_rate, FLOAT32)),
         _integer("total_accepted_draft_tokens", request.num_accepted_drafts),

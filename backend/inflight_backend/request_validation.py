@@ -194,6 +194,10 @@ def _check_tensor(spec: TensorSpec, tensor: npt.NDArray[Any]) -> None:
 def _is_neutral(spec: TensorSpec, tensor: npt.NDArray[Any]) -> bool:
     if spec.neutral == protocol.EMPTY:
         return tensor.size == 0
+    if spec.neutral == protocol.AT_MOST_ONE:
+        return tensor.size <= 1
+    if spec.neutral == protocol.ONLY_ZEROS:
+        return not tensor.any()
     if spec.neutral is None or tensor.size != 1:
         return False
     value = tensor.reshape(-1)[0]

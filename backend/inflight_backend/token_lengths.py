@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from inflight_scheduler import FinishReason, LlmRequest
+from inflight_backend.beam_responses import num_shown
+from inflight_scheduler import BeamSearch, FinishReason, LlmRequest
 
 _MAX_UNREAD = 65_536
 """Requests kept for a reader; of more, the newest."""
@@ -17,9 +18,12 @@ class TokenLengths:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=_MAX_UNREAD)
 
     def ended(self, request: LlmRequest) -> None:
-        """Keep the lengths of ``request``; as in answers, the end id does not count."""
-        num_output = request.num_drawn_tokens - request.orig_prompt_len
-        num_output -= request.finish_reason == FinishReason.END_ID
+        """Keep the lengths of ``request``: tokens of all beams, and as in answers no end ids."""
+        if isinstance(request.beams, BeamSearch):
+            num_output = sum(map(num_shown, request.beams.hypotheses()))
+        else:
+            num_output = request.num_drawn_tokens - request.orig_prompt_len
+            num_output -= request.finish_reason == FinishReason.END_ID
         self._lengths.append((request.orig_prompt_len, num_output))
 
     def take(self) -> list[tuple[int, int]]:

@@ -76,9 +76,10 @@ def run(
     stop_at: int | None = None,
     recorder: Recorder | None = None,
     attention_backend: str = "torch",
+    lengths: list[tuple[int, int]] | None = None,
     **params: Any,
 ) -> Recorder:
-    """``stop_at``: stop request 0 with its so-many-th response."""
+    """``stop_at``: stop request 0 with its so-many-th response; ``lengths`` gets the counts."""
     config = EngineConfig(
         device="cpu",
         max_batch_size=4,
@@ -101,6 +102,8 @@ def run(
     with running(recorder, engine, policy, params=options, max_beam_width=4) as manager:
         recorder.wait_for_finals(*ids)
         manager._batcher.block_manager.check_integrity()
+        if lengths is not None:
+            lengths += manager.lengths.take()
     if "record_file" in params:
         num_pauses = assert_replays(Path(params["record_file"]))
         assert sum(stats["Paused Requests"] for stats in recorder.stats) == num_pauses
@@ -245,6 +248,15 @@ def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
     recorder = run(folder, requests)
     for request_id, (_, message) in enumerate(wrong):
         assert message in recorder.responses[request_id][0][2]
+
+
+def test_tokens_of_all_beams_are_counted(
+    folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
+) -> None:
+    """In ``nv_llm_output_token_len``, as the peer's test of its metrics has it."""
+    lengths: list[tuple[int, int]] = []
+    run(folder, [make_request(0, CASES[2], end_ids[2])], lengths=lengths)
+    assert lengths == [(len(CASES[2].prompt), sum(map(len, expected[2])))]
 
 
 def test_a_search_that_is_stopped_returns_its_beams(folder: Path) -> None:

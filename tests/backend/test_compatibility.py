@@ -6,6 +6,7 @@ server (`e2e/test_model_repository.py`).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.triton.decoding import choose_outputs
 from inflight_client import protocol
 from inflight_client.protocol import ParameterSpec, TensorSpec
+from inflight_client.protocol.elsewhere import TEMPLATE_HINTS
 
 LIMITS = RequestLimits(
     vocab_size=100,
@@ -50,8 +52,10 @@ REFUSED_PARAMETERS = [spec for spec in protocol.PARAMETERS if not spec.is_honour
 def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
     """Whatever it asks for, unless that is nothing."""
     shape = (1, *(abs(length) for length in spec.dims))
-    values = [3, 0, 1, -1]
-    wanted = [value for value in values if spec.neutral in (None, "empty") or value != spec.neutral]
+    if spec.neutral == protocol.AT_MOST_ONE:
+        shape = (1, 2)
+    nothing = 0 if spec.neutral == protocol.ONLY_ZEROS else spec.neutral
+    wanted = [value for value in (3, 0, 1, -1) if value != nothing]
     for value in wanted:
         tensor = np.full(shape, value).astype(protocol.DTYPE_TO_NUMPY[spec.dtype])
         if spec.dtype == "BOOL" and spec.neutral is not None and bool(value) == spec.neutral:
@@ -83,8 +87,19 @@ def test_unknown_settings_are_refused_by_name() -> None:
     names = [name for _, name in absent("parameters")]
     assert {"triton_backend", "multimodal_model_path"} <= set(names)
     for name in names:
-        with pytest.raises(ConfigurationError, match=f"unknown setting '{name}'"):
+        with pytest.raises(ConfigurationError, match=f"unknown setting '{name}': "):
             parse_parameters({**MINIMAL, name: "x"})
+
+
+def test_what_fills_the_peers_templates_is_told_what_it_is_here() -> None:
+    """Not which of our settings looks most like it: like ``engine_dir`` looks ``tokenizer_dir``."""
+    for name, hint in TEMPLATE_HINTS.items():
+        assert name not in protocol.PARAMETER_BY_NAME
+        with pytest.raises(ConfigurationError) as caught:
+            parse_parameters({**MINIMAL, name: "x"})
+        assert str(caught.value) == f"unknown setting '{name}': {hint}"
+    known = {word for hint in TEMPLATE_HINTS.values() for word in re.findall(r"\w+_\w+", hint)}
+    assert known - {"TYPE_FP32"} <= set(protocol.PARAMETER_BY_NAME)
 
 
 @pytest.mark.parametrize(

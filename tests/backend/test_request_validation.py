@@ -47,6 +47,8 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
         ({"request_output_len": 2**31 - 1}, "more than max_seq_len = 32"),  # 16
         ({"request_output_len": None, "max_tokens": 0}, "'max_tokens' is 0"),
         ({"max_tokens": 3}, "'request_output_len' is given twice (also as 'max_tokens')"),
+        ({"seed": 1, "random_seed": 1}, "'random_seed' is given twice (also as 'seed')"),
+        ({"random_seed": 1, "seed": 1}, "'random_seed' is given twice (also as 'seed')"),
         ({"input_lengths": 3}, "'input_lengths' is 3, outside 1..2"),
         ({"input_lengths": 0}, "'input_lengths' is 0, outside 1..2"),
         ({"temperature": float("nan")}, "'temperature' is nan"),  # 21
@@ -121,10 +123,14 @@ def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
         if spec.is_honoured or spec.neutral is None:
             continue
         value: Any = spec.neutral
-        if value == protocol.EMPTY:
+        if isinstance(value, str):
             value = np.empty((2, 0) if spec.name.endswith("words_list") else (0,))
-        request = InferenceRequest(1, make_inputs({"input_ids": [1], spec.name: value}))
-        assert validate(request, LIMITS).tokens == [1], spec.name
+        more = {protocol.AT_MOST_ONE: [[7]], protocol.ONLY_ZEROS: [[0, 0, 0]]}.get(
+            str(spec.neutral)
+        )
+        for each in (value, value if more is None else more):
+            request = InferenceRequest(1, make_inputs({"input_ids": [1], spec.name: each}))
+            assert validate(request, LIMITS).tokens == [1], spec.name
 
 
 @pytest.mark.case(30)

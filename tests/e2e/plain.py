@@ -23,8 +23,14 @@ from e2e.harness import HOST, START_SECONDS, STOP_SECONDS, free_ports, temporary
 from inflight_backend.serve.install import environment, locate, prepare_backends
 
 _ANSWER_SECONDS = 60.0
-_KINDS = {"int32": "INT32", "bool": "BOOL", "object": "BYTES"}
-_TYPES = {"i": np.int32, "b": np.bool_}
+_KINDS = {
+    "int32": "INT32",
+    "uint64": "UINT64",
+    "float32": "FP32",
+    "bool": "BOOL",
+    "object": "BYTES",
+}
+_TYPES = {"i": np.int32, "u": np.uint64, "f": np.float32, "b": np.bool_}
 
 
 @dataclass(frozen=True)

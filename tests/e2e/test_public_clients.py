@@ -17,6 +17,8 @@ from e2e.harness import assert_counts
 from e2e.plain import PlainServer, infer, repository_server, stream_infer
 from tritonclient.utils import np_to_triton_dtype
 
+from inflight_backend.serve.repository import OPTIONAL_MODELS
+
 pytestmark = pytest.mark.e2e
 
 WAIT = 60.0
@@ -38,7 +40,7 @@ NUMBERS = (
 
 @pytest.fixture(scope="module", params=["--decoupled", "--no-decoupled"])
 def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
-    options = ["--add=tensorrt_llm_bls", "--add=vllm_model", "--set", "max_beam_width=3"]
+    options = [*(f"--add={name}" for name in OPTIONAL_MODELS), "--set", "max_beam_width=3"]
     with repository_server(request.param, *options) as running:
         yield running
 
@@ -144,6 +146,65 @@ def test_end_to_end_grpc_client(
             assert all(result[name][0][0] >= 0 for name in NUMBERS)
         assert len(responses) == 1 or is_streaming
         assert_counts(PROMPT, text, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_end_to_end_grpc_client_with_several_rows(
+    server: PlainServer, is_decoupled: bool, model: str
+) -> None:
+    """Its option --batch-inputs; the rows need not be alike."""
+    prompts, lengths = ["1 2", "5 6 7", "9"], [[7], [4], [5]]
+    texts = {prompt: "" for prompt in prompts}
+    for is_streaming in (True, False):
+        tensors: dict[str, Any] = {
+            "text_input": [[prompt] for prompt in prompts],
+            "max_tokens": lengths,
+            "stream": [[is_streaming]] * 3,
+            "exclude_input_in_output": [[True]] * 3,
+        }
+        responses = stream_infer(server, model, tensors, ("text_output", "batch_index"))
+        if not is_decoupled:
+            reason = "'streaming' needs a" if is_streaming else "3 answers (rows of the"
+            assert reason in responses[-1]["error"]
+            continue
+        for response in responses:
+            prompt = prompts[response["batch_index"][0][0]]
+            texts[prompt] = texts[prompt] * is_streaming + response["text_output"][0].decode()
+        for prompt, (length,) in zip(prompts, lengths, strict=True):
+            assert_counts(prompt, texts[prompt], length)
+
+
+HANDED_ON = {
+    "input_ids": "INPUT_ID",
+    "input_lengths": "REQUEST_INPUT_LEN",
+    "decoder_input_ids": "DECODER_INPUT_ID",
+    "decoder_input_lengths": "REQUEST_DECODER_INPUT_LEN",
+    "request_output_len": "REQUEST_OUTPUT_LEN",
+    "bad_words_list": "BAD_WORDS_IDS",
+    "stop_words_list": "STOP_WORDS_IDS",
+    "embedding_bias": "EMBEDDING_BIAS",
+    "end_id": "OUT_END_ID",
+    "pad_id": "OUT_PAD_ID",
+    "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
+}
+"""What the peer's ensemble, and in part its client, hand on from preprocessing, wanted or not."""
+
+
+def test_end_to_end_test(server: PlainServer) -> None:
+    """It tokenises, generates and decodes in three calls, and compares with the ensemble."""
+    words = {"BAD_WORDS_DICT": [[""]], "STOP_WORDS_DICT": [[""]]}
+    asked = {"QUERY": [[PROMPT]], "REQUEST_OUTPUT_LEN": [[NUM_TOKENS]], **words}
+    extra = np.array([[3]], dtype=np.uint64)
+    made = infer(server, "preprocessing", PROMPT_TABLE_EXTRA_ID=extra, **asked)
+    handed_on = {name: made[output] for name, output in HANDED_ON.items()}
+    (answer,) = stream_infer(server, "tensorrt_llm", handed_on)
+    assert "error" not in answer, answer
+    tokens = {"TOKENS_BATCH": answer["output_ids"], "SEQUENCE_LENGTH": answer["sequence_length"]}
+    text = infer(server, "postprocessing", **tokens)["OUTPUT"]
+    inputs = {"text_input": [[PROMPT]], "max_tokens": [[NUM_TOKENS]]}
+    (whole,) = stream_infer(server, "ensemble", inputs)
+    assert text.tolist() == whole["text_output"].tolist()
+    assert_counts(PROMPT, text[0].decode().removeprefix(PROMPT), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("model", ["ensemble", "vllm_model"])

@@ -7,7 +7,7 @@ name. Unlike the peer's it passes cancellation on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton.beam_stream import has_beams
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.relay import Convert, RelayModel, Tensors
 from inflight_backend.triton.request_head import RequestHead
@@ -24,14 +23,14 @@ from inflight_client.protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME
 
 Array = npt.NDArray[Any]
 
-_INDEX = "sequence_index"
+_INDEXES = ("batch_index", "sequence_index")
 
 
 class TritonPythonModel(RelayModel):
     """The model ``tensorrt_llm_bls``.
 
     With the parameter ``accumulate_tokens`` every response of a stream holds the whole text so far
-    of its sequence; those of a search with beams do so anyway.
+    of its row and sequence; those of a search with beams do so anyway.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -49,11 +48,14 @@ class TritonPythonModel(RelayModel):
         _check_text(inputs)
         inner = {ENSEMBLE_INPUT_MAP.get(name, name): value for name, value in inputs.items()}
         outputs = list(request.requested_output_names())
-        if not self._accumulates or has_beams(inputs):
+        if not self._accumulates:
             return inner, outputs, iter
-        drops_index = bool(outputs) and _INDEX not in outputs  # none named: all are sent
-        outputs += [_INDEX] if drops_index else []
-        return inner, outputs, partial(_accumulate, drops_index=drops_index)
+        added = [name for name in _INDEXES if outputs and name not in outputs]  # none named: all
+        return (
+            inner,
+            outputs + added,
+            partial(_accumulate, whole=_rows_with_beams(inputs), dropped=added),
+        )
 
 
 def _check_text(inputs: dict[str, Array]) -> None:
@@ -61,23 +63,30 @@ def _check_text(inputs: dict[str, Array]) -> None:
     if "text_input" not in inputs:
         raise InvalidRequest("'text_input' is missing")
     max_tokens = inputs.get("max_tokens")
-    if max_tokens is None or max_tokens.size != 1 or max_tokens.reshape(-1)[0] <= 0:
-        raise InvalidRequest(
-            "'max_tokens' must be a single value above 0: this model takes one row per request"
-        )
+    if max_tokens is None or max_tokens.size == 0 or (max_tokens <= 0).any():
+        raise InvalidRequest("'max_tokens' must be above 0 in every row")
 
 
-def _accumulate(responses: Iterator[Tensors], *, drops_index: bool) -> Iterator[Tensors]:
+def _rows_with_beams(inputs: Mapping[str, Array]) -> frozenset[int]:
+    width = inputs.get("beam_width", np.ones(1))
+    return frozenset(np.flatnonzero(width.reshape(-1) > 1).tolist())
+
+
+def _accumulate(
+    responses: Iterator[Tensors], *, whole: frozenset[int], dropped: Sequence[str]
+) -> Iterator[Tensors]:
     """Put the whole text of a sequence so far in place of what is new of it.
 
-    ``drops_index``: the client did not ask which sequence a response belongs to; it is asked here.
+    ``whole``: the rows whose responses say everything as they are; ``dropped``: what the client did
+    not ask for, of which row and sequence a response is.
     """
-    texts: dict[int, bytes] = defaultdict(bytes)
+    texts: dict[tuple[int, int], bytes] = defaultdict(bytes)
     for tensors in responses:
-        if "text_output" in tensors:
-            index = int(tensors[_INDEX].item()) if _INDEX in tensors else 0
+        row, sequence = (int(tensors[name].item()) if name in tensors else 0 for name in _INDEXES)
+        if "text_output" in tensors and row not in whole:
+            index = row, sequence
             texts[index] += tensors["text_output"].item()
             tensors["text_output"] = np.array([texts[index]], dtype=np.object_)
-        if drops_index:
-            tensors.pop(_INDEX, None)
+        for name in dropped:
+            tensors.pop(name, None)
         yield tensors

@@ -208,11 +208,11 @@ class Frontend:
             if feed.is_closed or feed.is_cancelled():
                 self._end_feed(feed)
 
-    def _check_one_response(self, inputs: Mapping[str, Array], num_answers: int) -> None:
+    def _check_one_response(self, rows: Sequence[Mapping[str, Array]], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
         if self._is_decoupled:
             return
-        if is_streaming(inputs):
+        if any(map(is_streaming, rows)):
             raise InvalidRequest(
                 "'streaming' needs a decoupled deployment: this one sends whole answers only"
             )
@@ -240,7 +240,7 @@ class Frontend:
         try:
             rows = split_rows(inputs)
             num_sequences = [read_num_sequences(row, self._max_num_sequences) for row in rows]
-            self._check_one_response(inputs, sum(num_sequences))
+            self._check_one_response(rows, sum(num_sequences))
             # Now, since validation starts to compile grammars.
             self._arrivals.check_room(sum(num_sequences), self._describe_load)
             numbers += [self._ids.reserve("") for _ in range(1, sum(num_sequences))]

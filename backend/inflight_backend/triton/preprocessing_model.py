@@ -55,9 +55,8 @@ class Preprocessor:
             "OUT_END_ID": _ids(inputs, "END_ID", num_rows, self._codec.end_id),
             "OUT_PAD_ID": pad_ids,
         }
-        if "PROMPT_TABLE_EXTRA_ID" in inputs:
-            extra = inputs["PROMPT_TABLE_EXTRA_ID"].reshape(num_rows, 1)
-            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.repeat(extra, input_ids.shape[1], axis=1)
+        if "PROMPT_TABLE_EXTRA_ID" in inputs:  # marks rows of a prompt table; a text has none
+            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.zeros(input_ids.shape, dtype=np.uint64)
         return outputs
 
     def _encode(

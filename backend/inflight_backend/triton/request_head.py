@@ -14,7 +14,12 @@ from typing import Any
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.private_log import get_logger
-from inflight_client.protocol import ERROR_CODES_PARAMETER
+from inflight_client.protocol import (
+    ENSEMBLE_MODEL_NAME,
+    ERROR_CODES_PARAMETER,
+    LLM_MODEL_NAME,
+    elsewhere,
+)
 
 _logger = get_logger(__name__)
 
@@ -49,7 +54,7 @@ class RequestHead:
             if key != but:
                 raise InvalidRequest(
                     f"{key[:_LONGEST_NAME]!r} came as a request parameter, not as an input tensor "
-                    "of the model, and no parameter of that name is known"
+                    f"of the model, and no parameter of that name is known{_other_names(key)}"
                 )
 
     def read_switch(self, name: str) -> bool | None:
@@ -73,6 +78,15 @@ def read_head(triton_request: Any) -> RequestHead:
     except Exception:  # whatever it is, only this request has it
         _logger.exception("the head of a request could not be read")
         return RequestHead(request_id, fault=f"{what} not readable")
+
+
+def _other_names(key: str) -> str:
+    """What to send in its place, for a name of another model."""
+    if (names := elsewhere.names_of(key)) is None:
+        return ""
+    inner, outer = names
+    where = "" if inner == outer else f" in {LLM_MODEL_NAME}, '{outer}' in {ENSEMBLE_MODEL_NAME}"
+    return f"; the input is called '{inner}'{where}"
 
 
 class _Pairs(list[tuple[str, Any]]):

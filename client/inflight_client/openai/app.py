@@ -26,7 +26,7 @@ from inflight_client.openai.answers import (
     whole_answer,
 )
 from inflight_client.openai.aside import Aside
-from inflight_client.openai.errors import ApiError, from_upstream
+from inflight_client.openai.errors import ApiError, from_upstream, model_not_found
 from inflight_client.openai.fields import Body
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
 from inflight_client.openai.places import Place, Places
@@ -41,6 +41,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _NUM_THREADS = 4
 _NUM_CHAT_THREADS = 2  # of their own: a slow template holds up chats only
+
+_CALLS = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models and GET /health"
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -94,7 +96,7 @@ class Front:
 
     async def _model(self, request: web.Request) -> web.Response:
         if request.match_info["name"] != self._reader.name:
-            raise ApiError(404, "the model does not exist here", "model", "model_not_found")
+            raise model_not_found(self._reader.name)
         return web.json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -216,7 +218,8 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     try:
         return await handler(request)
     except web.HTTPException as error:
-        return _error_response(ApiError(error.status, f"{error.reason}: {request.method}"))
+        where = f"; there are {_CALLS}" if error.status in (404, 405) else ""
+        return _error_response(ApiError(error.status, f"{error.reason}: {request.method}{where}"))
     except ConnectionResetError:
         raise  # the client has gone: nobody is there to be told
     except Exception as error:

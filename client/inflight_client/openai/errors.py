@@ -80,6 +80,12 @@ class ApiError(Exception):
         }
 
 
+def model_not_found(served: str) -> ApiError:
+    """Another model than ``served`` is asked for."""
+    message = f"the model does not exist here; this is {served}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
 def bad_field(param: str, message: str) -> ApiError:
     """The error for a field whose value cannot be used."""
     return ApiError(400, f"{param}: {message}", param, "invalid_value")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_client.openai.errors import ApiError, bad_field
+from inflight_client.openai.errors import ApiError, bad_field, model_not_found
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import (
@@ -47,10 +47,15 @@ _INTEGERS: Mapping[str, tuple[str, int, int]] = {
     "min_tokens": ("min_length", 0, _INT32_MAX),
 }
 
+_LABELS = ("user", "safety_identifier", "prompt_cache_key")
+"""Who asks, and which requests begin alike: told in the client's own words. The first was divided
+into the other two. Nothing in an answer depends on them, and equal beginnings are found anyway."""
+
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
 }
 """Fields of both calls that are not supported -> values that ask for nothing."""
 
@@ -70,8 +75,8 @@ _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
@@ -151,7 +156,8 @@ def _job(
     if num_log_probs:
         values["num_top_log_probs"] = num_log_probs
     values |= _guide(body.take("response_format"))
-    body.text("user")  # a label of the client's own
+    for label in _LABELS:
+        body.text(label)
     is_streaming = body.flag("stream")
     includes_usage = _stream_options(body.take("stream_options"), is_streaming)
     body.accept_neutral(neutral)
@@ -265,9 +271,7 @@ def _check_model(body: Body, reader: PromptReader) -> None:
     if name is None:
         raise ApiError(400, "you must provide a model parameter", "model", "missing_parameter")
     if name != reader.name:
-        raise ApiError(
-            404, f"the model does not exist here; this is {reader.name}", "model", "model_not_found"
-        )
+        raise model_not_found(reader.name)
 
 
 def _split_prompts(value: Any) -> list[Any]:

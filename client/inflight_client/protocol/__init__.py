@@ -24,9 +24,17 @@ from inflight_client.protocol.metrics import (
 )
 from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
 from inflight_client.protocol.parameters import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS
-from inflight_client.protocol.specs import DTYPE_TO_NUMPY, EMPTY, ParameterSpec, TensorSpec
+from inflight_client.protocol.specs import (
+    AT_MOST_ONE,
+    DTYPE_TO_NUMPY,
+    EMPTY,
+    ONLY_ZEROS,
+    ParameterSpec,
+    TensorSpec,
+)
 
 __all__ = [
+    "AT_MOST_ONE",
     "CONTROL_INPUTS",
     "DTYPE_TO_NUMPY",
     "EMPTY",
@@ -40,6 +48,7 @@ __all__ = [
     "LLM_MODEL_NAME",
     "METRICS",
     "NOT_IN_FLIGHT",
+    "ONLY_ZEROS",
     "OUTPUTS",
     "OUTPUT_BY_NAME",
     "OUTPUT_LENGTHS",

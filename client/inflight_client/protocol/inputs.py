@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from inflight_client.protocol.specs import EMPTY, TensorSpec, honoured, ragged, scalar
+from inflight_client.protocol.specs import (
+    AT_MOST_ONE,
+    EMPTY,
+    ONLY_ZEROS,
+    TensorSpec,
+    honoured,
+    ragged,
+    scalar,
+)
 
 INPUTS: tuple[TensorSpec, ...] = (
     honoured(ragged("input_ids", "INT32", (-1,), "prompt as token ids")),
@@ -12,8 +20,14 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("request_output_len", "INT32", "maximum number of new tokens")),
     honoured(scalar("num_return_sequences", "INT32", "sequences to return for the prompt")),
     honoured(ragged("draft_input_ids", "INT32", (-1,), "guesses at how the answer begins")),
-    ragged("decoder_input_ids", "INT32", (-1,), "decoder prompt of an encoder-decoder model"),
-    scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids"),
+    ragged(
+        "decoder_input_ids",
+        "INT32",
+        (-1,),
+        "decoder prompt of an encoder-decoder model",
+        AT_MOST_ONE,
+    ),
+    scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids", 1),
     ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"),
     scalar("draft_acceptance_threshold", "FP32", "acceptance threshold of drafts"),
     honoured(scalar("end_id", "INT32", "token that ends the answer; -1 = none")),
@@ -58,9 +72,11 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("return_num_output_tokens", "BOOL", "return num_output_tokens")),
     honoured(scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer")),
     honoured(scalar("stop", "BOOL", "end the running request that has this request id")),
-    honoured(scalar("streaming", "BOOL", "one response per step instead of one at the end")),
+    honoured(
+        scalar("streaming", "BOOL", "a response whenever there are new tokens, not one at the end")
+    ),
     ragged("prompt_embedding_table", "FP16", (-1, -1), "p-tuning table"),
-    ragged("prompt_table_extra_ids", "UINT64", (-1,), "ids of prompt table rows"),
+    ragged("prompt_table_extra_ids", "UINT64", (-1,), "ids of prompt table rows", ONLY_ZEROS),
     scalar("prompt_vocab_size", "INT32", "rows of the p-tuning table", 0),
     ragged("cross_attention_mask", "BOOL", (-1, -1), "mask over the encoder output"),
     TensorSpec("mrope_rotary_cos_sin", "FP32", (-1,), "multimodal rope", neutral=EMPTY),

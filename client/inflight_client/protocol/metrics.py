@@ -107,7 +107,7 @@ OUTPUT_LENGTHS = MetricFamilySpec(
     "nv_llm_output_token_len",
     "response_metric_type",
     {"total_output_tokens": ""},
-    "Tokens of their answers",
+    "Tokens of their answers, of all beams",
     "histogram",
     _LENGTHS,
 )

@@ -31,7 +31,11 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     ),
     TensorSpec("kv_cache_reused_blocks", "INT32", (1,), "blocks reused", is_honoured=True),
     TensorSpec(
-        "kv_cache_alloc_total_blocks", "INT32", (1,), "blocks allocated in all", is_honoured=True
+        "kv_cache_alloc_total_blocks",
+        "INT32",
+        (1,),
+        "blocks allocated in all, without those reused",
+        is_honoured=True,
     ),
     TensorSpec("arrival_time_ns", "INT64", (1,), "time of arrival", is_honoured=True),
     TensorSpec("first_scheduled_time_ns", "INT64", (1,), "time first scheduled", is_honoured=True),

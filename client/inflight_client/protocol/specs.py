@@ -8,6 +8,11 @@ import numpy as np
 
 EMPTY = "empty"
 """Neutral value of a list tensor: no elements."""
+AT_MOST_ONE = "at most one id"
+"""Neutral value of a decoder's prompt: where nobody gives one, the peer's preprocessing puts the
+pad id there, and its clients hand that on to models that have no encoder."""
+ONLY_ZEROS = "only zeros"
+"""Neutral value of a list that is zero wherever nothing is asked for; it may be empty."""
 
 DTYPE_TO_NUMPY: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,
@@ -61,9 +66,11 @@ def scalar(
     return TensorSpec(name, dtype, (1,), meaning, is_scalar=True, neutral=neutral)
 
 
-def ragged(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
+def ragged(
+    name: str, dtype: str, dims: tuple[int, ...], meaning: str, neutral: str = EMPTY
+) -> TensorSpec:
     """A list whose length may differ from request to request."""
-    return TensorSpec(name, dtype, dims, meaning, is_ragged=True, neutral=EMPTY)
+    return TensorSpec(name, dtype, dims, meaning, is_ragged=True, neutral=neutral)
 
 
 def honoured(spec: TensorSpec) -> TensorSpec:

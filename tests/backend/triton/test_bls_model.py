@@ -22,11 +22,15 @@ ALL = ("text_output", "sequence_index")
 class InnerResponse:
     """What ``pb_utils`` gives a caller: the same words as methods."""
 
-    def __init__(self, texts: tuple[str, ...], index: int | None = None) -> None:
+    def __init__(
+        self, texts: tuple[str, ...], index: int | None = None, row: int | None = None
+    ) -> None:
         encoded = [text.encode() for text in texts]
         self._tensors = [FakeTensor("text_output", np.array(encoded, dtype=object))]
         if index is not None:
             self._tensors.append(FakeTensor("sequence_index", np.array([[index]], np.int32)))
+        if row is not None:
+            self._tensors.append(FakeTensor("batch_index", np.array([[row]], np.int32)))
 
     def has_error(self) -> bool:
         return False
@@ -38,7 +42,8 @@ class InnerResponse:
 class InnerRequest:
     """``pb_utils.InferenceRequest`` as the relay makes it; answers with the name of its model.
 
-    For several sequences their pieces come in turns; for beams every response is complete.
+    For several sequences their pieces come in turns, for rows one after the other; for beams every
+    response is complete.
     """
 
     def __init__(
@@ -51,7 +56,8 @@ class InnerRequest:
     ) -> None:
         self.model_name, self.outputs = model_name, requested_output_names
         self._request_id = request_id
-        self._values = {each.name(): each.as_numpy().item() for each in inputs}
+        self._rows = {each.name(): each.as_numpy().reshape(-1).tolist() for each in inputs}
+        self._values = {name: rows[0] for name, rows in self._rows.items()}
 
     def request_id(self) -> str:
         return self._request_id
@@ -59,7 +65,15 @@ class InnerRequest:
     def exec(self, decoupled: bool = False) -> Any:
         num_beams = self._values.get("beam_width", 1)
         num_sequences = self._values.get("num_return_sequences", 1)
-        if num_beams > 1:
+        if len(self._rows["text_input"]) > 1:
+            widths = enumerate(self._rows["beam_width"])
+            asked = "batch_index" in self.outputs
+            responses = [
+                InnerResponse((f"{row}{step}",) * width, row=row if asked else None)
+                for row, width in widths
+                for step in "ab"
+            ]
+        elif num_beams > 1:
             pieces = [tuple(f"{beam}{'+' * step}" for beam in range(num_beams)) for step in (0, 1)]
             responses = [InnerResponse(texts) for texts in pieces]
         elif num_sequences > 1:
@@ -103,11 +117,17 @@ def ask(
     relay: TritonPythonModel,
     outputs: tuple[str, ...] = ("text_output",),
     parameters: str = "{}",
-    **settings: int,
+    **settings: Any,
 ) -> Any:
-    """The sender of a request for four tokens after "1 2", once it has ended."""
-    tensors = {name: np.array([[value]], np.int32) for name, value in settings.items()}
-    text = {"text_input": np.array([["1 2"]], dtype=object), "max_tokens": np.array([[4]])}
+    """The sender of a request for four tokens after "1 2", once it has ended; in as many rows as a
+    setting has."""
+    tensors = {
+        name: value if isinstance(value, np.ndarray) else np.array([[value]], np.int32)
+        for name, value in settings.items()
+    }
+    num_rows = max(map(len, tensors.values()), default=1)
+    prompts = np.array([["1 2"]] * num_rows, dtype=object)
+    text = {"text_input": prompts, "max_tokens": np.full((num_rows, 1), 4)}
     request = FakeRequest({**text, **tensors}, "", outputs, parameters)
     relay.execute([request])
     assert request.sender.is_final.wait(WAIT)
@@ -147,6 +167,25 @@ def test_sequences_accumulate_apart(make_relay: Relay, outputs: tuple[str, ...])
         tuple(each.name() for each in response.output_tensors) for response in sender.responses
     ]
     assert names == [outputs] * 4
+
+
+@pytest.mark.parametrize("outputs", [("text_output",), ("text_output", "batch_index")])
+def test_rows_accumulate_apart(make_relay: Relay, outputs: tuple[str, ...]) -> None:
+    """Each by itself, and those that search not at all."""
+    widths = np.array([[1], [2], [1]], np.int32)
+    sender = ask(make_relay(accumulate_tokens="true"), outputs, beam_width=widths)
+    assert texts_of(sender) == [["0a"], ["0a0b"], ["1a"] * 2, ["1b"] * 2, ["2a"], ["2a2b"]]
+    names = {
+        tuple(each.name() for each in response.output_tensors) for response in sender.responses
+    }
+    assert names == {outputs}
+
+
+@pytest.mark.parametrize("lengths", [[4, 0], [-1], []])
+def test_every_row_needs_tokens(make_relay: Relay, lengths: list[int]) -> None:
+    tensor = np.array(lengths, np.int32).reshape(-1, 1)
+    message, _ = error_of(ask(make_relay(), max_tokens=tensor))
+    assert message == "'max_tokens' must be above 0 in every row"
 
 
 def test_sequences_of_a_relay_that_does_not_accumulate(make_relay: Relay) -> None:

@@ -12,6 +12,8 @@ from triton_harness import WAIT, Gate, Server, error_of, ids_of
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.text_model import respond
+from inflight_client import protocol
+from inflight_client.protocol.elsewhere import LLM_API_INPUT_MAP
 from inflight_client.tensors import make_inputs
 
 UNKNOWN = "'surprise' came as a request parameter"
@@ -106,6 +108,29 @@ def test_a_head_that_cannot_be_asked_for_is_a_fault(part: str) -> None:
     assert head.request_id == ("" if part == "id" else "7")
     with pytest.raises(InvalidRequest, match=r"^the request (id is|parameters are) not readable$"):
         head.check()
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("sampling_param_max_tokens", "; the input is called 'max_tokens'"),
+        ("top_k", "; the input is called 'runtime_top_k' in tensorrt_llm, 'top_k' in ensemble"),
+        ("len_penalty", "'len_penalty' in tensorrt_llm, 'length_penalty' in ensemble"),
+        ("sampling_param_top_p", "'runtime_top_p' in tensorrt_llm, 'top_p' in ensemble"),
+        ("max_tokens", "no parameter of that name is known"),
+        ("surprise", "no parameter of that name is known"),
+    ],
+)
+def test_a_name_of_another_model_is_told_what_it_is_here(key: str, hint: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        head_of(f'{{"{key}":1}}').refuse_settings()
+    assert str(caught.value).startswith(f"'{key}' came as a request parameter")
+    assert str(caught.value).endswith(hint)
+
+
+def test_every_name_of_the_llm_api_is_of_an_input_that_is_honoured() -> None:
+    for ours in LLM_API_INPUT_MAP.values():
+        assert protocol.INPUT_BY_NAME[ours].is_honoured
 
 
 def test_a_long_name_is_cut() -> None:

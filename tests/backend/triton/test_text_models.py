@@ -97,14 +97,20 @@ def test_ids_of_the_client_win() -> None:
             END_ID=np.array([[-1], [5]], dtype=np.int32),
             PAD_ID=np.array([[7], [8]], dtype=np.int32),
             DECODER_QUERY=strings(["x"], ["y"]),
-            PROMPT_TABLE_EXTRA_ID=np.array([[3], [4]], dtype=np.uint64),
         )
     )
     assert out["OUT_END_ID"].tolist() == [[-1], [5]]
     assert out["OUT_PAD_ID"].tolist() == [[7], [8]]
     assert out["INPUT_ID"][1].tolist() == [BEGIN, *ids("1"), 8]
     assert out["DECODER_INPUT_ID"].tolist() == [[BEGIN, *ids("x")], [BEGIN, *ids("y")]]
-    assert out["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[3, 3, 3], [4, 4, 4]]
+
+
+def test_an_id_of_a_prompt_table_marks_no_token_of_a_text() -> None:
+    """As the peer's: it marks ids behind the vocabulary, which no text becomes."""
+    extra = np.array([[3], [4]], dtype=np.uint64)
+    found = PREPROCESS(query("12", "1", PROMPT_TABLE_EXTRA_ID=extra))["OUT_PROMPT_TABLE_EXTRA_IDS"]
+    assert found.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert found.dtype == np.dtype(np.uint64)
 
 
 def test_special_tokens_may_be_left_to_the_client() -> None:

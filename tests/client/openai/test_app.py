@@ -33,6 +33,26 @@ def test_health_is_what_the_model_says(local_grpc: Local, refusal: str) -> None:
     assert asyncio.run(ask()) == (503 if refusal else 200)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "hint"),
+    [
+        ("POST", "/v1/responses", 404, "Not Found: POST; there are POST /v1/completions"),
+        ("GET", "/v1/completions", 405, "Method Not Allowed: GET; there are POST /v1/completions"),
+        ("GET", "/v1/models/other", 404, "the model does not exist here; this is demo"),
+    ],
+)
+def test_what_is_not_there_is_told_with_what_is(
+    local_grpc: Local, method: str, path: str, status: int, hint: str
+) -> None:
+    async def ask() -> tuple[int, Any]:
+        async with front_of(local_grpc) as client, client.request(method, path) as answer:
+            return answer.status, (await answer.json())["error"]["message"]
+
+    found, message = asyncio.run(ask())
+    assert found == status
+    assert message.startswith(hint)
+
+
 async def post(client: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, str]:
     async with client.post(path, json=body) as answer:
         return answer.status, await answer.text()

@@ -81,6 +81,8 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ),
         # What asks for nothing is taken.
         ({"user": "u", "logit_bias": {}, "seed": None, "store": False}, {}),
+        ({"safety_identifier": "u", "prompt_cache_key": "k"}, {}),
+        ({"prompt_cache_retention": "in_memory"}, {}),
     ],
 )
 def test_sampling_fields_become_tensors(
@@ -90,6 +92,18 @@ def test_sampling_fields_become_tensors(
     wanted = {name: value for name, value in {**usual, **tensors}.items() if value is not None}
     for job in (completion(reader, **fields), chat(reader, **fields)):
         assert job.values == wanted
+
+
+@pytest.mark.parametrize(
+    ("field", "nothing", "something"),
+    [("reasoning_effort", "none", "low"), ("verbosity", "medium", "low")],
+)
+def test_a_chat_may_say_that_it_asks_for_no_more_than_there_is(
+    reader: PromptReader, field: str, nothing: str, something: str
+) -> None:
+    assert chat(reader, **{field: nothing}) == chat(reader)
+    with pytest.raises(ApiError, match=f"{field}: not supported"):
+        chat(reader, **{field: something})
 
 
 def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
@@ -151,6 +165,8 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"logit_bias": [5]}, "logit_bias"),
         ({"cache_salt": 5}, "cache_salt"),
         ({"user": 5}, "user"),
+        ({"prompt_cache_key": 5}, "prompt_cache_key"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"surprise": 1}, "surprise"),
     ],
 )
