@@ -41,6 +41,8 @@ class Activity(IntEnum):
     IDLE = 5
 
 
+_WAITS = (Activity.WAITING, Activity.PAUSED, Activity.IDLE)
+
 ACTIVITY_NAMES = {
     Activity.WAITING: "waiting",
     Activity.CONTEXT: "context",
@@ -173,8 +175,10 @@ class _Follower:
             num_others = plan.batch.num_tokens - num_context_tokens
             self._history.num_generation_tokens[index] = num_others
             simulation.run(plan, iteration)
-        elif iteration.is_settled:
-            simulation.settle(iteration)
+        else:
+            self._wait_on(index)
+            if iteration.is_settled:
+                simulation.settle(iteration)
         end_reasons = dict(iteration.ends)
         simulation.end(iteration)
         self._history.is_last_busy.append(not simulation.active)
@@ -230,6 +234,13 @@ class _Follower:
                 self._extend(request, activity, index, reason)
         for request in paused:
             self._rows[request.request_id].num_pauses += 1
+
+    def _wait_on(self, index: int) -> None:
+        """Nothing is decided, as when somebody expires: who does not run goes on waiting."""
+        for request in self._simulation.active:
+            spans = self._rows[request.request_id].spans
+            if spans and spans[-1].end == index and spans[-1].activity in _WAITS:
+                spans[-1].end = index + 1
 
     def _reasons(self, lists: Lists, iteration: Iteration) -> dict[int, WaitReason]:
         """Why those who do not run do not; to be asked before anything is carried out."""

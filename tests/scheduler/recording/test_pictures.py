@@ -75,6 +75,26 @@ def test_spans_cover_each_life_without_gap_or_overlap(history: History) -> None:
                 assert before.activity is Activity.WAITING
 
 
+def test_who_waits_goes_on_waiting_while_another_expires() -> None:
+    """An end before a decision is an iteration of its own, in which nothing is decided."""
+    world = RecordedWorld(Settings(GUARANTEED, 4, 4, 6))
+    requests = [make_request(number, 4, 8) for number in (1, 2, 3)]
+    for request in requests:
+        world.arrive(request)
+    world.iterate()
+    world.end(requests[2], "expired")
+    while world.active:
+        world.iterate()
+    history = build_history(read(world.text))
+    assert (history.num_context[1], history.num_generation[1]) == (0, 0)
+    runs, waits, expires = history.rows
+    assert [(span.start, span.end) for span in expires.spans] == [(0, expires.end)] == [(0, 2)]
+    waiting, context = waits.spans[:2]
+    assert (waiting.activity, context.activity) == (Activity.WAITING, Activity.CONTEXT)
+    assert (waiting.start, waiting.end) == (0, context.start)
+    assert [(span.start, span.end) for span in runs.spans[:2]] == [(0, 1), (2, runs.end)]
+
+
 def test_spans_add_up_to_the_iterations(history: History) -> None:
     running = Counter[tuple[Activity, int]]()
     for row in history.rows:
