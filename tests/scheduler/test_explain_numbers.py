@@ -103,6 +103,17 @@ def test_victims_know_for_whom() -> None:
     }
 
 
+def test_each_victim_knows_whom_it_was_paused_for() -> None:
+    """All at a border of 4 blocks of 2: what the last one gives back is enough for two of them."""
+    manager = BlockManager(8, 4)
+    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
+    active = [generating(make_request(i, 8, 8), manager) for i in (1, 2, 3, 4)]
+    assert reasons_of(scheduler, active) == {
+        4: "paused as victim of request 1, which needs 1 KV blocks, free 0",
+        3: "paused as victim of request 3, which needs 1 KV blocks, free 0",
+    }
+
+
 def test_a_request_can_be_its_own_victim() -> None:
     """The first one is at no border; the second is, and nobody behind it has started."""
     manager = BlockManager(4, 4)

@@ -15,6 +15,7 @@ from inflight_scheduler import (
     BlockManager,
     BlockPool,
     CapacitySchedulerPolicy,
+    ContextChunking,
     FinishReason,
     LlmRequest,
     PrefixMatch,
@@ -22,6 +23,8 @@ from inflight_scheduler import (
 )
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+STATIC = CapacitySchedulerPolicy.STATIC_BATCH
 
 
 class Server:
@@ -211,6 +214,33 @@ def test_a_request_waits_for_the_context_that_computes_its_beginning() -> None:
     assert [chunk.start for chunk in batch.context_chunks] == [8, 8]
     world.drain()
     assert world.engine.num_computed == 2 * 9 + 2 * 1 + 4 * 2
+
+
+def test_in_a_static_batch_nobody_waits_for_what_another_computes() -> None:
+    manager = BlockManager(16, 4, enable_reuse=True)
+    scheduler = make_scheduler(STATIC, manager, max_batch_size=4)
+    world = World(scheduler, manager, num_slots=4)
+    for request_id in (1, 2, 3):
+        world.arrive(make_request(request_id, 9, max_new=3, family=1))
+    assert ids(*world.decide()) == ([1, 2, 3], [], [])
+    world.drain()
+
+
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+def test_a_context_that_was_cut_is_waited_for_too(policy: CapacitySchedulerPolicy) -> None:
+    """The last of 13 tokens is left, and of the budget of 12 there would be 11 for the other."""
+    manager = BlockManager(16, 4, enable_reuse=True)
+    scheduler = make_scheduler(
+        policy, manager, max_batch_size=4, max_num_tokens=12, chunking=ContextChunking(unit_size=4)
+    )
+    world = World(scheduler, manager, num_slots=4)
+    world.arrive(make_request(1, 13, max_new=3, family=1))
+    world.step()
+    world.arrive(make_request(2, 13, max_new=3, family=1))
+    assert ids(*world.decide()) == ([1], [], [])
+    world.step()
+    assert [chunk.start for chunk in world.step().context_chunks] == [12]
+    world.drain()
 
 
 def test_a_victim_does_not_give_back_what_another_counts_on() -> None:
