@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from inflight_scheduler.batch import ScheduledBatch
-from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
+from inflight_scheduler.explain import WaitReason, explain, explain_left_out
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
@@ -272,7 +272,7 @@ class _Follower:
         text = "" if reason is None else str(reason)
         if spans:
             last = spans[-1]
-            if last.activity is activity and last.end == index and not _is_new(last, reason):
+            if last.activity is activity and last.end == index:
                 last.end = index + 1
                 last.last_reason = text
                 last.num_tokens += num_tokens
@@ -298,12 +298,6 @@ def _scheduler_in_force(settings: Settings, planner: BatchPlanner) -> RequestSch
     if settings.scheduler_class is None:
         return scheduler_of(settings.policy, settings, planner)
     return stand_in(settings, planner)
-
-
-def _is_new(span: Span, reason: WaitReason | str | None) -> bool:
-    """A victim's reason, told in one iteration only, stays beside the waiting that follows."""
-    is_victim = isinstance(reason, WaitReason) and reason.code is WaitCode.PAUSED
-    return is_victim and span.first_reason != str(reason)
 
 
 def _idle_activity(request: LlmRequest, is_paused_now: bool) -> Activity:
