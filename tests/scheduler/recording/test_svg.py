@@ -16,7 +16,7 @@ from inflight_scheduler.recording.palette import COLOURS
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.svg import describe, write_svg
 
-LEFT, WIDTH = 92, 1080
+LEFT, TOP, WIDTH = 92, 78, 1080
 CHART_HEIGHT = 64
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 NUM_BLOCKS = 12
@@ -69,6 +69,7 @@ def test_every_span_is_a_bar_in_the_row_of_its_request(history: History) -> None
     assert all(len(ys) == 1 for ys in tops.values()), "one request, one row"
     ys = [tops[place].pop() for place in range(len(history.rows))]
     assert {round(after - before, 1) for before, after in pairwise(ys)} == {15.5}, "620 / 40"
+    assert TOP <= ys[0] < TOP + 2
     labels = [
         (text.text, float(text.attrib["y"]))
         for text in drawn(history).iter(f"{NAMESPACE}text")
@@ -161,7 +162,7 @@ def test_the_stack_is_how_many_did_what(history: History, monkeypatch: pytest.Mo
         above = [low + more for low, more in zip(below, means[activity], strict=True)]
         path = colour_to_path.pop(COLOURS[activity])
         there, back = path[: path.index("V", path.rindex(f"H{LEFT + WIDTH}"))], path
-        bottom = 78 + 300
+        bottom = TOP + 300
         got = [(bottom - float(y)) * highest / 300 for y in re.findall(r"V([\d.]+)", there)]
         assert got == pytest.approx(above, abs=0.02 * highest)
         lower = [float(y) for y in re.findall(r"V([\d.]+)", back[len(there) :])][::-1]
