@@ -93,12 +93,13 @@ def test_a_victim_is_paused_until_its_context_is_computed_again() -> None:
 
 
 def test_of_several_requests_the_first_that_is_active_is_meant() -> None:
-    recorder = Recorder([request(i, [100 * i], 50 * i) for i in (1, 2, 3)])
+    recorder = Recorder()
     asked: list[Future[dict[str, Any]]] = []
     with running(recorder) as manager:
         recorder.on_response = lambda i, is_final: (
             asked.append(manager.why(9, 1, 2, 3)) if is_final else None
         )
+        recorder.pending += [request(i, [100 * i], 50 * i) for i in (1, 2, 3)]
         recorder.wait_for_finals(1, 2, 3)
     answers = [future.result(WAIT) for future in asked]
     assert [answer.get("request") for answer in answers] == [2, 3, None]
