@@ -132,7 +132,8 @@ def test_another_beginning_is_another_text() -> None:
 def test_another_salt_shares_nothing() -> None:
     server = Server(may_copy=True)
     server.run(request_with(1, PROMPT, salt=b"one"))
-    assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=b"two")) == 0
+    for other in (b"two", b"on", b"one ", b"one\0"):
+        assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=other)) == 0
     assert server.manager.count_reusable_tokens(request_with(2, PROMPT)) == 0
     assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=b"one")) == 8
 
@@ -256,6 +257,17 @@ def test_a_victim_does_not_give_back_what_another_counts_on() -> None:
     late = BlockForecast(manager)
     late.release(holder)
     assert (late.num_available, late.needed_one_step(sharer)) == (6, 3)
+
+
+def test_what_is_given_up_does_not_hide_a_block_that_begins_alike() -> None:
+    server = Server(num_blocks=3, may_copy=True)
+    server.run(request_with(1, [1, 2, 3, 4, 0], 1))
+    server.run(request_with(2, [1, 5, 6, 7, 0], 1))
+    begins_alike = request_with(3, [1, 5, 6, 8, 0], 1)
+    assert server.manager.count_reusable_tokens(begins_alike) == 3
+    server.start(request_with(4, [9] * 8, 9))
+    assert server.manager.num_idle_blocks == 1, "the block of the first one was given up"
+    assert server.manager.count_reusable_tokens(begins_alike) == 3
 
 
 def test_a_resumed_request_computes_little_again() -> None:
