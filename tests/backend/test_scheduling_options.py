@@ -92,6 +92,28 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     assert not any(batch.block_copies for batch in engine.batches), "this engine cannot copy"
 
 
+@pytest.mark.parametrize(
+    ("policy", "scheduler_class", "is_refused"),
+    [
+        (MAX_UTILIZATION, None, True),
+        (GUARANTEED, None, False),
+        (GUARANTEED, "user_schedulers:OneAtATime", True),
+    ],
+)
+def test_where_a_pause_may_come_its_text_must_fit_an_iteration(
+    policy: CapacitySchedulerPolicy, scheduler_class: str | None, is_refused: bool
+) -> None:
+    """Of 10 prompt tokens and 8 more, 17 may have to be computed again; 16 fit."""
+    recorder = Recorder([request(1, range(10), 8), request(2, range(10), 7)])
+    options = params(scheduler_class=scheduler_class)
+    with running(recorder, CountingEngine(max_num_tokens=16), policy, params=options):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(2) == list(range(10, 17))
+    assert len(recorder.tokens(1)) == (0 if is_refused else 8)
+    error = recorder.responses[1][-1][2]
+    assert ("computed again from 17 tokens after a pause" in error) == is_refused
+
+
 def test_a_request_that_never_starts_in_time_hears_why() -> None:
     engine = GatedEngine(num_blocks=8, tokens_per_block=4)
     recorder = Recorder([request(1, [1], 30), request(2, [9], 30), request(3, [5], 30)])

@@ -77,6 +77,24 @@ def test_whom_a_foreign_scheduler_pauses_needs_blocks_for_all_its_text() -> None
     assert {id_: str(reason) for id_, reason in reasons.items()} == {1: f"{text} tokens are taken"}
 
 
+def test_of_those_left_out_each_is_told_what_its_next_step_needs() -> None:
+    """A prompt of 9 takes 3 blocks of 4; of those who generate one is at a border."""
+    manager = BlockManager(10, 4)
+    active = [
+        generating(make_request(1, 8, 8), manager),
+        generating(make_request(2, 7, 8), manager),
+        make_request(3, 9, 8),
+    ]
+    reasons = explain_left_out(
+        "Mine", active, ([], [], []), block_manager=manager, max_batch_size=8, max_num_tokens=None
+    )
+    assert {id_: reason.num_needed for id_, reason in reasons.items()} == {1: 1, 2: 0, 3: 3}
+    assert str(reasons[3]) == (
+        "left out by the scheduler Mine: needs 3 KV blocks, free 6; 0 of 8 places and 0 tokens are "
+        "taken"
+    )
+
+
 def test_token_budget_then_batch_limit() -> None:
     manager = BlockManager(100, 4)
     scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8, max_num_tokens=20)
