@@ -103,6 +103,16 @@ def test_percentiles_are_the_nearest_rank() -> None:
     assert summary.seconds == pytest.approx(0.110)
 
 
+def test_all_who_run_are_the_batch_and_all_who_are_paused_count() -> None:
+    latencies = Latencies()
+    one, two, three, four = (make_request(number) for number in range(4))
+    latencies.decided(([one], [two, three], []))
+    latencies.decided(([], [two], [three, four]))
+    latencies.decided(([one], [two], []))
+    summary = latencies.summary()
+    assert (summary.max_batch, summary.num_pauses) == (3, 2)
+
+
 SETTINGS = Settings(MAX_UTILIZATION, 24, 4, 8, 64)
 JOBS = make_workload(50.0, (1, 30), (1, 40), 60, seed=3)
 
