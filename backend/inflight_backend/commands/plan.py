@@ -153,7 +153,7 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         lines += [
             "",
             f"max_num_tokens is {made.max_num_tokens:,}: a longer prompt is refused without",
-            "enable_chunked_context, and under max_utilization prompt + new tokens - 1 above it, too",
-            "(after a pause they are all prompt).",
+            "enable_chunked_context, and under max_utilization so is more than that of prompt +",
+            "new tokens - 1 (after a pause all of it is prompt).",
         ]
     return "\n".join(lines)
