@@ -54,7 +54,7 @@ from inflight_backend.response_tensors import HeldResponse, make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.stop_words import StopWordWatch
 from inflight_backend.token_lengths import TokenLengths
-from inflight_backend.why import describe_load, describe_wait, expiry_error
+from inflight_backend.why import Waits, describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     FinishReason,
@@ -274,13 +274,14 @@ class GptManager:
 
     def finish_timed_out_requests(self) -> None:
         """End requests past a deadline; without any token that is an error with the reason."""
-        expired_requests = self._deadlines.take_expired()
-        reasons = self._batcher.explain() if expired_requests else {}  # before anybody makes room
+        if not (expired_requests := self._deadlines.take_expired()):
+            return
+        waits = Waits.of(self._batcher)  # before anybody makes room
         for expired in expired_requests:
             request = expired.request
             if self._active.get(request.request_id) is not request:
                 continue  # both its deadlines have passed, and the first one ended it
-            error = expiry_error(expired, reasons.get(request.request_id))
+            error = expiry_error(expired, waits)
             request.finish(FinishReason.TIMED_OUT)
             self._end(request, error)
 

@@ -77,6 +77,7 @@ class MemoryPlan:
     quantization: str
     kv_cache_dtype: str
     max_seq_len: int
+    max_num_tokens: int
     tokens_per_block: int
     max_batch_size: int
     max_beam_width: int
@@ -143,6 +144,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
             )
     dtype = _resolve_dtype(settings, model)
     max_seq_len = choose_seq_len(settings.max_seq_len, model)
+    max_num_tokens = settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len)
     num_parameters = sum(map(prod, shapes.values()))
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
@@ -150,7 +152,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         settings.max_batch_size * settings.max_beam_width,
         model.vocab_size,
         max_seq_len,
-        settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
+        max_num_tokens,
         settings.tokens_per_block,
         has_adjustments=settings.gpu_memory is not None,
     )
@@ -166,6 +168,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_seq_len=max_seq_len,
+        max_num_tokens=max_num_tokens,
         tokens_per_block=settings.tokens_per_block,
         max_batch_size=settings.max_batch_size,
         max_beam_width=settings.max_beam_width,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from inflight_backend.errors import CapacityText
@@ -29,6 +29,30 @@ class Places(Protocol):
         """Places that are taken; from any thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The active requests that would not run now, by id: which place each has among them, from 1,
+    and why."""
+
+    by_id: dict[int, tuple[int, WaitReason]]
+
+    @classmethod
+    def of(cls, batcher: InflightBatcher) -> Waits:
+        """Call it on the thread of the batcher, between two iterations."""
+        reasons = batcher.explain()
+        waiting = [
+            request.request_id for request in batcher.active if request.request_id in reasons
+        ]
+        return cls({each: (place, reasons[each]) for place, each in enumerate(waiting, start=1)})
+
+    def add_to(self, text: str, request_id: int, otherwise: str) -> str:
+        """``text`` with place and reason behind it; of one that would run, with ``otherwise``."""
+        if request_id not in self.by_id:
+            return f"{text}: {otherwise}"
+        place, reason = self.by_id[request_id]
+        return f"{text} (place {place} of {len(self.by_id)}): {reason}"
+
+
 def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]:
     """The answer as plain values: always ``state`` and ``reason``, else what is known.
 
@@ -41,8 +65,8 @@ def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]
     if request is None:
         return NOT_IN_FLIGHT
     request_id = request.request_id
-    reasons = batcher.explain()
-    reason = reasons.get(request_id)
+    waits = Waits.of(batcher)
+    place, reason = waits.by_id.get(request_id, (0, None))
     answer: dict[str, Any] = {
         "state": _state(request, reason is None),
         "reason": "runs in the coming iteration" if reason is None else str(reason),
@@ -56,9 +80,8 @@ def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]
         "num_blocks": batcher.block_manager.num_blocks,
     }
     if reason is not None:
-        waiting = [r.request_id for r in batcher.active if r.request_id in reasons]
         answer |= _numbers(reason)
-        answer |= {"place": waiting.index(request_id) + 1, "num_waiting": len(waiting)}
+        answer |= {"place": place, "num_waiting": len(waits.by_id)}
     return answer
 
 
@@ -80,22 +103,25 @@ def describe_queued(place: int, num_waiting: int, reason: str) -> dict[str, Any]
     return {"state": "queued", "reason": reason, "place": place, "num_waiting": num_waiting}
 
 
-def expiry_error(expired: Expired, reason: WaitReason | None) -> str:
-    """What a client whose deadline has passed is told, with numbers; "" if it has tokens instead.
+def expiry_error(expired: Expired, waits: Waits) -> str:
+    """What a client whose deadline has passed is told, with numbers and its place among those who
+    wait; "" if it has tokens instead.
 
     It is the server that had no room in time: UNAVAILABLE, as where Triton's own queue lets a
     request expire.
 
-    ``reason``: why it does not run, as it was before anybody was ended.
+    ``waits``: as it was before anybody was ended.
     """
     request = expired.request
     if expired.is_queue_deadline or not request.has_started:
-        why = reason or "its turn has just come"
-        return CapacityText(f"not started before its deadline: {why}")
-    if request.num_generated_tokens > 0:
+        text, otherwise = "not started before its deadline", "its turn has just come"
+    elif request.num_generated_tokens > 0:
         return ""
-    progress = f"{request.context_current_position} of {request.prompt_len} prompt tokens computed"
-    return CapacityText(f"no token before its run deadline: {reason or progress}")
+    else:
+        text = "no token before its run deadline"
+        num_computed = request.context_current_position
+        otherwise = f"{num_computed} of {request.prompt_len} prompt tokens computed"
+    return CapacityText(waits.add_to(text, request.request_id, otherwise))
 
 
 def describe_load(stats: IterationStats) -> str:

@@ -280,6 +280,15 @@ def test_the_command_prints_a_table_and_json() -> None:
     assert values["concurrency"][0]["guaranteed"] == 2
 
 
+def test_the_command_says_which_of_these_requests_no_server_takes() -> None:
+    """The shapes of the demo model have up to 8,192 tokens: 6,554 and 1,638."""
+    text = "is refused without\nenable_chunked_context"
+    assert text not in run(plan, DEMO_MODEL).stdout, "the default holds the longest request"
+    assert text not in run(plan, DEMO_MODEL, "--max-num-tokens", "8191").stdout
+    done = run(plan, DEMO_MODEL, "--max-num-tokens", "8190")
+    assert f"max_num_tokens is 8,190: a longer prompt {text}" in done.stdout
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     done = run(plan, tmp_path)
     assert (done.exit_code, done.stdout) == (1, "")

@@ -92,22 +92,42 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     assert not any(batch.block_copies for batch in engine.batches), "this engine cannot copy"
 
 
+@pytest.mark.parametrize(
+    ("policy", "scheduler_class", "is_refused"),
+    [
+        (MAX_UTILIZATION, None, True),
+        (GUARANTEED, None, False),
+        (GUARANTEED, "user_schedulers:OneAtATime", True),
+    ],
+)
+def test_where_a_pause_may_come_its_text_must_fit_an_iteration(
+    policy: CapacitySchedulerPolicy, scheduler_class: str | None, is_refused: bool
+) -> None:
+    """Of 10 prompt tokens and 8 more, 17 may have to be computed again; 16 fit."""
+    recorder = Recorder([request(1, range(10), 8), request(2, range(10), 7)])
+    options = params(scheduler_class=scheduler_class)
+    with running(recorder, CountingEngine(max_num_tokens=16), policy, params=options):
+        recorder.wait_for_finals(1, 2)
+    assert recorder.tokens(2) == list(range(10, 17))
+    assert len(recorder.tokens(1)) == (0 if is_refused else 8)
+    error = recorder.responses[1][-1][2]
+    assert ("computed again from 17 tokens after a pause" in error) == is_refused
+
+
 def test_a_request_that_never_starts_in_time_hears_why() -> None:
     engine = GatedEngine(num_blocks=8, tokens_per_block=4)
-    recorder = Recorder([request(1, [1], 30), request(2, [9], 30)])
+    recorder = Recorder([request(1, [1], 30), request(2, [9], 30), request(3, [5], 30)])
     with running(recorder, engine, params=params(max_queue_seconds=LIMIT)):
         assert engine.has_begun.wait(WAIT)
         time.sleep(LIMIT)
         engine.go_on.set()
-        recorder.wait_for_finals(1, 2)
+        recorder.wait_for_finals(1, 2, 3)
     assert recorder.tokens(1) == list(range(2, 32)), "who has started has met its deadline"
-    assert recorder.responses[2] == [
-        (
-            [],
-            True,
-            "not started before its deadline: waiting for KV blocks: needs 8, free 0",
-        )
-    ]
+    text = "not started before its deadline (place {} of 2): {}"
+    no_room = "waiting for KV blocks: needs 8, free 0"
+    behind = "behind 1 other, first of them request 2"
+    assert recorder.responses[2] == [([], True, text.format(1, no_room))]
+    assert recorder.responses[3] == [([], True, text.format(2, behind))]
     assert isinstance(recorder.responses[2][0][2], CapacityText), "UNAVAILABLE, not our fault"
 
 
@@ -133,9 +153,8 @@ def test_a_run_deadline_without_a_start_says_what_was_in_the_way() -> None:
         engine.go_on.set()
         recorder.wait_for_finals(1, 2)
     assert recorder.responses[1][-1] == ([], True, "")
-    assert recorder.responses[2] == [
-        ([], True, "not started before its deadline: waiting for KV blocks: needs 8, free 0")
-    ]
+    reason = "(place 1 of 1): waiting for KV blocks: needs 8, free 0"
+    assert recorder.responses[2] == [([], True, f"not started before its deadline {reason}")]
     assert manager.describe_load() == (
         "0 of 8 places are taken, 0 of those requests wait, and 8 of 8 KV blocks are free"
     )
@@ -158,6 +177,17 @@ def test_requests_that_have_ended_are_not_watched_for_ever() -> None:
     active.remove(late)
     watch.add(late)
     assert watch.take_expired() == []
+
+
+def test_who_is_paused_has_started_in_time() -> None:
+    """It may hold tokens that its client has; only a run deadline ends it."""
+    active, watch = ActiveRequests(BlockManager(4, 4)), DeadlineWatch()
+    paused, waiting = (LlmRequest(i, [1], 4, queue_deadline=0.0) for i in (1, 2))
+    for each in (paused, waiting):
+        active.add(each)
+        watch.add(each)
+    paused.pause()
+    assert [entry.request for entry in watch.take_expired()] == [waiting]
 
 
 def test_a_failed_request_and_its_deadlines_do_not_touch_the_next_with_its_id() -> None:

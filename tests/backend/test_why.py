@@ -11,8 +11,9 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request
 
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.iteration_stats import IterationStats, MemoryUsage
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.why import describe_wait
+from inflight_backend.why import describe_load, describe_wait
 from inflight_scheduler import CapacitySchedulerPolicy
 
 
@@ -92,13 +93,36 @@ def test_a_victim_is_paused_until_its_context_is_computed_again() -> None:
     assert (again["num_pauses"], again["generated_tokens"]) == (1, 13)
 
 
+def test_a_refusal_says_how_full_it_is() -> None:
+    stats = IterationStats(
+        iteration=7,
+        num_active_requests=5,
+        max_num_requests=8,
+        num_scheduled_requests=3,
+        num_context_requests=1,
+        num_generation_requests=2,
+        num_paused_requests=0,
+        num_waiting_requests=2,
+        num_repairs=0,
+        num_context_tokens=20,
+        max_num_blocks=40,
+        num_free_blocks=1,
+        tokens_per_block=16,
+        memory=MemoryUsage(),
+    )
+    assert describe_load(stats) == (
+        "5 of 8 places are taken, 2 of those requests wait, and 1 of 40 KV blocks are free"
+    )
+
+
 def test_of_several_requests_the_first_that_is_active_is_meant() -> None:
-    recorder = Recorder([request(i, [100 * i], 50 * i) for i in (1, 2, 3)])
+    recorder = Recorder()
     asked: list[Future[dict[str, Any]]] = []
     with running(recorder) as manager:
         recorder.on_response = lambda i, is_final: (
             asked.append(manager.why(9, 1, 2, 3)) if is_final else None
         )
+        recorder.pending += [request(i, [100 * i], 50 * i) for i in (1, 2, 3)]
         recorder.wait_for_finals(1, 2, 3)
     answers = [future.result(WAIT) for future in asked]
     assert [answer.get("request") for answer in answers] == [2, 3, None]

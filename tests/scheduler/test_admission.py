@@ -36,6 +36,15 @@ def test_prompt_longer_than_an_iteration() -> None:
     assert reason(make_request(1, 13, 1), may_pause=False, max_num_tokens=None) is None
 
 
+def test_all_beams_with_their_drafts_are_one_step() -> None:
+    text = reason(make_request(1, 2, 2, beam_width=4), may_pause=False, max_num_tokens=3)
+    assert text is not None
+    assert "a generation step of 4 beams and 0 draft tokens exceeds max_num_tokens=3" in text
+    assert reason(make_request(1, 2, 2, beam_width=3), False, max_num_tokens=3) is None
+    drafting = make_request(1, 1, 4, num_drafts=3)
+    assert "of 1 beams and 3 draft tokens" in (reason(drafting, False, max_num_tokens=3) or "")
+
+
 def test_a_pause_must_be_recomputable() -> None:
     request = make_request(1, num_prompt=8, max_new=6)
     text = reason(request, may_pause=True)

@@ -109,6 +109,23 @@ def test_a_beam_that_dies_frees_what_only_it_held() -> None:
     manager.check_integrity()
 
 
+def test_of_a_search_only_the_prompt_is_found_again() -> None:
+    """Its text is that of the best beam; whose text a block holds changes with every step."""
+    manager = BlockManager(16, 2, enable_reuse=True)
+    planner = BatchPlanner(manager, num_slots=1, max_beam_width=2)
+    request = LlmRequest(
+        1, [5] * 4, 5, beam_width=2, beams=BeamSearch(BeamParams(2, 2), max_new_tokens=5)
+    )
+    planner.update(planner.plan([request], []), [0], {0: [(1, -1.0), (2, -1.1)]})
+    while not request.is_finished:  # the first row is behind from now on
+        rows = {0: [(3, -9.0), (4, -9.5)], 1: [(6, -0.1), (7, -9.0)]}
+        planner.update(planner.plan([], [request]), [0] * 2, rows)
+    planner.release(request)
+    assert request.tokens == [5, 5, 5, 5, 2, 6, 6, 6, 6]
+    assert manager.num_idle_blocks == 2
+    assert manager.count_reusable_tokens(LlmRequest(2, request.tokens, 1)) == 4
+
+
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(

@@ -112,6 +112,17 @@ def test_refused_over_the_token_budget() -> None:
         s.check(([s.three], [s.two], []), max_num_tokens=4)
 
 
+def test_drafts_run_with_a_last_chunk_and_count_in_the_token_budget() -> None:
+    s = Situation()
+    s.three.set_draft_tokens([7, 7, 7])
+    with pytest.raises(InvalidDecision, match="7 tokens are scheduled, but max_num_tokens is 6"):
+        s.check(([s.three], [], []), max_num_tokens=6)
+    decision = chunk_of(3)(s)
+    assert s.check(([], [s.two], []), max_num_tokens=1)
+    with pytest.raises(InvalidDecision, match="3 tokens are scheduled, but max_num_tokens is 2"):
+        s.check(decision, max_num_tokens=2)
+
+
 def test_refused_pause_that_could_never_resume() -> None:
     s = Situation()
     with pytest.raises(InvalidDecision, match="its 6 tokens could never run again"):

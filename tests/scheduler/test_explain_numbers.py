@@ -21,7 +21,9 @@ from scheduler.world import generating, make_request
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunking,
     LlmRequest,
+    LlmRequestState,
     RequestScheduler,
     SimpleScheduler,
     WaitCode,
@@ -32,6 +34,8 @@ from inflight_scheduler import (
 )
 from inflight_scheduler.recording.in_force import Lists
 from inflight_scheduler.recording.records import Settings
+
+STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 
 
 def reasons_of(
@@ -73,6 +77,24 @@ def test_whom_a_foreign_scheduler_pauses_needs_blocks_for_all_its_text() -> None
     assert {id_: str(reason) for id_, reason in reasons.items()} == {1: f"{text} tokens are taken"}
 
 
+def test_of_those_left_out_each_is_told_what_its_next_step_needs() -> None:
+    """A prompt of 9 takes 3 blocks of 4; of those who generate one is at a border."""
+    manager = BlockManager(10, 4)
+    active = [
+        generating(make_request(1, 8, 8), manager),
+        generating(make_request(2, 7, 8), manager),
+        make_request(3, 9, 8),
+    ]
+    reasons = explain_left_out(
+        "Mine", active, ([], [], []), block_manager=manager, max_batch_size=8, max_num_tokens=None
+    )
+    assert {id_: reason.num_needed for id_, reason in reasons.items()} == {1: 1, 2: 0, 3: 3}
+    assert str(reasons[3]) == (
+        "left out by the scheduler Mine: needs 3 KV blocks, free 6; 0 of 8 places and 0 tokens are "
+        "taken"
+    )
+
+
 def test_token_budget_then_batch_limit() -> None:
     manager = BlockManager(100, 4)
     scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8, max_num_tokens=20)
@@ -103,6 +125,17 @@ def test_victims_know_for_whom() -> None:
     }
 
 
+def test_each_victim_knows_whom_it_was_paused_for() -> None:
+    """All at a border of 4 blocks of 2: what the last one gives back is enough for two of them."""
+    manager = BlockManager(8, 4)
+    scheduler = make_scheduler(MAX_UTILIZATION, manager, max_batch_size=8)
+    active = [generating(make_request(i, 8, 8), manager) for i in (1, 2, 3, 4)]
+    assert reasons_of(scheduler, active) == {
+        4: "paused as victim of request 1, which needs 1 KV blocks, free 0",
+        3: "paused as victim of request 3, which needs 1 KV blocks, free 0",
+    }
+
+
 def test_a_request_can_be_its_own_victim() -> None:
     """The first one is at no border; the second is, and nobody behind it has started."""
     manager = BlockManager(4, 4)
@@ -113,6 +146,57 @@ def test_a_request_can_be_its_own_victim() -> None:
     ]
     assert reasons_of(scheduler, active) == {
         2: "paused as victim of request 2, which needs 1 KV blocks, free 0"
+    }
+
+
+def test_a_static_batch_that_is_being_formed_lacks_blocks_and_one_that_runs_must_end() -> None:
+    """10 blocks of 4: the first needs 4 of them until its end, the second 7."""
+    manager = BlockManager(10, 4)
+    scheduler = make_scheduler(STATIC_BATCH, manager, max_batch_size=8)
+    waits = make_request(2, 8, 20)
+    assert reasons_of(scheduler, [make_request(1, 8, 8), waits]) == {
+        2: "waiting for KV blocks: needs 7, free 6"
+    }
+    assert reasons_of(scheduler, [generating(make_request(1, 8, 8), manager), waits]) == {
+        2: "waiting until the running batch has ended"
+    }
+
+
+def test_nobody_waits_for_the_text_of_another_in_a_static_batch() -> None:
+    """One of the batch generates, and another of it has computed a part of the same prompt."""
+    manager = BlockManager(20, 4, enable_reuse=True)
+    chunking = ContextChunking(unit_size=4)
+    scheduler = make_scheduler(
+        STATIC_BATCH, manager, max_batch_size=8, max_num_tokens=8, chunking=chunking
+    )
+    cut, waits = (make_request(number, 12, 4, family=1) for number in (2, 3))
+    assert manager.allocate(2, 12) is not None
+    cut.context_chunk_size = 4
+    cut.move_to_next_context_chunk()
+    active = [generating(make_request(1, 8, 8), manager), cut, waits]
+    assert reasons_of(scheduler, active) == {3: "waiting until the running batch has ended"}
+
+
+def test_whose_last_token_is_being_computed_waits_for_nothing() -> None:
+    manager = BlockManager(10, 4)
+    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
+    completing = generating(make_request(1, 8, 3), manager, 2)
+    completing.expect_token()
+    assert completing.state is LlmRequestState.GENERATION_TO_COMPLETE
+    assert reasons_of(scheduler, [completing, make_request(2, 8, 20)]) == {}
+
+
+def test_a_context_that_holds_blocks_is_looked_at_before_a_fresh_one_in_front_of_it() -> None:
+    """6 blocks of 4, 3 of them held: there are too few for either, and the started one is first."""
+    manager = BlockManager(6, 4)
+    scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=8)
+    started = make_request(2, 12, 13)
+    assert manager.allocate(2, 12) is not None
+    started.context_chunk_size = 4
+    started.move_to_next_context_chunk()
+    assert reasons_of(scheduler, [make_request(1, 20, 9), started]) == {
+        2: "waiting for KV blocks: needs 4, free 3",
+        1: "behind 1 other, first of them request 2",
     }
 
 

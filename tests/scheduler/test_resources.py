@@ -13,6 +13,8 @@ from inflight_scheduler import (
     CapacityResult,
     CapacityScheduler,
     CapacitySchedulerPolicy,
+    ContextChunking,
+    ContextChunkingPolicy,
     ContextTooLong,
     CrossBlocks,
     GuaranteedNoEvictScheduler,
@@ -326,6 +328,16 @@ def test_adapters_stand_together_in_the_batch() -> None:
     running = [generating(with_adapter(i, task), manager) for i, task in ((5, 1), (6, None))]
     micro_batch = MicroBatchScheduler(8)
     assert ids(*micro_batch.schedule([*contexts, *running])) == ([2, 3, 1, 4], [6, 5])
+
+
+def test_adapters_stand_together_among_the_cut_and_among_the_last_chunks() -> None:
+    lengths = ((1, 2, 40), (2, None, 40), (3, 1, 1), (4, None, 1))
+    contexts = [make_request(i, length, lora_task_id=task) for i, task, length in lengths]
+    chunking = ContextChunking(ContextChunkingPolicy.EQUAL_PROGRESS, unit_size=2)
+    assert ids(*MicroBatchScheduler(8, 10, chunking=chunking).schedule(contexts)) == (
+        [2, 1, 4, 3],
+        [],
+    )
 
 
 def test_the_short_way_is_for_blocks_only() -> None:

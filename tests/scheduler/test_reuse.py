@@ -15,6 +15,7 @@ from inflight_scheduler import (
     BlockManager,
     BlockPool,
     CapacitySchedulerPolicy,
+    ContextChunking,
     FinishReason,
     LlmRequest,
     PrefixMatch,
@@ -22,6 +23,8 @@ from inflight_scheduler import (
 )
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+STATIC = CapacitySchedulerPolicy.STATIC_BATCH
 
 
 class Server:
@@ -129,7 +132,8 @@ def test_another_beginning_is_another_text() -> None:
 def test_another_salt_shares_nothing() -> None:
     server = Server(may_copy=True)
     server.run(request_with(1, PROMPT, salt=b"one"))
-    assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=b"two")) == 0
+    for other in (b"two", b"on", b"one ", b"one\0"):
+        assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=other)) == 0
     assert server.manager.count_reusable_tokens(request_with(2, PROMPT)) == 0
     assert server.manager.count_reusable_tokens(request_with(2, PROMPT, salt=b"one")) == 8
 
@@ -213,6 +217,33 @@ def test_a_request_waits_for_the_context_that_computes_its_beginning() -> None:
     assert world.engine.num_computed == 2 * 9 + 2 * 1 + 4 * 2
 
 
+def test_in_a_static_batch_nobody_waits_for_what_another_computes() -> None:
+    manager = BlockManager(16, 4, enable_reuse=True)
+    scheduler = make_scheduler(STATIC, manager, max_batch_size=4)
+    world = World(scheduler, manager, num_slots=4)
+    for request_id in (1, 2, 3):
+        world.arrive(make_request(request_id, 9, max_new=3, family=1))
+    assert ids(*world.decide()) == ([1, 2, 3], [], [])
+    world.drain()
+
+
+@pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
+def test_a_context_that_was_cut_is_waited_for_too(policy: CapacitySchedulerPolicy) -> None:
+    """The last of 13 tokens is left, and of the budget of 12 there would be 11 for the other."""
+    manager = BlockManager(16, 4, enable_reuse=True)
+    scheduler = make_scheduler(
+        policy, manager, max_batch_size=4, max_num_tokens=12, chunking=ContextChunking(unit_size=4)
+    )
+    world = World(scheduler, manager, num_slots=4)
+    world.arrive(make_request(1, 13, max_new=3, family=1))
+    world.step()
+    world.arrive(make_request(2, 13, max_new=3, family=1))
+    assert ids(*world.decide()) == ([1], [], [])
+    world.step()
+    assert [chunk.start for chunk in world.step().context_chunks] == [12]
+    world.drain()
+
+
 def test_a_victim_does_not_give_back_what_another_counts_on() -> None:
     manager = BlockManager(6, 4, enable_reuse=True)
     planner = BatchPlanner(manager, num_slots=4)
@@ -226,6 +257,17 @@ def test_a_victim_does_not_give_back_what_another_counts_on() -> None:
     late = BlockForecast(manager)
     late.release(holder)
     assert (late.num_available, late.needed_one_step(sharer)) == (6, 3)
+
+
+def test_what_is_given_up_does_not_hide_a_block_that_begins_alike() -> None:
+    server = Server(num_blocks=3, may_copy=True)
+    server.run(request_with(1, [1, 2, 3, 4, 0], 1))
+    server.run(request_with(2, [1, 5, 6, 7, 0], 1))
+    begins_alike = request_with(3, [1, 5, 6, 8, 0], 1)
+    assert server.manager.count_reusable_tokens(begins_alike) == 3
+    server.start(request_with(4, [9] * 8, 9))
+    assert server.manager.num_idle_blocks == 1, "the block of the first one was given up"
+    assert server.manager.count_reusable_tokens(begins_alike) == 3
 
 
 def test_a_resumed_request_computes_little_again() -> None:

@@ -149,4 +149,11 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         "max_utilization pauses nobody up to that number either; staggered: when requests are",
         "spread over their lives, so that each holds the mean of its blocks.",
     ]
+    if any(row.prompt_len + row.max_new_tokens - 1 > made.max_num_tokens for row in rows):
+        lines += [
+            "",
+            f"max_num_tokens is {made.max_num_tokens:,}: a longer prompt is refused without",
+            "enable_chunked_context, and under max_utilization so is more than that of prompt +",
+            "new tokens - 1 (after a pause all of it is prompt).",
+        ]
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from inflight_scheduler.batch import ScheduledBatch
-from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
+from inflight_scheduler.explain import WaitReason, explain, explain_left_out
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.files import RecordingReader
@@ -40,6 +40,8 @@ class Activity(IntEnum):
     RESUMED = 4
     IDLE = 5
 
+
+_WAITS = (Activity.WAITING, Activity.PAUSED, Activity.IDLE)
 
 ACTIVITY_NAMES = {
     Activity.WAITING: "waiting",
@@ -173,8 +175,10 @@ class _Follower:
             num_others = plan.batch.num_tokens - num_context_tokens
             self._history.num_generation_tokens[index] = num_others
             simulation.run(plan, iteration)
-        elif iteration.is_settled:
-            simulation.settle(iteration)
+        else:
+            self._wait_on(index)
+            if iteration.is_settled:
+                simulation.settle(iteration)
         end_reasons = dict(iteration.ends)
         simulation.end(iteration)
         self._history.is_last_busy.append(not simulation.active)
@@ -231,6 +235,13 @@ class _Follower:
         for request in paused:
             self._rows[request.request_id].num_pauses += 1
 
+    def _wait_on(self, index: int) -> None:
+        """Nothing is decided, as when somebody expires: who does not run goes on waiting."""
+        for request in self._simulation.active:
+            spans = self._rows[request.request_id].spans
+            if spans and spans[-1].end == index and spans[-1].activity in _WAITS:
+                spans[-1].end = index + 1
+
     def _reasons(self, lists: Lists, iteration: Iteration) -> dict[int, WaitReason]:
         """Why those who do not run do not; to be asked before anything is carried out."""
         simulation, settings = self._simulation, self._history.settings
@@ -261,7 +272,7 @@ class _Follower:
         text = "" if reason is None else str(reason)
         if spans:
             last = spans[-1]
-            if last.activity is activity and last.end == index and not _is_new(last, reason):
+            if last.activity is activity and last.end == index:
                 last.end = index + 1
                 last.last_reason = text
                 last.num_tokens += num_tokens
@@ -287,12 +298,6 @@ def _scheduler_in_force(settings: Settings, planner: BatchPlanner) -> RequestSch
     if settings.scheduler_class is None:
         return scheduler_of(settings.policy, settings, planner)
     return stand_in(settings, planner)
-
-
-def _is_new(span: Span, reason: WaitReason | str | None) -> bool:
-    """A victim's reason, told in one iteration only, stays beside the waiting that follows."""
-    is_victim = isinstance(reason, WaitReason) and reason.code is WaitCode.PAUSED
-    return is_victim and span.first_reason != str(reason)
 
 
 def _idle_activity(request: LlmRequest, is_paused_now: bool) -> Activity:

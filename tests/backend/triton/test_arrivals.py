@@ -83,11 +83,15 @@ def test_the_overdue_leave_with_their_place_and_each_once() -> None:
     arrivals.put(request(2, max_queue_time_ms=1))
     arrivals.put(request(3, allotted_time_ms=1, priority=1.0))
     arrivals.put(request(4, max_queue_time_ms=60_000, allotted_time_ms=50_000))
+    arrivals.put(request(5, max_queue_time_ms=60_000, allotted_time_ms=1))
+    arrivals.put(request(6, max_queue_time_ms=1, allotted_time_ms=60_000))
     time.sleep(0.002)
     overdue = arrivals.take_overdue()
     assert [(each.request.request_id, each.place, each.num_waiting) for each in overdue] == [
-        (2, 3, 4),
-        (3, 1, 3),
+        (2, 3, 6),
+        (3, 1, 5),
+        (5, 3, 4),
+        (6, 3, 3),
     ]
     assert arrivals.take_overdue() == []
     assert taken(arrivals) == [1, 4]

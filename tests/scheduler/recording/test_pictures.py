@@ -27,7 +27,7 @@ from inflight_scheduler.recording import page, svg
 from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
 from inflight_scheduler.recording.page import write_page
-from inflight_scheduler.recording.palette import ERROR_COLOUR
+from inflight_scheduler.recording.palette import COLOURS, ERROR_COLOUR, title
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.svg import write_svg
@@ -73,6 +73,26 @@ def test_spans_cover_each_life_without_gap_or_overlap(history: History) -> None:
                 assert re.match(r"paused as victim of request \d+", after.first_reason)
             if after.activity is Activity.CONTEXT:
                 assert before.activity is Activity.WAITING
+
+
+def test_who_waits_goes_on_waiting_while_another_expires() -> None:
+    """An end before a decision is an iteration of its own, in which nothing is decided."""
+    world = RecordedWorld(Settings(GUARANTEED, 4, 4, 6))
+    requests = [make_request(number, 4, 8) for number in (1, 2, 3)]
+    for request in requests:
+        world.arrive(request)
+    world.iterate()
+    world.end(requests[2], "expired")
+    while world.active:
+        world.iterate()
+    history = build_history(read(world.text))
+    assert (history.num_context[1], history.num_generation[1]) == (0, 0)
+    runs, waits, expires = history.rows
+    assert [(span.start, span.end) for span in expires.spans] == [(0, expires.end)] == [(0, 2)]
+    waiting, context = waits.spans[:2]
+    assert (waiting.activity, context.activity) == (Activity.WAITING, Activity.CONTEXT)
+    assert (waiting.start, waiting.end) == (0, context.start)
+    assert [(span.start, span.end) for span in runs.spans[:2]] == [(0, 1), (2, runs.end)]
 
 
 def test_spans_add_up_to_the_iterations(history: History) -> None:
@@ -166,11 +186,47 @@ def test_the_page_holds_the_history_and_loads_nothing(history: History) -> None:
     content = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     assert content is not None
     data = json.loads(content[1])
-    assert [row[0] for row in data["rows"]] == [row.request_id for row in history.rows]
-    assert len(data["iterations"]) == len(data["free"]) == history.num_iterations
-    spans = data["rows"][5][7]
-    assert len(spans) == 6 * len(history.rows[5].spans)
     assert any("waiting for KV blocks" in text for text in data["reasons"])
+    check_rows(data, history)
+    shown = {
+        "iterations": history.numbers,
+        "start_us": history.start_us,
+        "step_us": history.step_us,
+        "context": history.num_context,
+        "generation": history.num_generation,
+        "tokens": history.num_context_tokens,
+        "generation_tokens": history.num_generation_tokens,
+        "free": history.num_free_blocks,
+    }
+    assert {name: data[name] for name in shown} == {k: list(v) for k, v in shown.items()}
+    assert data["colours"] == [COLOURS[activity] for activity in Activity]
+    assert (data["title"], data["num_blocks"]) == (title(history), 12)
+
+
+def check_rows(data: dict[str, Any], history: History) -> None:
+    """Rows and spans in the order in which `common.js` reads them."""
+    texts = data["reasons"]
+    for shown, row in zip(data["rows"], history.rows, strict=True):
+        *facts, why, spans = shown
+        end = -1 if row.end is None else row.end
+        lengths = [row.prompt_len, row.max_new_tokens, row.num_generated]
+        assert facts == [row.request_id, *lengths, row.num_pauses, end]
+        assert texts[why] == row.end_reason
+        for start, span in zip(range(0, len(spans), 6), row.spans, strict=True):
+            activity, *bounds, first, last, num_tokens = spans[start : start + 6]
+            assert (activity, bounds) == (span.activity, [span.start, span.end])
+            assert (texts[first], texts[last]) == (span.first_reason, span.last_reason)
+            assert num_tokens == span.num_tokens
+
+
+def test_who_is_in_flight_at_the_end_has_no_end_in_the_page() -> None:
+    world = RecordedWorld(SETTINGS)
+    world.arrive(make_request(1, 3, 9))
+    world.iterate()
+    history = build_history(read(world.text))
+    data = page.history_data(history)
+    assert data["rows"][0][5] == -1
+    check_rows(data, history)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +350,8 @@ def test_nothing_is_drawn_while_nobody_is_in_flight() -> None:
     assert sum(event["dur"] for event in events if event["ph"] == "X") < 20_000
     idle = [event for event in events if event["name"] == "batch"][4]
     assert idle["args"] == {"context": 0, "generation": 0}
+    free = [event["args"]["free"] for event in events if event["name"] == "free blocks"]
+    assert free == [11, 11, 10, 10, 12] * 2
     text = "".join(write_page(history))
     assert '"pauses_after":[[3,' in text
 

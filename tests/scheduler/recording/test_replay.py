@@ -249,6 +249,19 @@ def test_one_changed_number_is_found() -> None:
         assert str(content["f"] - 1) in str(result)
 
 
+def test_a_pause_that_is_not_told_is_found() -> None:
+    lines = play(SMALL, num_requests=30, seed=5).text.splitlines(keepends=True)
+    pausing = [index for index, line in enumerate(lines) if '"p":' in line]
+    assert len(pausing) > 3
+    for index in pausing:
+        content = json.loads(lines[index])
+        del content["p"]
+        changed = [*lines[:index], json.dumps(content) + "\n", *lines[index + 1 :]]
+        divergence = replay(read("".join(changed))).divergence
+        assert divergence is not None
+        assert (divergence.number, divergence.what) == (content["i"], "paused requests")
+
+
 def test_another_policy_is_a_divergence_with_both_sides() -> None:
     world = play(SMALL, num_requests=30, seed=5)
     text = world.text.replace('"max_utilization"', '"guaranteed_no_evict"')

@@ -70,6 +70,13 @@ def test_no_price_is_negative_and_outliers_do_not_count() -> None:
         assert fitted.predict(load) == pytest.approx(PRICES.predict(load), rel=0.1)
 
 
+def test_the_time_in_all_is_right_whichever_way_the_noise_goes() -> None:
+    """The median of these times is 1,100 and their mean 1,137: a run takes the mean of each."""
+    times = [1000 + number**2 for number in range(21)]
+    cost = fit_cost_model([Sample(Load(0, 0, 1, 0), time) for time in times])
+    assert len(times) * cost.predict(Load(0, 0, 1, 0)) == pytest.approx(sum(times), rel=1e-3)
+
+
 def test_falling_times_make_no_negative_price() -> None:
     samples = [Sample(Load(0, 0, rows, 0), 1000 - 10 * rows) for rows in range(1, 60)]
     fitted = fit_cost_model(samples)
@@ -87,13 +94,23 @@ def test_percentiles_are_the_nearest_rank() -> None:
     for number in range(1, 101):
         latencies.arrived(number, 0)
         latencies.advanced(number, 1000 * number, 1)
-        latencies.advanced(number, 1000 * number + 7000, 2)
+        latencies.advanced(number, 1100 * number, 2)
         latencies.ended(number)
     summary = latencies.summary()
     assert (summary.ttft_p50, summary.ttft_p99) == (50.0, 99.0)
-    assert (summary.itl_p50, summary.itl_p99) == (7.0, 7.0)
+    assert (summary.itl_p50, summary.itl_p99) == (5.0, 9.9)
     assert (summary.num_requests, summary.num_tokens) == (100, 200)
-    assert summary.seconds == pytest.approx(0.107)
+    assert summary.seconds == pytest.approx(0.110)
+
+
+def test_all_who_run_are_the_batch_and_all_who_are_paused_count() -> None:
+    latencies = Latencies()
+    one, two, three, four = (make_request(number) for number in range(4))
+    latencies.decided(([one], [two, three], []))
+    latencies.decided(([], [two], [three, four]))
+    latencies.decided(([one], [two], []))
+    summary = latencies.summary()
+    assert (summary.max_batch, summary.num_pauses) == (3, 2)
 
 
 SETTINGS = Settings(MAX_UTILIZATION, 24, 4, 8, 64)
