@@ -23,7 +23,7 @@ from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.response_tensors import make_unstarted_tensors
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
-from inflight_backend.triton.coded_errors import CodedFactory
+from inflight_backend.triton.coded_errors import CodedFactory, RelayedFactory, is_relayed
 from inflight_backend.triton.decoding import (
     check_streaming,
     is_streaming,
@@ -36,14 +36,14 @@ from inflight_backend.triton.decoding import (
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
-from inflight_backend.triton.request_head import read_head
+from inflight_backend.triton.request_head import RequestHead, read_head
 from inflight_backend.triton.rows import split_rows
 from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.why import PREPARING, why_queued
-from inflight_client.protocol import STREAMING_PARAMETER
+from inflight_client.protocol import RELAY_ERROR_OUTPUT, RELAY_PARAMETER, STREAMING_PARAMETER
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
@@ -83,6 +83,7 @@ class Frontend:
         self.progress = Progress()
         self._factory = factory
         self._coded = CodedFactory(factory.pb_utils)
+        self._relayed = RelayedFactory(factory.pb_utils)
         self._arrivals = arrivals
         self._dispatcher = dispatcher
         self._codec = codec
@@ -129,11 +130,11 @@ class Frontend:
 
     def _accept(self, triton_request: Any) -> None:
         head = read_head(triton_request)
-        factory = self._coded if head.asks_for_codes else self._factory
-        stream = ResponseStream(triton_request.get_response_sender(), factory)
+        stream = ResponseStream(triton_request.get_response_sender(), self._factory_for(head))
         name = head.request_id
         try:
-            head.refuse_settings(but=STREAMING_PARAMETER)
+            head.refuse_settings(but=(STREAMING_PARAMETER, RELAY_PARAMETER))
+            head.read_switch(RELAY_PARAMETER)
             inputs = expand(read_inputs(triton_request))
             is_stop = bool(read_flag(inputs, "stop"))
             check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
@@ -145,9 +146,17 @@ class Frontend:
                 self._inspect(name, inputs, stream)
             else:
                 requested = frozenset(triton_request.requested_output_names())
+                if is_relayed(head):
+                    requested -= {RELAY_ERROR_OUTPUT}
                 self._enqueue(name, inputs, requested, stream)
         except BaseException as error:  # whatever a request contains, it ends only itself
             self._refuse(stream, error)
+
+    def _factory_for(self, head: RequestHead) -> ResponseFactory:
+        """Makes the errors in the form that a request wants."""
+        if is_relayed(head):
+            return self._relayed
+        return self._coded if head.asks_for_codes else self._factory
 
     def stop_group(self, number: int) -> None:
         """Stop a Triton request in flight: all its sequences."""

@@ -7,7 +7,6 @@ ensemble it passes cancellation on: a client that leaves has its request stopped
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.private_log import get_logger
-from inflight_backend.triton.coded_errors import CodedFactory
+from inflight_backend.triton.coded_errors import CodedFactory, read_error, read_relayed_error
 from inflight_backend.triton.housekeeper import (
     PARENT_CHECK_SECONDS,
     Chore,
@@ -29,7 +28,7 @@ from inflight_backend.triton.housekeeper import (
 )
 from inflight_backend.triton.request_head import RequestHead, read_head
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
-from inflight_client.protocol import ERROR_CODES_PARAMETER
+from inflight_client.protocol import ERROR_CODES_PARAMETER, RELAY_ERROR_OUTPUT, RELAY_PARAMETER
 
 _logger = get_logger(__name__)
 
@@ -39,9 +38,6 @@ Tensors = dict[str, Array]
 Convert = Callable[[Iterator[Tensors]], Iterable[Tensors]]
 """From the responses of ``tensorrt_llm`` to those the client gets."""
 
-_CODED = re.compile(
-    r"\[(INTERNAL|INVALID_ARG|UNSUPPORTED|UNAVAILABLE|ALREADY_EXISTS)\] (.*)", re.DOTALL
-)
 _MAX_REQUESTS = 512  # threads; each waits for the responses of one request
 _CANCEL_CHECK_SECONDS = 0.1
 _STOP_TIMEOUT_MICROSECONDS = 5_000_000
@@ -78,12 +74,14 @@ class Relay:
                 f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
                 "limit; try again later"
             )
+        # Of a unary call no error comes too late: it has one response.
+        errors = [RELAY_ERROR_OUTPUT] if requested and self._is_decoupled else []
         inner = self._pb_utils.InferenceRequest(
             model_name=self._model_name,
-            requested_output_names=list(requested),
+            requested_output_names=[*requested, *errors],
             inputs=[self._pb_utils.Tensor(name, tensor) for name, tensor in inputs.items()],
             request_id=f"relay-{uuid.uuid4().hex}",
-            parameters={ERROR_CODES_PARAMETER: True},
+            parameters={RELAY_PARAMETER if self._is_decoupled else ERROR_CODES_PARAMETER: True},
         )
         self._live[inner.request_id()] = stream
         self._pool.submit(self._run, inner, stream, convert)
@@ -118,9 +116,12 @@ class Relay:
         """The tensors of every response but an empty end; an error ends the stream."""
         for response in responses:
             if response.has_error():
-                stream.send_error(*_read_error(response.error().message()))
+                stream.send_error(*read_error(response.error().message()))
                 continue
             tensors = {each.name(): each.as_numpy() for each in response.output_tensors()}
+            if error := read_relayed_error(tensors):
+                stream.send_error(*error)
+                continue
             # A unary call has one response, whatever it holds.
             if tensors or not self._is_decoupled:
                 yield tensors
@@ -187,9 +188,3 @@ class RelayModel(ABC):
     def finalize(self) -> None:
         """Let what runs end, then stop the threads."""
         self._relay.close()
-
-
-def _read_error(text: str) -> tuple[str, str]:
-    """Message and code of an error; Triton passes on no code but that in the text."""
-    coded = _CODED.fullmatch(text)
-    return (coded[2], coded[1]) if coded else (text, "INTERNAL")

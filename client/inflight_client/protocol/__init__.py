@@ -22,7 +22,7 @@ from inflight_client.protocol.metrics import (
     V1_METRICS,
     MetricFamilySpec,
 )
-from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
+from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS, RELAY_ERROR_OUTPUT
 from inflight_client.protocol.parameters import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS
 from inflight_client.protocol.specs import DTYPE_TO_NUMPY, EMPTY, ParameterSpec, TensorSpec
 
@@ -44,6 +44,8 @@ __all__ = [
     "OUTPUT_LENGTHS",
     "PARAMETERS",
     "PARAMETER_BY_NAME",
+    "RELAY_ERROR_OUTPUT",
+    "RELAY_PARAMETER",
     "RENAMED_INPUTS",
     "STREAMING_PARAMETER",
     "TRITON_PARAMETERS",
@@ -60,6 +62,14 @@ ERROR_CODES_PARAMETER = "inflight_error_codes"
 A stream of Triton carries no code with an error. Its own way, the header ``triton_grpc_error``,
 must not be used: it ends about one in 200 refused requests with the abort of the whole server
 (24.10).
+"""
+
+RELAY_PARAMETER = "inflight_relay"
+"""Request parameter of models of this package that put requests to ``tensorrt_llm``: an error comes
+as the output `RELAY_ERROR_OUTPUT` of a last response, in the form ``[CODE] message``.
+
+Triton loses an error that is not the first response to such a request, or takes it for another's
+(python_backend before April 2025: the response is written without its request).
 """
 
 STREAMING_PARAMETER = "Streaming"

@@ -21,11 +21,15 @@ from inflight_backend.triton.relay import Tensors
 
 
 class Inner(FakeRequest):
-    """A call of the server of this test; its answers can be read while they come."""
+    """A call of the server of this test; its answers can be read while they come.
+
+    As in Triton 24.10 an error that is not the first response never arrives, nor does an end then.
+    """
 
     server: Server
     stops: list[str]
     may_stop: threading.Event
+    is_over: threading.Event
 
     def __init__(
         self,
@@ -53,6 +57,9 @@ class Inner(FakeRequest):
         num_read = 0
         while not self.sender.is_final.is_set() or num_read < len(self.sender.responses):
             if num_read < len(self.sender.responses):
+                if num_read and self.sender.responses[num_read].error is not None:
+                    self.is_over.wait()
+                    return
                 yield Answer(self.sender.responses[num_read])
                 num_read += 1
             time.sleep(0.001)
@@ -68,10 +75,10 @@ def relay(
 ) -> Iterator[TritonPythonModel]:
     """``tensorrt_llm_bls`` with three threads, before a server that counts for ever."""
     engine = CountingEngine(
-        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.002)
+        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: step_slowly()
     )
     Inner.server = make_server(engine)
-    Inner.stops, Inner.may_stop = [], threading.Event()
+    Inner.stops, Inner.may_stop, Inner.is_over = [], threading.Event(), threading.Event()
     Inner.may_stop.set()
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", RelayUtils)
     monkeypatch.setattr(module, "_MAX_REQUESTS", 3)
@@ -81,12 +88,21 @@ def relay(
     model.initialize({"model_config": json.dumps(config)})
     yield model
     Inner.may_stop.set()
+    Inner.is_over.set()
     Inner.server.model.finalize()
     model.finalize()
 
 
+def step_slowly() -> None:
+    """What the engine does before each step; a test may put something else in its place."""
+    time.sleep(0.002)
+
+
 def send(
-    relay: TritonPythonModel, num_tokens: int = 8000, sender: FakeSender | None = None
+    relay: TritonPythonModel,
+    num_tokens: int = 8000,
+    sender: FakeSender | None = None,
+    parameters: str = "{}",
 ) -> FakeSender:
     """Ask for a stream of so many tokens; the default never ends by itself."""
     tensors = {
@@ -94,7 +110,7 @@ def send(
         "max_tokens": np.array([[num_tokens]], dtype=np.int32),
         "stream": np.array([[True]]),
     }
-    request = FakeRequest(tensors, "", ("output_ids",))
+    request = FakeRequest(tensors, "", ("output_ids",), parameters)
     request.sender = sender or request.sender
     relay.execute([request])
     return request.sender
@@ -166,6 +182,28 @@ def test_an_answer_that_cannot_be_told_stops_what_was_asked_for(
         sender = send_and_wait(relay, 8000)
     assert str(sender.responses[-1].error) == "the request could not be relayed"
     wait_for_rest(relay)
+
+
+@pytest.mark.parametrize("parameters", ["{}", '{"inflight_error_codes": true}'])
+def test_an_error_amid_an_answer_ends_it(
+    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch, parameters: str
+) -> None:
+    sender = send(relay, parameters=parameters)
+    assert sender.has_response.wait(WAIT)
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "step_slowly", fail)
+        assert sender.is_final.wait(WAIT)
+    error = sender.responses[-1].error
+    assert error is not None
+    prefix = "" if parameters == "{}" else "[INTERNAL] "
+    assert str(error) == f"{prefix}the engine failed while it ran this request"
+    assert error.code == FakePbUtils.TritonError.INTERNAL
+    wait_for_rest(relay)
+    assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
 def test_a_stop_that_fails_is_tried_again(
