@@ -26,14 +26,19 @@ from inflight_backend.triton.housekeeper import (
     Housekeeper,
     exit_with_parent,
 )
+from inflight_backend.triton.mailbox import Part, RelayedError, Tensors, unpack
 from inflight_backend.triton.request_head import RequestHead, read_head
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
-from inflight_client.protocol import ERROR_CODES_PARAMETER
+from inflight_client.protocol import (
+    ERROR_CODES_PARAMETER,
+    RELAY_NEXT,
+    RELAY_OUTPUT,
+    RELAY_PARAMETER,
+)
 
 _logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
-Tensors = dict[str, Array]
 
 Convert = Callable[[Iterator[Tensors]], Iterable[Tensors]]
 """From the responses of ``tensorrt_llm`` to those the client gets."""
@@ -77,12 +82,13 @@ class Relay:
                 f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
                 "limit; try again later"
             )
+        packed = [RELAY_OUTPUT] if requested and self._is_decoupled else []
         inner = self._pb_utils.InferenceRequest(
             model_name=self._model_name,
-            requested_output_names=list(requested),
+            requested_output_names=[*requested, *packed],
             inputs=[self._pb_utils.Tensor(name, tensor) for name, tensor in inputs.items()],
             request_id=f"relay-{uuid.uuid4().hex}",
-            parameters={ERROR_CODES_PARAMETER: True},
+            parameters={RELAY_PARAMETER if self._is_decoupled else ERROR_CODES_PARAMETER: True},
         )
         self._live[inner.request_id()] = stream
         self._pool.submit(self._run, inner, stream, convert)
@@ -94,17 +100,16 @@ class Relay:
 
     def _run(self, inner: Any, stream: ResponseStream, convert: Convert) -> None:
         """Pass the responses on; whatever happens, the stream ends exactly once."""
-        responses: Iterator[Any] = iter(())
+        parts = self._parts_of(inner)
         try:
-            responses = self._ask(inner)
-            for tensors in convert(self._read(responses, stream)):
+            for tensors in convert(_told(parts, stream)):
                 stream.send(tensors, is_final=not self._is_decoupled)
             stream.end()
         except BaseException:  # also a panic of a library
             _logger.exception("a request could not be relayed")
             stream.abandon("the request could not be relayed")
             with suppress(Exception):
-                for _ in responses:  # to their end, which is near: this request is stopped
+                for _ in parts:  # to their end, which is near: this request is stopped
                     pass
         finally:
             del self._live[inner.request_id()]
@@ -113,16 +118,31 @@ class Relay:
         """The responses to a request, which must be read to their end."""
         return iter(inner.exec(decoupled=True) if self._is_decoupled else [inner.exec()])
 
-    def _read(self, responses: Iterable[Any], stream: ResponseStream) -> Iterator[Tensors]:
-        """The tensors of every response but an empty end; an error ends the stream."""
-        for response in responses:
-            if response.has_error():
-                stream.send_error(*_read_error(response.error().message()))
-                continue
-            tensors = {each.name(): each.as_numpy() for each in response.output_tensors()}
-            # A unary call has one response, whatever it holds.
-            if tensors or not self._is_decoupled:
-                yield tensors
+    def _parts_of(self, inner: Any) -> Iterator[Part]:
+        """All parts of the answer to ``inner``; of a model that knows no parts, its responses."""
+        request, is_over = inner, False
+        while not is_over:
+            is_over = True
+            for response in self._ask(request):
+                if response.has_error():
+                    yield _read_error(response.error().message())
+                    continue
+                tensors = {each.name(): each.as_numpy() for each in response.output_tensors()}
+                if RELAY_OUTPUT in tensors:
+                    parts, is_over = unpack(tensors[RELAY_OUTPUT])
+                    yield from parts
+                elif tensors or not self._is_decoupled:  # an end is empty, but that of a unary call
+                    yield tensors
+            request = None if is_over else self._next_of(inner)
+
+    def _next_of(self, inner: Any) -> Any:
+        return self._pb_utils.InferenceRequest(
+            model_name=self._model_name,
+            requested_output_names=[RELAY_OUTPUT],
+            inputs=[self._pb_utils.Tensor("streaming", np.array([[True]]))],  # it must have one
+            request_id=inner.request_id(),
+            parameters={RELAY_PARAMETER: RELAY_NEXT},
+        )
 
     def _stop_needless(self) -> None:
         """Stop the inner request of every client that has gone or has its end already; repeated
@@ -188,7 +208,16 @@ class RelayModel(ABC):
         self._relay.close()
 
 
-def _read_error(text: str) -> tuple[str, str]:
-    """Message and code of an error; Triton passes on no code but that in the text."""
+def _told(parts: Iterable[Part], stream: ResponseStream) -> Iterator[Tensors]:
+    """The parts without an error, which ends the stream."""
+    for part in parts:
+        if isinstance(part, RelayedError):
+            stream.send_error(part.message, part.code)
+        else:
+            yield part
+
+
+def _read_error(text: str) -> RelayedError:
+    """Triton passes on no code but that in the text."""
     coded = _CODED.fullmatch(text)
-    return (coded[2], coded[1]) if coded else (text, "INTERNAL")
+    return RelayedError(coded[2], coded[1]) if coded else RelayedError(text, "INTERNAL")

@@ -8,7 +8,7 @@ of the headers it is told to forward; an ensemble hands them on to its steps. Wh
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,14 +44,14 @@ class RequestHead:
         if self.fault:
             raise InvalidRequest(self.fault)
 
-    def refuse_settings(self, *, but: str = "") -> None:
+    def refuse_settings(self, *, but: Collection[str] = ()) -> None:
         """`InvalidRequest` also for any setting, by name: for models that take tensors only.
 
-        ``but``: the one that the model knows.
+        ``but``: those that the model knows.
         """
         self.check()
         for key in self.settings:
-            if key != but:
+            if key not in but:
                 raise InvalidRequest(
                     f"{key[:_LONGEST_NAME]!r} came as a request parameter, not as an input tensor "
                     f"of the model, and no parameter of that name is known{_other_names(key)}"

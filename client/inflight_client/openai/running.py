@@ -18,7 +18,7 @@ from inflight_client.openai.prompts import PromptReader, make_prompt_reader
 from inflight_client.openai.settings import FrontSettings
 from inflight_client.openai.upstream import Upstream
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INTERRUPTED = 130
 _CLOSING_SECONDS = 0.5  # the front waits for its requests itself; aiohttp takes this long twice
 
@@ -48,7 +48,9 @@ def make_runner(settings: FrontSettings, front: Front) -> web.AppRunner:
 async def _run(settings: FrontSettings) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    # nohup ignores SIGHUP on purpose.
+    numbers = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    for number in numbers:
         loop.add_signal_handler(number, stop.set)
     upstream = Upstream(settings.url, settings.timeout)
     try:
@@ -67,7 +69,7 @@ async def _run(settings: FrontSettings) -> None:
                 err=True,
             )
         finally:
-            for number in _SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
             await runner.cleanup()
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight_client.protocol.outputs import OUTPUTS
+from inflight_client.protocol.outputs import OUTPUTS, RELAY_OUTPUT
 
 ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "text_input": "text_input",
@@ -63,6 +63,7 @@ _NOT_IN_ENSEMBLE = frozenset(
         "description",
         "why",
         "recording",
+        RELAY_OUTPUT,
     ]
 )
 

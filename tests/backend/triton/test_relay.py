@@ -17,11 +17,11 @@ from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
 from inflight_backend.triton import relay as module
 from inflight_backend.triton.bls_model import TritonPythonModel
-from inflight_backend.triton.relay import Tensors
+from inflight_backend.triton.mailbox import Tensors
 
 
 class Inner(FakeRequest):
-    """A call of the server of this test; its answers can be read while they come."""
+    """A call of the server of this test; each has one response and no error, as Triton needs it."""
 
     server: Server
     stops: list[str]
@@ -50,12 +50,10 @@ class Inner(FakeRequest):
         return self._read()
 
     def _read(self) -> Iterator[Answer]:
-        num_read = 0
-        while not self.sender.is_final.is_set() or num_read < len(self.sender.responses):
-            if num_read < len(self.sender.responses):
-                yield Answer(self.sender.responses[num_read])
-                num_read += 1
-            time.sleep(0.001)
+        assert self.sender.is_final.wait(WAIT)
+        [response] = self.sender.responses
+        assert response.error is None
+        yield Answer(response)
 
 
 class RelayUtils(FakePbUtils):
@@ -68,7 +66,7 @@ def relay(
 ) -> Iterator[TritonPythonModel]:
     """``tensorrt_llm_bls`` with three threads, before a server that counts for ever."""
     engine = CountingEngine(
-        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.002)
+        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: step_slowly()
     )
     Inner.server = make_server(engine)
     Inner.stops, Inner.may_stop = [], threading.Event()
@@ -85,8 +83,16 @@ def relay(
     model.finalize()
 
 
+def step_slowly() -> None:
+    """What the engine does before each step; a test may put something else in its place."""
+    time.sleep(0.002)
+
+
 def send(
-    relay: TritonPythonModel, num_tokens: int = 8000, sender: FakeSender | None = None
+    relay: TritonPythonModel,
+    num_tokens: int = 8000,
+    sender: FakeSender | None = None,
+    parameters: str = "{}",
 ) -> FakeSender:
     """Ask for a stream of so many tokens; the default never ends by itself."""
     tensors = {
@@ -94,7 +100,7 @@ def send(
         "max_tokens": np.array([[num_tokens]], dtype=np.int32),
         "stream": np.array([[True]]),
     }
-    request = FakeRequest(tensors, "", ("output_ids",))
+    request = FakeRequest(tensors, "", ("output_ids",), parameters)
     request.sender = sender or request.sender
     relay.execute([request])
     return request.sender
@@ -168,6 +174,28 @@ def test_an_answer_that_cannot_be_told_stops_what_was_asked_for(
     wait_for_rest(relay)
 
 
+@pytest.mark.parametrize("parameters", ["{}", '{"inflight_error_codes": true}'])
+def test_an_error_amid_an_answer_ends_it(
+    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch, parameters: str
+) -> None:
+    sender = send(relay, parameters=parameters)
+    assert sender.has_response.wait(WAIT)
+
+    def fail() -> None:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "step_slowly", fail)
+        assert sender.is_final.wait(WAIT)
+    error = sender.responses[-1].error
+    assert error is not None
+    prefix = "" if parameters == "{}" else "[INTERNAL] "
+    assert str(error) == f"{prefix}the engine failed while it ran this request"
+    assert error.code == FakePbUtils.TritonError.INTERNAL
+    wait_for_rest(relay)
+    assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
+
+
 def test_a_stop_that_fails_is_tried_again(
     relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +204,7 @@ def test_a_stop_that_fails_is_tried_again(
     real, failures = Inner.exec, [RuntimeError("no")]
 
     def fail_once(self: Inner, decoupled: bool) -> Any:
-        if failures:
+        if failures and self._is_stop:
             raise failures.pop()
         return real(self, decoupled)
 

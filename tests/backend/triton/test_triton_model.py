@@ -358,9 +358,13 @@ def test_a_sender_that_raises_ends_its_own_stream_only(
     assert ids_of(again) == [1, 2]
 
 
-def test_no_feed_of_statistics_is_opened_while_draining(server: Server) -> None:
+def test_a_drain_ends_feeds_of_statistics_and_opens_none(server: Server) -> None:
+    """An open stream keeps Triton from exiting."""
+    feed = server.send(stats=True)
     server.drain_file.write_text("")
     wait_for_phase(server, "drained")
+    assert feed.is_final.is_set()
+    assert [each.error for each in feed.responses if each is not None and each.error] == []
     assert "shutting down" in error_of(server.ask(stats=True))[0]
     assert len(server.ask(stats=True, streaming=False).responses) == 1
 

@@ -53,6 +53,14 @@ def unheard(request: pytest.FixtureRequest) -> Iterator[int]:
         os.close(reader)
 
 
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored() -> Iterator[None]:
+    """As it is below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def wait_until_it_listens(front: subprocess.Popen[bytes], port: int) -> None:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + WAIT_SECONDS
@@ -93,8 +101,9 @@ def test_a_front_that_nobody_hears_serves_and_ends_in_order(
             front.kill()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_it_says_goes_where_it_should(
-    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
+    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", describe)
     command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
@@ -106,15 +115,33 @@ def test_what_it_says_goes_where_it_should(
             assert front.stdout.readline() == b"inflight openai is ready\n"
             *_, last = iter(front.stdout.readline, b"Ctrl-C stops it.\n")
             assert status_of_a_request(free_port) == 503
-            front.send_signal(signal.SIGTERM)
+            front.send_signal(number)
             rest, errors = front.communicate(timeout=WAIT_SECONDS)
         finally:
             front.kill()
-    assert (last, rest) == (b"\n", b"")
+    assert (last, rest, front.returncode) == (b"\n", b"", 0)
     assert errors == (
         b"the server failed a request: out of order\n"
         b"stopping: running requests may finish within 30 s\n"
     )
+
+
+def test_a_terminal_that_goes_stops_nothing_that_nohup_has_started(
+    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", describe)
+    command = ["nohup", *COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe) as front:
+        try:
+            wait_until_it_listens(front, free_port)
+            front.send_signal(signal.SIGHUP)
+            time.sleep(0.2)
+            wait_until_it_listens(front, free_port)
+            front.send_signal(signal.SIGTERM)
+            assert front.wait(WAIT_SECONDS) == 0
+        finally:
+            front.kill()
 
 
 def test_why_it_cannot_start_is_one_line(free_port: int) -> None:

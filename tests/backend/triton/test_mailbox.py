@@ -1,0 +1,183 @@
+"""How a request that another model of ours relays gets its answer: one response to each call."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from triton_harness import WAIT, Server, wait_until
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton import mailbox as module
+from inflight_backend.triton.mailbox import Mailbox, Part, RelayedError, pack, unpack
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_client.tensors import make_inputs
+
+
+def reader_of(sender: FakeSender) -> ResponseStream:
+    return ResponseStream(sender, ResponseFactory(FakePbUtils))
+
+
+def parts_of(sender: FakeSender) -> tuple[list[Part], bool]:
+    """Those of the one response, which is no error to Triton."""
+    assert sender.is_final.wait(WAIT)
+    [response] = sender.responses
+    assert response.error is None
+    [tensor] = response.output_tensors
+    assert tensor.name() == "relay"
+    return unpack(tensor.as_numpy())
+
+
+def ids_in(parts: list[Part]) -> list[int]:
+    return [int(each) for part in parts for each in np.ravel(part["output_ids"])]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1, 3), (2, 0, 4)])
+@pytest.mark.parametrize("dtype", [np.int32, np.float32, np.uint8, np.int64, np.bool_])
+def test_numbers_come_out_as_they_went_in(dtype: type[np.generic], shape: tuple[int, ...]) -> None:
+    tensor = np.arange(np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+    [[part], is_over] = unpack(pack([{"one": tensor}], is_over=False))
+    assert not is_over
+    assert isinstance(part, dict)
+    assert part["one"].dtype == tensor.dtype
+    assert np.array_equal(part["one"], tensor)
+
+
+def test_parts_with_texts_errors_and_nothing_come_out_as_they_went_in() -> None:
+    texts = np.array([[b"a\x00b", b""], ["\u00e9".encode(), b"\xff"]], dtype=object)
+    packed = pack([{"a": texts, "n": np.ones(2)}, {}, RelayedError("no", "INTERNAL")], is_over=True)
+    [[first, second, third], is_over] = unpack(packed)
+    assert is_over
+    assert isinstance(first, dict)
+    assert first["a"].tolist() == texts.tolist()
+    assert first["n"].tolist() == [1.0, 1.0]
+    assert (second, third) == ({}, RelayedError("no", "INTERNAL"))
+
+
+def test_a_call_has_all_that_came_since_the_last_one_and_waits_where_nothing_did() -> None:
+    senders = [FakeSender() for _ in range(4)]
+    box = Mailbox(reader_of(senders[0]))
+    one = {"output_ids": np.array([1])}
+    box.send(one)
+    assert parts_of(senders[0]) == ([one], False)
+    box.send({"output_ids": np.array([2])})
+    box.send({"output_ids": np.array([3])})
+    box.fetch(reader_of(senders[1]))
+    parts, is_over = parts_of(senders[1])
+    assert (ids_in(parts), is_over) == ([2, 3], False)
+    box.fetch(reader_of(senders[2]))
+    assert senders[2].responses == []
+    with pytest.raises(InvalidRequest, match="another call waits"):
+        box.fetch(reader_of(senders[3]))
+    assert not box.is_done
+    box.send(None, flags=1)
+    assert parts_of(senders[2]) == ([], True)
+    assert box.is_done
+
+
+def test_who_waits_and_leaves_is_gone_and_so_is_who_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sender = FakeSender()
+    box = Mailbox(reader_of(sender))
+    assert not box.is_cancelled()
+    sender.cancelled = True
+    assert box.is_cancelled()
+    sender.cancelled = False
+    box.send({"output_ids": np.array([1])})
+    box.send(None, flags=1)
+    assert (box.is_cancelled(), box.is_done) == (False, False), "its end waits"
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.01)
+    time.sleep(0.02)
+    assert (box.is_cancelled(), box.is_done) == (True, True)
+
+
+class FailingSender(FakeSender):
+    """Its first send raises."""
+
+    is_broken = True
+
+    def send(self, response: object = None, flags: int = 0) -> None:
+        if self.is_broken:
+            self.is_broken = False
+            raise RuntimeError("shm full")
+        super().send(response, flags)  # type: ignore[arg-type]
+
+
+def test_a_send_that_fails_ends_the_call_with_an_error() -> None:
+    sender = FailingSender()
+    box = Mailbox(reader_of(sender))
+    with pytest.raises(RuntimeError):
+        box.send({"output_ids": np.array([1])})
+    assert str(sender.responses[-1].error) == "the response could not be sent"
+
+
+def ask(server: Server, request_id: str, parameters: str, **values: object) -> FakeSender:
+    request = FakeRequest(make_inputs(values), request_id, ("output_ids", "relay"), parameters)
+    server.model.execute([request])
+    return request.sender
+
+
+PROMPT = {"input_ids": [1], "streaming": True}
+FIRST, NEXT = '{"inflight_relay": true}', '{"inflight_relay": "next"}'
+
+
+def test_the_llm_answers_a_relay_call_by_call_and_keeps_nothing(server: Server) -> None:
+    ids: list[int] = []
+    sender, is_over = ask(server, "r", FIRST, request_output_len=30, **PROMPT), False
+    while not is_over:
+        parts, is_over = parts_of(sender)
+        ids += ids_in(parts)
+        sender = ask(server, "r", NEXT, streaming=True) if not is_over else sender
+    assert ids == list(range(2, 32))
+    wait_until(lambda: not server.model._frontend._mailboxes)
+    [error], is_over = parts_of(ask(server, "r", NEXT, streaming=True))
+    assert is_over
+    assert error == RelayedError("no relayed request with this id is in flight", "INVALID_ARG")
+
+
+@pytest.mark.parametrize(
+    ("request_id", "parameters", "message"),
+    [
+        ("", FIRST, "'inflight_relay' needs a request id of its own"),
+        ("r", '{"inflight_relay": "sometimes"}', "request parameter 'inflight_relay' must be true"),
+        ("r", '{"inflight_relay": true, "surprise": 1}', "'surprise' came as a request parameter"),
+    ],
+)
+def test_what_is_wrong_is_told_as_a_part(
+    server: Server, request_id: str, parameters: str, message: str
+) -> None:
+    [error], is_over = parts_of(ask(server, request_id, parameters, request_output_len=3, **PROMPT))
+    assert is_over
+    assert isinstance(error, RelayedError)
+    assert error.message.startswith(message)
+    assert error.code == "INVALID_ARG"
+
+
+def test_an_end_that_nobody_has_fetched_is_waited_for_in_a_drain(server: Server) -> None:
+    first = ask(server, "r", FIRST, request_output_len=30, **PROMPT)
+    assert parts_of(first)
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
+    wait_until(lambda: not server.model._frontend._live)
+    assert server.model._frontend.num_live == 1
+    while not parts_of(ask(server, "r", NEXT, streaming=True))[1]:
+        pass
+    assert server.model._frontend.num_live == 0
+
+
+def test_a_request_whose_relay_has_gone_ends(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
+    engine = CountingEngine(
+        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.001)
+    )
+    server = make_server(engine)
+    assert parts_of(ask(server, "r", FIRST, request_output_len=8000, **PROMPT))
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
+    assert len(engine.batches) < 7000
+    wait_until(lambda: not server.model._frontend._mailboxes)
+    assert server.model._frontend.num_live == 0
