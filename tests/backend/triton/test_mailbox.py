@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
-from triton_harness import WAIT, Server, wait_until
+from triton_harness import WAIT, Gate, Server, wait_until
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton import mailbox as module
@@ -157,9 +157,13 @@ def test_what_is_wrong_is_told_as_a_part(
     assert error.code == "INVALID_ARG"
 
 
-def test_an_end_that_nobody_has_fetched_is_waited_for_in_a_drain(server: Server) -> None:
+def test_an_end_that_nobody_has_fetched_is_waited_for_in_a_drain(
+    server: Server, gate: Gate
+) -> None:
+    gate.close_after(1)
     first = ask(server, "r", FIRST, request_output_len=30, **PROMPT)
-    assert parts_of(first)
+    assert not parts_of(first)[1]
+    gate.set()
     wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
     wait_until(lambda: not server.model._frontend._live)
     assert server.model._frontend.num_live == 1
