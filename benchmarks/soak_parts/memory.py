@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from soak_parts.server import LAUNCHER, MODEL, Footprint
+from soak_parts.server import LAUNCHER, MODEL, RELAY, Footprint
 
 MAX_BYTES_PER_REQUEST = 100.0
 """Less than the smallest object that could be forgotten for each."""
@@ -29,9 +29,10 @@ JUDGED_FROM_SECONDS = 1800.0
 _QUIET_SECONDS = 60.0  # between the warm-up and the steady time; it takes some 3
 _MAX_GROWTH_MB = 100.0  # where the time is too short for a slope
 # The compiler of grammars has two threads, the second from when two grammars come at once; and
-# tritonserver starts threads of its own for load and keeps them.
-_MORE_THREADS = {MODEL: 1, LAUNCHER: 0}
-_MORE_DESCRIPTORS = {MODEL: 0, LAUNCHER: 0}
+# tritonserver starts threads of its own for load and keeps them; so does who relays, one for each
+# request at a time.
+_MORE_THREADS = {MODEL: 1, LAUNCHER: 0, RELAY: 40}
+_MORE_DESCRIPTORS = {MODEL: 0, LAUNCHER: 0, RELAY: 0}
 _OTHERS_MORE = 8
 
 

@@ -17,6 +17,9 @@ from pathlib import Path
 
 LAUNCHER = "inflight serve"
 MODEL = "triton_python_backend_stub"
+RELAY = "tensorrt_llm_bls"
+"""The model that puts its requests to the other, and the program of its process."""
+
 TRITONSERVER = "tritonserver"
 HOST = "127.0.0.1"
 SHARED_MEMORY = Path("/dev/shm")
@@ -60,6 +63,7 @@ class Served:
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={metrics_port}",
             f"--drain-seconds={DRAIN_SECONDS}",
+            f"--add={RELAY}",
             "--verbose",  # what the servers say, also those that died, is kept in one place
             *(f"--set={key}={value}" for key, value in settings.items()),
         ]
@@ -119,11 +123,12 @@ class Served:
         return [*processes.values(), *self.shared_memory(), *folders]
 
     def _pids(self) -> dict[str, int]:
-        return {LAUNCHER: self._process.pid} | {
-            Path(line.split("\0")[0]).name: pid
-            for pid, line in self._command_lines().items()
-            if Path(line.split("\0")[0]).name in (MODEL, TRITONSERVER)
-        }
+        pids = {LAUNCHER: self._process.pid}
+        for pid, line in self._command_lines().items():
+            program = Path(line.split("\0")[0]).name
+            if program in (MODEL, TRITONSERVER):
+                pids[RELAY if program == MODEL and f"/{RELAY}/" in line else program] = pid
+        return pids
 
     def _command_lines(self) -> dict[int, str]:
         found: dict[int, str] = {}

@@ -20,7 +20,8 @@ import grpc
 import grpc.aio
 from soak_parts.answers import OUT_OF_TIME, QUESTIONS, is_cut, is_whole
 from soak_parts.events import EventStream
-from soak_parts.wire import Answer, encode, with_limit
+from soak_parts.server import RELAY
+from soak_parts.wire import LLM_MODEL, Answer, encode, with_limit
 from tritonclient.grpc import service_pb2_grpc
 
 SILENCE_SECONDS = 300.0
@@ -43,7 +44,11 @@ _KINDS = {
     "duplicate": 2,
     "feature": 12,
 }
+_RELAYED = 0.15
+"""Share of those to be completed or cancelled that go through a model that relays."""
+
 _HTTP_STATUSES = (400,)
+_THROUGH = {LLM_MODEL: "", RELAY: ", relayed"}
 _PLAIN = {"text_input", "max_tokens", "stream"}  # asks for an answer of which each byte is known
 _MAX_WRONG = 1000  # texts of what is wrong; the rest is only counted
 LONG = 2000
@@ -208,9 +213,9 @@ class Traffic:
     # Of each kind of request: true if the server ended it with an error.
 
     async def _complete(self) -> bool:
-        values = self._values(self._draw.choice((4, 20, 60, 150)))
-        answer = await self.read(self._new_name(), values)
-        return await self._judge("completed", values, answer, is_whole)
+        values, model = self._values(self._draw.choice((4, 20, 60, 150))), self._draw_model()
+        answer = await self.read(self._new_name(), values, model=model)
+        return await self._judge(f"completed{_THROUGH[model]}", values, answer, is_whole)
 
     async def _stopped(self) -> bool:
         name = self._new_name()
@@ -256,13 +261,14 @@ class Traffic:
 
     async def _cancelled(self) -> bool:
         """A stream that is cancelled at some point, or not even looked at."""
-        values = self._values(LONG)
-        call = self._call(self._new_name(), values)
+        values, model = self._values(LONG), self._draw_model()
+        outcome = f"cancelled{_THROUGH[model]}"
+        call = self._call(self._new_name(), values, model)
         num_wanted = self._draw.randrange(6)
         if num_wanted == 0:
             await asyncio.sleep(self._draw.random() * 0.05)
             call.cancel()
-            self.tally.outcomes["cancelled"] += 1
+            self.tally.outcomes[outcome] += 1
             return False
         answer = Answer()
         try:
@@ -278,7 +284,7 @@ class Traffic:
             raise
         has_ended = bool(answer.num_finals) or len(answer.responses) < num_wanted
         return await self._judge(
-            "cancelled", values, answer, lambda *asked: not has_ended and _is_begun(*asked)
+            outcome, values, answer, lambda *asked: not has_ended and _is_begun(*asked)
         )
 
     async def _reset(self) -> bool:
@@ -331,12 +337,13 @@ class Traffic:
         values: dict[str, Any],
         on_message: Callable[[Answer], Any] | None = None,
         seconds: float = SILENCE_SECONDS,
+        model: str = LLM_MODEL,
     ) -> Answer:
         """Read a stream to its end and count its finals; `asyncio.TimeoutError` if nothing comes
         for ``seconds``."""
         answer = Answer()
         try:
-            async for message in with_limit(self._call(name, values), seconds):
+            async for message in with_limit(self._call(name, values, model), seconds):
                 answer.add(message)
                 if on_message is not None and not answer.errors:
                     await on_message(answer)
@@ -395,6 +402,9 @@ class Traffic:
         prompt = " ".join(str(first + i) for i in range(length))
         return {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
 
+    def _draw_model(self) -> str:
+        return RELAY if self._draw.random() < _RELAYED else LLM_MODEL
+
     def _new_name(self) -> str:
         name = f"soak {next(self._numbers)}"
         self.names = [*self.names[-200:], name]
@@ -418,8 +428,8 @@ class Traffic:
         self.tally.blame(f"unexpected error{over_http}: {error}")
         return False
 
-    def _call(self, name: str, values: dict[str, Any]) -> Any:
-        request = encode(name, values)
+    def _call(self, name: str, values: dict[str, Any], model: str) -> Any:
+        request = encode(name, values, model)
 
         async def requests() -> AsyncIterator[Any]:
             yield request

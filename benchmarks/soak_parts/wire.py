@@ -61,9 +61,9 @@ def text_of(response: dict[str, np.ndarray[Any, Any]], beam: int = 0) -> str:
     return bytes(response["text_output"][beam]).decode(errors="replace")
 
 
-def encode(name: str, values: dict[str, Any]) -> Any:
+def encode(name: str, values: dict[str, Any], model: str = LLM_MODEL) -> Any:
     """The request with the id ``name``; a list of texts or numbers is one row of them."""
-    request = service_pb2.ModelInferRequest(model_name=LLM_MODEL, id=name)
+    request = service_pb2.ModelInferRequest(model_name=model, id=name)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     for key, value in values.items():
         first = value[0] if isinstance(value, list) else value
