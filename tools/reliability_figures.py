@@ -11,7 +11,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 _MODEL, _SERVER = "triton_python_backend_stub", "tritonserver"
-_LAUNCHER = "inflight serve"
+_LAUNCHER, _RELAY = "inflight serve", "tensorrt_llm_bls"
 
 
 def render() -> str:
@@ -47,8 +47,19 @@ def _soak(result: dict[str, Any]) -> str:
                 "launcher, MB after the warm-up",
                 *(_memory(part, _LAUNCHER, "steady") for part in parts),
             ),
-            ("more threads / descriptors of the launcher after kills", *map(_launcher, parts)),
+            (
+                "more threads / descriptors of the launcher after kills",
+                *(_more(part, "launcher after the kills") for part in parts),
+            ),
             ("seconds until open streams ended, median / most", *map(_ends, parts)),
+        ]
+    if all(_RELAY in part["memory"] for part in parts):
+        rows += [
+            (
+                "process of the model that relays, MB after the warm-up",
+                *(_memory(part, _RELAY, "steady") for part in parts),
+            ),
+            ("more threads / descriptors of it", *(_more(part, _RELAY) for part in parts)),
         ]
     failures = _shortened(result["failures"])
     return (
@@ -160,8 +171,8 @@ def _flat(result: dict[str, Any]) -> str:
     return told
 
 
-def _launcher(part: dict[str, Any]) -> str:
-    more = part["leaks"]["launcher after the kills"]
+def _more(part: dict[str, Any], what: str) -> str:
+    more = part["leaks"][what]
     return f"{more['threads']:+d} / {more['descriptors']:+d}"
 
 
