@@ -28,6 +28,7 @@ class LoopHealth:
         self._is_busy = False
         self._num_moves = 0
         self._num_failures_in_a_row = 0
+        self._num_rescues_in_a_row = 0
         self._is_recovering = False
 
     @property
@@ -64,7 +65,7 @@ class LoopHealth:
     def moved(self) -> None:
         """A step was completed."""
         self._num_moves += 1
-        self._num_failures_in_a_row = 0
+        self._num_failures_in_a_row = self._num_rescues_in_a_row = 0
 
     def ended(self) -> None:
         """A request was ended, however."""
@@ -87,11 +88,13 @@ class LoopHealth:
         raises is logged only.
 
         In a row the first failure is logged, the second, the fourth, the eighth and so on: a loop
-        with nobody to serve may fail 200 times in a second, for days.
+        with nobody to serve may fail 200 times in a second, for days. Failed steps are not counted,
+        each of which is logged.
         """
         self._is_recovering = True
         self.failed()
-        number = self._num_failures_in_a_row
+        self._num_rescues_in_a_row += 1
+        number = self._num_rescues_in_a_row
         is_told = number.bit_count() == 1
         if is_told:
             _logger.exception(

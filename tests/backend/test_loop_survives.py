@@ -287,6 +287,18 @@ def test_a_loop_that_fails_in_every_turn_does_not_fill_the_disk_with_its_log(
         wait_until(lambda: caplog.messages[-1].endswith("(failure 1 in a row)"))
 
 
+@pytest.mark.parametrize("num_failed_steps", range(5))
+def test_failed_steps_do_not_keep_a_failure_of_the_loop_out_of_the_log(
+    num_failed_steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    health = LoopHealth()
+    for _ in range(num_failed_steps):
+        health.note(is_completed=False, has_failed=True)
+    with health.recovering(7):
+        pass
+    assert caplog.messages == ["the batch manager failed in iteration 7 (failure 1 in a row)"]
+
+
 # Memory and other errors of a step: its requests fail, the waiting ones do not.
 
 

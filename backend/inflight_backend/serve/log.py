@@ -64,13 +64,19 @@ def explain_abort(log_file: Path) -> str:
 
 
 def _tail(log_file: Path) -> list[str]:
+    """Of the log before as well: what is looked for may have been said just before the cut."""
+    tail = (_end_of(before(log_file)) + _end_of(log_file))[-_TAIL_BYTES:]
+    return tail.decode(errors="replace").splitlines()
+
+
+def _end_of(file: Path) -> bytes:
     try:
-        with log_file.open("rb") as stream:
+        with file.open("rb") as stream:
             stream.seek(0, 2)
             stream.seek(max(0, stream.tell() - _TAIL_BYTES))
-            return stream.read().decode(errors="replace").splitlines()
+            return stream.read()
     except FileNotFoundError:
-        return []
+        return b""
 
 
 def _without_traceback(text: str) -> str:

@@ -18,6 +18,7 @@ _STDERR = 2
 _CHUNK_BYTES = 2**16  # what a pipe holds
 _PATIENCE_SECONDS = 0.5  # with a reader; one that is only slow has read something by then
 
+_turns = threading.Lock()
 _writers: dict[int, threading.Thread] = {}  # the last of each descriptor
 
 
@@ -76,16 +77,15 @@ def _write(stream: TextIO, text: str) -> None:
 
 def _write_aside(descriptor: int, data: bytes) -> None:
     """On a thread, which nobody waits for if it waits: a terminal takes a line and not its end,
-    and says before that it has room."""
-    before = _writers.get(descriptor)
-    if before is not None:
-        before.join(_PATIENCE_SECONDS)
-        if before.is_alive():
+    and says before that it has room. Who comes after it does not wait once more, and is lost."""
+    with _turns:
+        before = _writers.get(descriptor)
+        if before is not None and before.is_alive():
             return
-    writer = threading.Thread(target=_put, args=(descriptor, data), name="Message", daemon=True)
-    writer.start()
-    _writers[descriptor] = writer
-    writer.join(_PATIENCE_SECONDS)
+        writer = threading.Thread(target=_put, args=(descriptor, data), name="Message", daemon=True)
+        writer.start()
+        _writers[descriptor] = writer
+        writer.join(_PATIENCE_SECONDS)
 
 
 def _pass_on(reader: int) -> None:

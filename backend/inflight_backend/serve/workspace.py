@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from inflight_backend.lifeline import Lifeline
+from inflight_backend.serve.log import before
 from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 from inflight_backend.serve.scratch import remove_scratch
 from inflight_backend.status import stop_file_of
@@ -102,8 +103,11 @@ class Workspace:
         asked = (self.drain_file, stop_file_of(self.drain_file))
         for file in (self.status_file, *asked, self.scratch_note):
             file.unlink(missing_ok=True)
-        if self.log_file.exists():
-            self.log_file.replace(self.log_file.with_suffix(".old"))
+        old = self.log_file.with_suffix(".old")
+        for log, kept in ((self.log_file, old), (before(self.log_file), before(old))):
+            kept.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                log.replace(kept)
 
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.serve.log import explain, explain_abort
+from inflight_backend.serve.log import MAX_BYTES, explain, explain_abort, keep_small
 
 NOISE = (
     'E1121 03:10:06.023510 7499 server.cc:241] "CudaDriverHelper has not been initialized."\n'
@@ -80,3 +80,14 @@ def test_a_log_without_an_abort(tmp_path: Path) -> None:
     file = tmp_path / "server.log"
     file.write_text(NOISE + PORT + LOADER + DEPENDENT)
     assert explain_abort(file) == ""
+
+
+def test_what_was_said_just_before_the_log_was_cut_is_told(tmp_path: Path) -> None:
+    """An abort may write a core for seconds: its last words are those of a living server."""
+    file = tmp_path / "server.log"
+    file.write_text("x" * MAX_BYTES + "\ndouble free or corruption (out)\n")
+    keep_small(file)
+    assert file.stat().st_size == 0
+    assert explain_abort(file) == "double free or corruption (out)"
+    file.write_text("idle\n" * 20_000)
+    assert explain_abort(file) == "", "long ago"

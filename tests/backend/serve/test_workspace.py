@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from inflight_backend.serve.log import before
 from inflight_backend.serve.workspace import Workspace, sweep_abandoned
 from inflight_backend.status import stop_file_of
 
 KILLED = """
 import os
+from inflight_backend.serve.log import before
 from inflight_backend.serve.workspace import Workspace
 workspace = Workspace()
 print(workspace.path, flush=True)
@@ -104,6 +106,7 @@ def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
 NEIGHBOUR = """
 import sys
 from pathlib import Path
+from inflight_backend.serve.log import before
 from inflight_backend.serve.workspace import Workspace
 with Workspace() as workspace:
     (Path("/dev/shm") / f"{workspace.shm_prefix}abc").touch()
@@ -167,6 +170,20 @@ def test_an_empty_file_each_says_which_kind_of_stop() -> None:
         assert [file.stat().st_size for file in (workspace.drain_file, stop_file)] == [0, 0]
         workspace.clear_run()
         assert (workspace.drain_file.exists(), stop_file.exists()) == (False, False)
+
+
+def test_the_logs_of_a_failed_server_are_kept_and_are_not_those_of_the_next_one() -> None:
+    with Workspace() as workspace:
+        kept = workspace.log_file.with_name("server.old")
+        logs = workspace.log_file, before(workspace.log_file)
+        for number, has_been_cut in enumerate((True, False)):
+            logs[0].write_text(f"late {number}")
+            if has_been_cut:
+                logs[1].write_text(f"early {number}")
+            workspace.clear_run()
+            assert [log.exists() for log in logs] == [False, False]
+            assert kept.read_text() == f"late {number}"
+            assert before(kept).exists() == has_been_cut
 
 
 def test_cleaners_of_temporary_files_pass_over_the_folder_of_a_living_run() -> None:
