@@ -289,7 +289,8 @@ def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> Gene
     (64 KiB), and two or more programs share a multiprocessor. The pipeliner splits its stages
     between two levels of loads (block id, then K and V), and a tile's room is filled again when it
     has been multiplied: of five stages one tile is under way meanwhile, then two; of three, none.
-    Tiles of FP8 are half as large; on Hopper room for a third costs no resident program.
+    Tiles of FP8 are half as large; where a multiprocessor has 228 KiB (compute capability 9 to 11)
+    room for a third costs no resident program.
     """
     tuned = tuned_tile("paged_attention_generation", head_dim, group, _host.dtype_name(cache_dtype))
     if tuned is not None:
@@ -297,8 +298,8 @@ def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> Gene
     # float32 is multiplied in registers: with four warps they run out.
     num_warps = 8 if cache_dtype == torch.float32 else 4
     is_wide = head_dim > 128 or cache_dtype == torch.float32
-    has_room = cache_dtype == torch.float8_e4m3fn and not is_wide and _host.capability() >= 90
-    stages = 7 if has_room else 5
+    is_small = cache_dtype == torch.float8_e4m3fn and not is_wide
+    stages = 7 if is_small and 90 <= _host.capability() < 120 else 5
     return GenerationTile(block_n=32 if is_wide else 64, stages=stages, num_warps=num_warps)
 
 

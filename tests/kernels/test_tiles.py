@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.best_tiles import best_tiles, read_report
-from inflight_kernels import _tiles
+from inflight_kernels import _host, _tiles
 from inflight_kernels import paged_attention_context as context
 from inflight_kernels import paged_attention_generation as generation
 
@@ -30,12 +30,15 @@ def row(us: float, tile: list[int], **labels: Any) -> dict[str, Any]:
     return {"shape": "8B", "cache": "bfloat16", "batch": 64, "tile": tile, "us": us, **labels}
 
 
-def test_the_rule_where_nobody_measured(table: Path) -> None:
+def test_the_rule_where_nobody_measured(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not table.exists()
     assert generation.choose_tile(128, torch.bfloat16, 4) == generation.GenerationTile(64, 5, 4)
     fp8 = torch.float8_e4m3fn  # half as large: one tile more ahead
     assert generation.choose_tile(128, fp8, 4) == generation.GenerationTile(64, 7, 4)
     assert context.choose_tile(4, 128, torch.bfloat16, None) == context.ContextTile(128, 64, 5, 8)
+    for capability in (89, 120):  # 99 KiB of shared memory: of 55 only one program would fit
+        monkeypatch.setattr(_host, "capability", lambda each=capability: each)
+        assert generation.choose_tile(128, fp8, 4) == generation.GenerationTile(64, 5, 4)
 
 
 def test_a_measured_tile_is_used_for_its_shape_only(table: Path) -> None:

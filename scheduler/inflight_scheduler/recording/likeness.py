@@ -159,13 +159,12 @@ class _Tree:
         on it is like no other one.
         """
         before = self._owners[node]
-        if self._ends.get(before) == node:
+        if self._ends.get(before) == node:  # which none of those ``inherited`` has reached
             del self._ends[before]
-            if not inherited or inherited[-1][0] <= place:
-                self._owners[node], self._ends[owner] = owner, node
-                self._edges[node] += text[place:]
-                self._count(owner, len(text) - place)
-                return
+            self._owners[node], self._ends[owner] = owner, node
+            self._edges[node] += text[place:]
+            self._count(owner, len(text) - place)
+            return
         for end, other in inherited:
             if end > place:
                 node = self._add_child(node, text, place, end, other)

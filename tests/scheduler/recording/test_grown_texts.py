@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import pytest
 from scheduler.recording.recorded import GUARANTEED, RecordedWorld, read
@@ -67,4 +68,17 @@ def test_a_text_goes_on_like_one_that_has_grown_in_the_same_record(
         world.iterate()
     assert str(replay(read(world.text))).startswith("identical")
     assert len(build_history(read(world.text)).rows) == 5
-    assert len(read_workload(read(world.text)).jobs) == 5
+    workload = read_workload(read(world.text))
+    assert workload.book is not None
+    numbers = [job.text_number for job in workload.jobs]
+    assert len(numbers) == 5
+    held, new = numbers[2], numbers[4]
+    assert held is not None
+    assert new is not None
+    made = [workload.book.tokens(number, 0, len(prompt)) for number in (held, new)]
+    assert num_alike(*made) == num_alike(holder.tokens, prompt) >= 8
+
+
+def num_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

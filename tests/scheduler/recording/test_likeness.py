@@ -195,6 +195,16 @@ def test_what_goes_on_in_place_counts_as_remembered(monkeypatch: pytest.MonkeyPa
     assert (index.is_named(0), index.is_named(1)) == (False, True)
 
 
+def test_what_another_text_goes_on_with_counts_as_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(likeness, "_MIN_TOKENS", 0)
+    index = TextIndex(1, 1)
+    for number in range(12):  # each takes the node of the one before over
+        index.add(b"", pack(range(number + 1)), number)
+    assert (index.is_named(0), index.is_named(11)) == (False, True)
+
+
 def test_the_walk_is_as_long_as_a_text_has_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a client that asks token by token it was as long as the text: a millisecond for 1,000."""
     num_steps = 0
