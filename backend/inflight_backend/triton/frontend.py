@@ -306,7 +306,10 @@ class Frontend:
     def _fetch(self, name: str, reader: ResponseStream) -> None:
         mailbox = self._mailboxes.get(name)
         if mailbox is None:
-            raise InvalidRequest("no relayed request with this id is in flight")
+            raise CapacityExceeded(
+                "no relayed request with this id is in flight: the model was loaded again, or "
+                "nobody asked for more of the answer in time"
+            )
         mailbox.fetch(reader)
 
     def _forget(self, number: int, name: str) -> None:
