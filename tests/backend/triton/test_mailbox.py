@@ -160,8 +160,12 @@ def test_a_part_that_cannot_be_packed_ends_the_call_with_an_error() -> None:
     assert (box.is_cancelled(), box.is_done) == (True, True)
 
 
+def request_of(request_id: str, parameters: str, **values: object) -> FakeRequest:
+    return FakeRequest(make_inputs(values), request_id, ("output_ids", "relay"), parameters)
+
+
 def ask(server: Server, request_id: str, parameters: str, **values: object) -> FakeSender:
-    request = FakeRequest(make_inputs(values), request_id, ("output_ids", "relay"), parameters)
+    request = request_of(request_id, parameters, **values)
     server.model.execute([request])
     return request.sender
 
@@ -170,14 +174,19 @@ PROMPT = {"input_ids": [1], "streaming": True}
 FIRST, NEXT = '{"inflight_relay": true}', '{"inflight_relay": "next"}'
 
 
-def test_the_llm_answers_a_relay_call_by_call_and_keeps_nothing(server: Server) -> None:
-    ids: list[int] = []
-    sender, is_over = ask(server, "r", FIRST, request_output_len=30, **PROMPT), False
+def ids_to_the_end(server: Server, num_tokens: int) -> list[int]:
+    """Ask until it is over."""
+    sender = ask(server, "r", FIRST, request_output_len=num_tokens, **PROMPT)
+    parts, is_over = parts_of(sender)
+    ids = ids_in(parts)
     while not is_over:
-        parts, is_over = parts_of(sender)
+        parts, is_over = parts_of(ask(server, "r", NEXT, streaming=True))
         ids += ids_in(parts)
-        sender = ask(server, "r", NEXT, streaming=True) if not is_over else sender
-    assert ids == list(range(2, 32))
+    return ids
+
+
+def test_the_llm_answers_a_relay_call_by_call_and_keeps_nothing(server: Server) -> None:
+    assert ids_to_the_end(server, 30) == list(range(2, 32))
     wait_until(lambda: not server.model._frontend._mailboxes)
     [error], is_over = parts_of(ask(server, "r", NEXT, streaming=True))
     assert is_over
@@ -217,6 +226,34 @@ def test_an_end_that_nobody_has_fetched_is_waited_for_in_a_drain(
     while not parts_of(ask(server, "r", NEXT, streaming=True))[1]:
         pass
     assert server.model._frontend.num_live == 0
+
+
+def test_an_end_that_comes_while_its_request_is_taken_is_waited_for_as_well(
+    server: Server, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.close_after(1)
+    frontend, counts = server.model._frontend, []
+    wake = frontend._wake
+    request = request_of("r", FIRST, request_output_len=30, **PROMPT)
+
+    def wake_and_see_the_end() -> None:
+        wake()
+        assert not parts_of(request.sender)[1]
+        gate.set()
+        wait_until(lambda: not frontend._live)
+        counts.append(frontend.num_live)
+
+    monkeypatch.setattr(frontend, "_wake", wake_and_see_the_end)
+    server.model.execute([request])
+    assert counts == [1]
+
+
+@pytest.mark.parametrize("wrong", [{"beam_width": 9}, {"request_output_len": -1}])
+def test_a_request_that_is_refused_leaves_no_mailbox(server: Server, wrong: dict[str, int]) -> None:
+    values = {"request_output_len": 3, **PROMPT, **wrong}
+    assert parts_of(ask(server, "r", FIRST, **values))[1]
+    assert not server.model._frontend._mailboxes
+    assert ids_to_the_end(server, 3) == [2, 3, 4]
 
 
 def test_a_request_whose_relay_has_gone_ends(
