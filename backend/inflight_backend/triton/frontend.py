@@ -226,7 +226,7 @@ class Frontend:
                 self._end_feed(feed)
         for name, mailbox in list(self._mailboxes.items()):
             if mailbox.is_done:
-                del self._mailboxes[name]
+                self._mailboxes.pop(name, None)  # who takes a request may just have done so
 
     def _check_one_response(self, rows: Sequence[Mapping[str, Array]], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
@@ -299,14 +299,20 @@ class Frontend:
         """Take a request whose answer is fetched part by part; ``reader`` gets the first."""
         if not name or name in self._mailboxes:
             raise InvalidRequest(f"'{RELAY_PARAMETER}' needs a request id of its own")
-        mailbox = Mailbox(reader)
-        self._enqueue(name, inputs, requested, ResponseStream(mailbox, self._parts))
-        self._mailboxes[name] = mailbox  # the next part is asked for on this thread
+        mailbox = self._mailboxes[name] = Mailbox(reader)  # before it can end: see `num_live`
+        try:
+            self._enqueue(name, inputs, requested, ResponseStream(mailbox, self._parts))
+        except BaseException:
+            self._mailboxes.pop(name, None)
+            raise
 
     def _fetch(self, name: str, reader: ResponseStream) -> None:
         mailbox = self._mailboxes.get(name)
         if mailbox is None:
-            raise InvalidRequest("no relayed request with this id is in flight")
+            raise CapacityExceeded(
+                "no relayed request with this id is in flight: the model was loaded again, or "
+                "nobody asked for more of the answer in time"
+            )
         mailbox.fetch(reader)
 
     def _forget(self, number: int, name: str) -> None:

@@ -5,7 +5,7 @@ June 2026, if not later ones, stand still for ever when one comes to a thread th
 woken by the one before it while another thread begins a call: one waits for Python's lock, one for
 the table of calls, one for the queue of the first. Before April 2025 an error behind a first
 response was lost as well. So what a relayed request is sent waits here, and each call of the relay
-takes all there is, or waits for the next.
+takes what there is, or waits for the next.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import CapacityExceeded, InvalidRequest
 from inflight_backend.triton.stream import Array, ResponseFactory, ResponseStream
 from inflight_client.protocol import RELAY_OUTPUT
 
-PATIENCE_SECONDS = 10.0
-"""A relay asks again within milliseconds; one that does not for so long has gone."""
+PATIENCE_SECONDS = 60.0
+"""A relay asks again within a second or two at most; one that does not for so long has gone."""
+
+MAX_PARTS = 16
+"""Of one call. A relay passes on each by itself before it asks again: if it is slower than the
+engine, all there is would be more each time, and it would seem to have gone."""
 
 _OBJECT = "object"
 
@@ -93,46 +97,57 @@ class Mailbox:
         with self._lock:
             self._parts += [] if response is None else [response]
             self._is_over = self._is_over or bool(flags)
-            if self._reader is None:
+            reader, self._reader = self._reader, None
+            if reader is None:
                 return
-            reader, packed = self._take(self._reader)
-        _deliver(reader, packed)
+            parts, is_over = self._take()
+        self._deliver(reader, parts, is_over)
 
     def fetch(self, reader: ResponseStream) -> None:
-        """Have ``reader`` get what there is, or what comes next; `InvalidRequest` if one waits."""
+        """Have ``reader`` get what there is, or what comes next.
+
+        `InvalidRequest` if another one waits, `CapacityExceeded` for who comes too late: what is
+        there may be the end of a request that was stopped because nobody came.
+        """
         with self._lock:
             if self._reader is not None:
                 raise InvalidRequest("another call waits for the answer of this request")
+            if self._is_forsaken():
+                raise CapacityExceeded(
+                    f"nobody asked for more of this answer for {PATIENCE_SECONDS:g} s"
+                )
             if not self._parts and not self._is_over:
                 self._reader = reader
                 return
-            reader, packed = self._take(reader)
-        _deliver(reader, packed)
+            parts, is_over = self._take()
+        self._deliver(reader, parts, is_over)
 
     def is_cancelled(self) -> bool:
         """See `TritonSender.is_cancelled`; true also when nobody fetches any more."""
         with self._lock:
             reader = self._reader
             if reader is None:
-                return self._is_forsaken()
+                return self._is_told or self._is_forsaken()
         return reader.is_cancelled()
 
     def _is_forsaken(self) -> bool:
         return self._reader is None and time.monotonic() - self._since > PATIENCE_SECONDS
 
-    def _take(self, reader: ResponseStream) -> tuple[ResponseStream, Array]:
-        parts, self._parts, self._reader = self._parts, [], None
+    def _take(self) -> tuple[list[Part], bool]:
+        """What a call gets, and whether it is the last."""
+        parts, self._parts = self._parts[:MAX_PARTS], self._parts[MAX_PARTS:]
         self._since = time.monotonic()
-        self._is_told = self._is_over
-        return reader, pack(parts, is_over=self._is_over)
+        self._is_told = self._is_over and not self._parts
+        return parts, self._is_told
 
-
-def _deliver(reader: ResponseStream, packed: Array) -> None:
-    try:
-        reader.send({RELAY_OUTPUT: packed}, is_final=True)
-    except BaseException:
-        reader.abandon("the response could not be sent")
-        raise
+    def _deliver(self, reader: ResponseStream, parts: list[Part], is_over: bool) -> None:
+        try:
+            reader.send({RELAY_OUTPUT: pack(parts, is_over=is_over)}, is_final=True)
+        except BaseException:
+            with self._lock:
+                self._is_told = True  # the relay hears of an error, and asks no more
+            reader.abandon("the response could not be sent")
+            raise
 
 
 def pack(parts: Iterable[Part], *, is_over: bool) -> Array:

@@ -111,6 +111,7 @@ class Relay:
             with suppress(Exception):
                 for _ in parts:  # to their end, which is near: this request is stopped
                     pass
+                self._stop(inner.request_id())  # if it was a call that failed, that was no end
         finally:
             del self._live[inner.request_id()]
 

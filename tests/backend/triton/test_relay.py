@@ -15,6 +15,7 @@ from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender, FakeTens
 from relay_harness import Answer
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
+from inflight_backend.triton import mailbox
 from inflight_backend.triton import relay as module
 from inflight_backend.triton.bls_model import TritonPythonModel
 from inflight_backend.triton.mailbox import Tensors
@@ -106,6 +107,14 @@ def send(
     return request.sender
 
 
+class SlowSender(FakeSender):
+    """Slower than the engine."""
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        time.sleep(0.005)
+        super().send(response, flags)
+
+
 def wait_for_rest(relay: TritonPythonModel) -> None:
     """Until nothing runs any more, behind the relay and in it."""
     wait_until(lambda: Inner.server.model._manager.get_num_active_requests() == 0)
@@ -152,6 +161,33 @@ def test_a_send_that_fails_stops_what_was_asked_for(relay: TritonPythonModel) ->
     assert str(sender.responses[-1].error) == "the request could not be relayed"
     wait_for_rest(relay)
     assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
+
+
+def test_a_relay_that_is_slower_than_the_engine_loses_nothing(
+    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took all there was each time, came later and later, and seemed to have gone."""
+    monkeypatch.setattr(mailbox, "PATIENCE_SECONDS", 0.5)
+    sender = send(relay, 500, sender=SlowSender())
+    assert sender.is_final.wait(WAIT)
+    assert ids_of(sender) == list(range(2, 502))
+    wait_for_rest(relay)
+
+
+def test_a_call_for_more_that_fails_stops_what_was_asked_for(
+    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = Inner.exec, [RuntimeError("shm full")]
+
+    def fail_once(self: Inner, decoupled: bool) -> Any:
+        if failures and "next" in self.parameters():
+            raise failures.pop()
+        return real(self, decoupled)
+
+    monkeypatch.setattr(Inner, "exec", fail_once)
+    sender = send_and_wait(relay, 8000)
+    assert str(sender.responses[-1].error) == "the request could not be relayed"
+    wait_for_rest(relay)
 
 
 def test_an_answer_that_cannot_be_told_stops_what_was_asked_for(
