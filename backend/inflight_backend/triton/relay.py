@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,16 @@ _CODED = re.compile(
 )
 _MAX_REQUESTS = 512  # threads; each waits for the responses of one request
 _CANCEL_CHECK_SECONDS = 0.1
+_NOT_RELAYED = "the request could not be relayed"
 _STOP_TIMEOUT_MICROSECONDS = 5_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Errand:
+    """Whoever has the lock may stop the inner request, or say that it is over."""
+
+    stream: ResponseStream
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Relay:
@@ -62,7 +73,7 @@ class Relay:
         self._pb_utils = pb_utils
         self._model_name = model_name
         self._is_decoupled = is_decoupled
-        self._live: dict[str, ResponseStream] = {}
+        self._live: dict[str, _Errand] = {}
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
         self._housekeeper = Housekeeper([Chore(self._stop_needless, _CANCEL_CHECK_SECONDS)])
 
@@ -90,7 +101,7 @@ class Relay:
             request_id=f"relay-{uuid.uuid4().hex}",
             parameters={RELAY_PARAMETER if self._is_decoupled else ERROR_CODES_PARAMETER: True},
         )
-        self._live[inner.request_id()] = stream
+        self._live[inner.request_id()] = _Errand(stream)
         self._pool.submit(self._run, inner, stream, convert)
 
     def close(self) -> None:
@@ -99,21 +110,39 @@ class Relay:
         self._housekeeper.close()
 
     def _run(self, inner: Any, stream: ResponseStream, convert: Convert) -> None:
-        """Pass the responses on; whatever happens, the stream ends exactly once."""
+        """Pass the responses on; whatever happens, the stream ends exactly once.
+
+        Its end comes last, when no call is on its way: from then on Triton may unload this model,
+        which now and then took too long or ended the server just after a client had left (24.10).
+        """
         parts = self._parts_of(inner)
+        errors: list[RelayedError] = []
+        whole: Tensors = {}
         try:
-            for tensors in convert(_told(parts, stream)):
-                stream.send(tensors, is_final=not self._is_decoupled)
-            stream.end()
+            for tensors in convert(_told(parts, errors)):
+                if self._is_decoupled:
+                    stream.send(tensors, is_final=False)
+                else:
+                    whole = tensors
         except BaseException:  # also a panic of a library
             _logger.exception("a request could not be relayed")
-            stream.abandon("the request could not be relayed")
+            errors.insert(0, RelayedError(_NOT_RELAYED, "INTERNAL"))
             with suppress(Exception):
-                for _ in parts:  # to their end, which is near: this request is stopped
-                    pass
                 self._stop(inner.request_id())  # if it was a call that failed, that was no end
-        finally:
+                for _ in parts:  # to their end, which is near
+                    pass
+        with self._live[inner.request_id()].lock:
             del self._live[inner.request_id()]
+        try:
+            if errors:
+                stream.send_error(errors[0].message, errors[0].code)
+            elif self._is_decoupled:
+                stream.end()
+            else:
+                stream.send(whole, is_final=True)
+        except BaseException:
+            _logger.exception("the end of a relayed request could not be sent")
+            stream.abandon(_NOT_RELAYED)
 
     def _ask(self, inner: Any) -> Iterator[Any]:
         """The responses to a request, which must be read to their end."""
@@ -148,10 +177,12 @@ class Relay:
     def _stop_needless(self) -> None:
         """Stop the inner request of every client that has gone or has its end already; repeated
         until it has ended, one after the other."""
-        for request_id, stream in list(self._live.items()):
-            if stream.is_closed or stream.is_cancelled():
+        for request_id, errand in list(self._live.items()):
+            if errand.stream.is_closed or errand.stream.is_cancelled():
                 try:
-                    self._stop(request_id)
+                    with errand.lock:
+                        if request_id in self._live:
+                            self._stop(request_id)
                 except Exception:
                     _logger.exception("a relayed request could not be stopped")
 
@@ -209,11 +240,11 @@ class RelayModel(ABC):
         self._relay.close()
 
 
-def _told(parts: Iterable[Part], stream: ResponseStream) -> Iterator[Tensors]:
-    """The parts without an error, which ends the stream."""
+def _told(parts: Iterable[Part], errors: list[RelayedError]) -> Iterator[Tensors]:
+    """The parts without errors, which go to ``errors``."""
     for part in parts:
         if isinstance(part, RelayedError):
-            stream.send_error(part.message, part.code)
+            errors.append(part)
         else:
             yield part
 
