@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from e2e.harness import HOST, START_SECONDS, STOP_SECONDS, free_ports, temporary
 from inflight_backend.serve.install import environment, locate, prepare_backends
 
 _ANSWER_SECONDS = 60.0
+_ABORT = "boost::interprocess::lock_exception"
 _KINDS = {
     "int32": "INT32",
     "uint64": "UINT64",
@@ -84,16 +86,23 @@ def plain_server(
         *options,
     ]
     log = scratch / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env={"OMP_NUM_THREADS": "1", **environment(install)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                command,
+                env={"OMP_NUM_THREADS": "1", **environment(install)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    process = start()
     try:
-        _wait_until_ready(process, http_port, log)
+        if _has_aborted(process, http_port, log):
+            _remove_regions(scratch)
+            process = start()
+        assert not _has_aborted(process, http_port, log), log.read_text()
         yield PlainServer(http_port, grpc_port)
     finally:
         process.terminate()
@@ -104,8 +113,7 @@ def plain_server(
             process.wait()
             raise
         finally:
-            for region in Path("/dev/shm").glob(f"{scratch.name}*"):
-                os.unlink(region)
+            _remove_regions(scratch)
     assert process.returncode == 0, log.read_text()
 
 
@@ -172,10 +180,20 @@ def stream_infer(
                 return found
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _remove_regions(scratch: Path) -> None:
+    for region in Path("/dev/shm").glob(f"{scratch.name}*"):
+        os.unlink(region)
+
+
+def _has_aborted(process: subprocess.Popen[bytes], port: int, log: Path) -> bool:
+    """Wait until the server is ready; true if Triton 24.10 has ended itself while it loads, which
+    it does now and then on a busy machine. `inflight serve` starts it once more as well."""
     deadline = time.monotonic() + START_SECONDS
     while True:
-        assert process.poll() is None, log.read_text()
+        code = process.poll()
+        if code == -signal.SIGABRT and _ABORT in log.read_text():
+            return True
+        assert code is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         try:
             answer = httpx.get(f"http://{HOST}:{port}/v2/health/ready", trust_env=False)
@@ -183,5 +201,5 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
             time.sleep(0.05)
             continue
         if answer.status_code == httpx.codes.OK:
-            return
+            return False
         time.sleep(0.05)
