@@ -28,6 +28,14 @@ class CountedStep:
         return self.tokens
 
 
+class LostStep(CountedStep):
+    """It failed after it was begun: nobody gets its tokens."""
+
+    def read(self) -> list[int]:
+        """Raises."""
+        raise RuntimeError("the step is lost")
+
+
 class CountingEngine:
     """A `StepEngine` whose next token is the last one plus 1, modulo the vocabulary."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from fakes import CountedStep, CountingEngine
+from fakes import CountedStep, CountingEngine, LostStep
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.logits_processors import FIELD
@@ -13,13 +13,6 @@ from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.replay import replay
-
-
-class LostStep(CountedStep):
-    """Nobody gets its tokens."""
-
-    def read(self) -> list[int]:
-        raise RuntimeError("the step is lost")
 
 
 class EngineThatLosesOne(CountingEngine):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import CountedStep, CountingEngine
+from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 from triton_harness import wait_until
 
@@ -18,7 +18,7 @@ from inflight_backend import gpt_manager
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.health import MAX_FAILURES_IN_A_ROW, LoopHealth
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.response_tensors import make_tensors
 from inflight_backend.step_loop import OverlapScheduler, StepOutcome
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch
@@ -437,40 +437,3 @@ def test_rubbish_types_are_told_apart() -> None:
     with running(recorder):
         recorder.wait_for_finals(1)
     assert recorder.tokens(1) == [2, 3]
-
-
-class LostStep(CountedStep):
-    """It failed after it was begun."""
-
-    def read(self) -> list[int]:
-        raise RuntimeError("lost")
-
-
-class LostFirstStep(CountingEngine):
-    """Overlapped; nobody ever hears of the tokens of its first step."""
-
-    is_asynchronous = True
-
-    def submit(self, batch: ScheduledBatch) -> Any:
-        step = super().submit(batch)
-        return LostStep(step.tokens) if len(self.batches) == 1 else step
-
-
-@pytest.mark.case(86)
-def test_who_runs_beside_a_lost_step_on_what_that_should_have_written_fails_too() -> None:
-    """The second prompt begins like the first, whose numbers nobody has computed."""
-    shared = list(range(100, 164))
-    recorder = Recorder([request(1, shared, 20)])
-    late = [request(2, [*shared, 7], 20)]
-
-    def arrive(batch: ScheduledBatch) -> None:
-        recorder.pending += late
-        late.clear()
-
-    engine = LostFirstStep(before_step=arrive)
-    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
-    with running(recorder, engine, params=params) as manager:
-        recorder.wait_for_finals(1, 2)
-        assert engine.batches[1].context_chunks, "the second ran beside the first"
-        assert finals_of(recorder, 1) == finals_of(recorder, 2) == [STEP_FAILED]
-        assert_works(recorder, manager)
