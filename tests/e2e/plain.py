@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,13 @@ def plain_server(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     process = start()
     try:
         if _has_aborted(process, http_port, log):
-            _remove_regions(scratch)
+            _sweep_up(process, scratch)
             process = start()
         assert not _has_aborted(process, http_port, log), log.read_text()
         yield PlainServer(http_port, grpc_port)
@@ -113,7 +114,7 @@ def plain_server(
             process.wait()
             raise
         finally:
-            _remove_regions(scratch)
+            _sweep_up(process, scratch)
     assert process.returncode == 0, log.read_text()
 
 
@@ -180,7 +181,10 @@ def stream_infer(
                 return found
 
 
-def _remove_regions(scratch: Path) -> None:
+def _sweep_up(process: subprocess.Popen[bytes], scratch: Path) -> None:
+    """After its end: a model process that has not begun to load may wait for ever for it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for region in Path("/dev/shm").glob(f"{scratch.name}*"):
         os.unlink(region)
 
