@@ -61,8 +61,8 @@ def test_streams_that_are_relayed_side_by_side_come_to_their_ends(serve: ServeFa
     """Triton's way from model to model stood still within seconds: where a second response to a
     call came while another began.
 
-    Of a process of Triton's that crashes under this load (24.10; seen twice in fourteen runs on a
-    busy machine) the launcher starts the server again, and everybody asks once more.
+    Of a process of Triton's that crashes under this load (24.10; seen once in some fourteen runs,
+    on a busy machine) the launcher starts the server again, and everybody asks once more.
     """
     running = serve(options=["--add=vllm_model"], settings={"stall_seconds": 5})
     errors = errors_of_all(running)
