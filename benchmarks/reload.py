@@ -46,7 +46,7 @@ def reload_models(times: int) -> dict[str, Any]:
             prints.append(triton.footprint())
             loads.append(os.getloadavg()[0])
             triton.control("unload")
-            triton.wait_for("UNAVAILABLE", 120.0)
+            triton.wait_for("UNAVAILABLE", seconds=120.0)
         regions = triton.num_regions()
     shutil.rmtree(scratch, ignore_errors=True)
     warm, last = prints[min(_WARM, times - 1)], prints[-1]

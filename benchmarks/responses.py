@@ -69,6 +69,7 @@ class Sink:
     """A `Stream` that takes everything."""
 
     num_responses: int = 0
+    is_behind: bool = False
 
     def send(self, tensors: dict[str, Any], *, is_final: bool) -> None:
         """Count it."""

@@ -27,6 +27,14 @@ _FIRST = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_addresses() -> None:
+    """Processes that run tests side by side are no models of one tritonserver, though siblings."""
+    from inflight_backend.triton import relay_socket
+
+    relay_socket._VERSION = f"tests {os.getpid()}"
+
+
 def pytest_configure() -> None:
     """No deadline for the examples of a property: how long one takes is a fact of the machine."""
     with suppress(ImportError):

@@ -1,86 +1,43 @@
-"""Another model of the server as one that relays calls it, without the server between them."""
+"""Models that relay, and what they relay to, without the server around them."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from fakes import FakePbUtils, FakeRequest, FakeResponse, FakeSender, FakeTensor
-from triton_harness import WAIT, Server
+from fakes import FakePbUtils, FakeRequest, FakeSender
+from triton_harness import WAIT
 
+from inflight_backend.triton.relay import RelayModel
+from inflight_backend.triton.relay_listener import RelayConnection, RelayListener
+from inflight_backend.triton.relay_messages import Part, RelayedRequest
 from inflight_backend.triton.vllm_model import TritonPythonModel
 
 Ask = Callable[..., FakeSender]
 
 
-class Answer:
-    """What ``pb_utils`` gives to one who calls another model."""
-
-    def __init__(self, response: FakeResponse) -> None:
-        self._response = response
-
-    def has_error(self) -> bool:
-        """True if it is an error."""
-        return self._response.error is not None
-
-    def error(self) -> Answer:
-        """The error."""
-        return self
-
-    def message(self) -> str:
-        """Its text."""
-        return str(self._response.error)
-
-    def output_tensors(self) -> list[FakeTensor]:
-        """What else it is."""
-        return self._response.output_tensors
-
-
-def calling(server: Server) -> type[FakePbUtils]:
-    """The ``pb_utils`` of a model beside ``server``, whose calls it answers."""
-
-    class Inner(FakeRequest):
-        def __init__(
-            self,
-            model_name: str,
-            requested_output_names: list[str],
-            inputs: list[FakeTensor],
-            request_id: str,
-            parameters: dict[str, bool],
-        ) -> None:
-            assert model_name == "tensorrt_llm"
-            tensors = {tensor.name(): tensor.as_numpy() for tensor in inputs}
-            super().__init__(
-                tensors, request_id, tuple(requested_output_names), json.dumps(parameters)
-            )
-
-        def exec(self, decoupled: bool) -> list[Answer]:
-            assert decoupled
-            server.model.execute([self])
-            assert self.sender.is_final.wait(WAIT)
-            return [Answer(response) for response in self.sender.responses]
-
-    class Utils(FakePbUtils):
-        InferenceRequest: Any = Inner
-
-    return Utils
+def load(
+    model: RelayModel, name: str, parameters: Mapping[str, str], *, is_decoupled: bool = True
+) -> None:
+    """As Triton loads a model that relays."""
+    config = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        "model_transaction_policy": {"decoupled": is_decoupled},
+    }
+    with mock.patch.dict(sys.modules, {"triton_python_backend_utils": FakePbUtils}):
+        model.initialize({"model_config": json.dumps(config), "model_name": name})  # type: ignore[attr-defined]
 
 
 @contextmanager
-def vllm_model(server: Server, **parameters: str) -> Iterator[Ask]:
-    """``vllm_model`` in front of ``server``: sends one request to it and waits for its end."""
+def vllm_model(**parameters: str) -> Iterator[Ask]:
+    """``vllm_model`` in front of the server of this test: asks it and waits for the end."""
     model = TritonPythonModel()
-    config = {
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-        "model_transaction_policy": {"decoupled": True},
-    }
-    with mock.patch.dict(sys.modules, {"triton_python_backend_utils": calling(server)}):
-        model.initialize({"model_config": json.dumps(config), "model_name": "vllm_model"})
+    load(model, "vllm_model", parameters)
 
     def send(
         prompt: str = "1 2", settings: Any = None, parameters: Any = None, **flags: bool
@@ -97,6 +54,22 @@ def vllm_model(server: Server, **parameters: str) -> Iterator[Ask]:
 
     yield send
     model.finalize()
+
+
+@contextmanager
+def answering(
+    answer: Callable[[RelayedRequest], Iterable[Part]], model: str = "tensorrt_llm"
+) -> Iterator[RelayListener]:
+    """Something in the place of ``model``: each request gets the parts that ``answer`` gives."""
+
+    def accept(request: RelayedRequest, way_back: RelayConnection) -> None:
+        for part in answer(request):
+            way_back.send(part)
+        way_back.send(flags=1)
+
+    listener = RelayListener(model, accept, on_room=lambda: None)
+    yield listener
+    listener.close()
 
 
 def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:

@@ -48,7 +48,13 @@ class Gate(threading.Event):
 class Server:
     """A loaded `TritonPythonModel` over an engine that counts."""
 
-    def __init__(self, folder: Path, engine: CountingEngine, **parameters: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: CountingEngine,
+        model_name: str = "tensorrt_llm",
+        **parameters: str,
+    ) -> None:
         self.engine = engine
         self.status_file = folder / "status.json"
         self.drain_file = folder / "drain"
@@ -67,7 +73,7 @@ class Server:
         self.model.initialize(
             {
                 "model_config": json.dumps(config),
-                "model_name": "tensorrt_llm",
+                "model_name": model_name,
                 "model_version": "1",
             }
         )

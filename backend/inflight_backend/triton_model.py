@@ -2,7 +2,8 @@
 
 Glue only. `execute` hands requests to the `Frontend` and returns at once; the loop runs on the
 worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`, the
-`Housekeeper` looks for cancellation, draining and a dead parent, the `Watchdog` for progress.
+`Housekeeper` looks for cancellation, draining and a dead parent, the `Watchdog` for progress. The
+`RelayListener` has requests of other models of ours.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,10 @@ from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
-from inflight_backend.triton.housekeeper import (
-    Chore,
-    Housekeeper,
-    exit_with_parent,
-)
+from inflight_backend.triton.housekeeper import Chore, Housekeeper
 from inflight_backend.triton.metrics import TritonMetrics
+from inflight_backend.triton.parent import exit_with_parent
+from inflight_backend.triton.relay_listener import RelayListener
 from inflight_backend.triton.stream import ResponseFactory
 from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
@@ -105,6 +105,9 @@ class TritonPythonModel:
         """Stop what still runs, and every thread but one that is stuck."""
         faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
         self._arrivals.drain()
+        self._relays.shut()
+        while not (self._relays.is_done or self._watchdog.is_stalled):  # Triton knows not of these
+            time.sleep(_LEAVING_CHECK_SECONDS)
         try:
             self._frontend.end_all(_LEAVING)
         finally:
@@ -119,6 +122,7 @@ class TritonPythonModel:
         self._housekeeper.close()
         self._manager.shutdown()
         self._dispatcher.close()
+        self._relays.close()
 
     def _start(
         self,
@@ -197,6 +201,9 @@ class TritonPythonModel:
             "device": engine.device_name,
             "dtype": engine.dtype_name,
         }
+        self._relays = RelayListener(
+            args["model_name"], self._frontend.accept_relayed, self._dispatcher.resume
+        )
         self._told_error = "" if self._tell("") else None
         self._watchdog = self._make_watchdog(parameters.stall_seconds)
 
@@ -247,9 +254,10 @@ class TritonPythonModel:
             self._is_draining = self._status.write("draining")
         if stop_file_of(self._drain_file).exists():
             self._frontend.end_all(_LEAVING)
-        if self._frontend.num_live == 0:
-            self._frontend.end_feeds()  # which never end by themselves
-        if self._frontend.num_live == 0 and not self._is_drained:
+        if self._frontend.num_live or self._relays.num_open:
+            return
+        self._frontend.end_feeds()  # which never end by themselves
+        if not self._is_drained:
             self._is_drained = self._status.write("drained")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from soak_parts.server import HOST, SHARED_MEMORY, START_SECONDS, Footprint, foo
 
 from inflight_backend.serve.install import environment, locate, prepare_backends
 from inflight_backend.serve.process import ServerProcess
-from inflight_backend.serve.repository import assemble
+from inflight_backend.serve.repository import DEFAULT_MODELS, assemble
 from inflight_backend.serve.settings import DEMO_MODEL
 
 
@@ -25,6 +25,7 @@ class PlainTriton:
     http_port: int
     grpc_port: int
     shm_prefix: str
+    scratch: Path
 
     @property
     def http_url(self) -> str:
@@ -49,10 +50,10 @@ class PlainTriton:
         (state,) = (each.get("state", "") for each in index if each["name"] == model)
         return str(state)
 
-    def wait_for(self, state: str, seconds: float = 30.0) -> None:
+    def wait_for(self, state: str, model: str = "tensorrt_llm", seconds: float = 30.0) -> None:
         """Return once the model is in ``state``."""
         deadline = time.monotonic() + seconds
-        while (now := self.state()) != state:
+        while (now := self.state(model)) != state:
             assert time.monotonic() < deadline, f"{now}, not {state}, after {seconds} s"
             time.sleep(0.02)
 
@@ -67,12 +68,15 @@ class PlainTriton:
 
 @contextmanager
 def plain_triton(
-    scratch: Path, parameters: Mapping[str, str] | None = None
+    scratch: Path, parameters: Mapping[str, str] | None = None, added: Sequence[str] = ()
 ) -> Iterator[PlainTriton]:
-    """Start a server in ``scratch``; end it and remove its shared memory afterwards."""
+    """Start a server in ``scratch``; end it and remove its shared memory afterwards.
+
+    ``added``: models that may be loaded beside the usual ones.
+    """
     install = locate()
     values = {"gpt_model_path": str(DEMO_MODEL), **(parameters or {})}
-    assemble(scratch / "models", values)
+    assemble(scratch / "models", values, [*DEFAULT_MODELS, *added])
     backends = prepare_backends(install, scratch / "backends")
     http_port, grpc_port = free_ports(2)
     prefix = f"plain-{scratch.name}"
@@ -92,7 +96,7 @@ def plain_triton(
     with (scratch / "log").open("wb") as log:
         process = ServerProcess(command, environment(install), log)
     try:
-        yield _wait_until_live(PlainTriton(process, http_port, grpc_port, prefix))
+        yield _wait_until_live(PlainTriton(process, http_port, grpc_port, prefix, scratch))
     finally:
         process.stop(0.0, lambda: True)
         for region in SHARED_MEMORY.glob(f"{prefix}*"):

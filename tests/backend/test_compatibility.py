@@ -69,7 +69,7 @@ def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
 def test_every_refused_output_is_refused_by_name() -> None:
     """Also beside outputs that are there, and those that only questions are answered with."""
     refused = {spec.name for spec in protocol.OUTPUTS if not spec.is_honoured}
-    for name in refused | {"stats", "why", "recording", "description", "relay"}:
+    for name in refused | {"stats", "why", "recording", "description"}:
         with pytest.raises(InvalidRequest, match=f"output '{name}' cannot be requested here"):
             choose_outputs(frozenset({"output_ids", "sequence_length", name}), is_text=False)
 

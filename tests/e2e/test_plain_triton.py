@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,24 +26,32 @@ pytestmark = pytest.mark.e2e
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
+BLS = "tensorrt_llm_bls"
 PROMPT = "1 2 3 4"
 NUM_RELOADS = 3  # benchmarks/reload.py does it a hundred times
 
 
-@pytest.fixture(scope="module")
-def triton() -> Iterator[PlainTriton]:
+@contextmanager
+def started() -> Iterator[PlainTriton]:
+    """A server without models, and a folder of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         from soak_parts.plain_triton import plain_triton
     scratch = temporary_folder("plain")
-    with plain_triton(scratch) as running:
+    with plain_triton(scratch, added=[BLS]) as running:
         yield running
     shutil.rmtree(scratch)
 
 
-def stream(running: PlainTriton, max_tokens: int) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def triton() -> Iterator[PlainTriton]:
+    with started() as running:
+        yield running
+
+
+def stream(running: PlainTriton, max_tokens: int, model: str = "tensorrt_llm") -> Iterator[str]:
     body = {"text_input": PROMPT, "max_tokens": max_tokens, "stream": True}
-    url = f"{running.http_url}/v2/models/tensorrt_llm/generate_stream"
+    url = f"{running.http_url}/v2/models/{model}/generate_stream"
     with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
         for line in response.iter_lines():
             content = json.loads(line.removeprefix("data:")) if line.strip() else {}
@@ -72,6 +84,30 @@ def test_unload_lets_streams_finish_and_refuses_new_requests(triton: PlainTriton
     triton.wait_for("UNAVAILABLE")
 
 
+@pytest.mark.case(99)
+def test_unload_and_reload_let_relayed_streams_finish(triton: PlainTriton) -> None:
+    """Triton does not know that they are of the model that is unloaded."""
+    triton.control("load")
+    triton.control("load", BLS)
+    before = stream(triton, 250, BLS)
+    text = next(before)
+    (triton.scratch / "models/tensorrt_llm/config.pbtxt").touch()
+    triton.control("load")  # the new one is there before the old one goes
+    assert_counts(PROMPT, text + "".join(before), 250)
+    running = stream(triton, 250, BLS)
+    text = next(running)
+    triton.control("unload")
+    assert_counts(PROMPT, text + "".join(running), 250)
+    triton.wait_for("UNAVAILABLE")
+    with pytest.raises(AssertionError, match="the model 'tensorrt_llm' is not loaded"):
+        next(stream(triton, 1, BLS))
+    triton.control("load")
+    assert_counts(PROMPT, "".join(stream(triton, 40, BLS)), 40)
+    for model in (BLS, "tensorrt_llm"):
+        triton.control("unload", model)
+        triton.wait_for("UNAVAILABLE", model)
+
+
 @pytest.mark.case(101)
 def test_reloading_does_not_grow(triton: PlainTriton) -> None:
     footprints, regions = [], []
@@ -88,3 +124,36 @@ def test_reloading_does_not_grow(triton: PlainTriton) -> None:
     assert abs(last.num_descriptors - first.num_descriptors) <= 2
     assert last.resident_mb - first.resident_mb < 3.0
     assert triton.num_regions() == 0
+
+
+def models_of(running: PlainTriton) -> list[int]:
+    """The processes of its models, which have its folder in their command lines."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            program, *words = (entry / "cmdline").read_text(errors="replace").split("\0")
+            if program.endswith("_stub") and any(str(running.scratch) in word for word in words):
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.case(124)
+def test_no_model_outlives_a_server_that_is_killed_amid_streams() -> None:
+    """A call of Triton's that waits for the server with Python's lock would keep it for ever."""
+    with started() as running, ThreadPoolExecutor(8) as pool:
+        for model in ("tensorrt_llm", BLS):
+            running.control("load", model)
+        streams = [stream(running, 250, BLS) for _ in range(8)]
+        for each in streams:
+            next(each)
+        ends = [pool.submit(list, each) for each in streams]
+        assert len(models_of(running)) == 2
+        os.kill(running.process.pid, signal.SIGKILL)
+        for end in ends:
+            assert isinstance(end.exception(30), httpx.TransportError)
+        deadline = time.monotonic() + 5
+        while (left := models_of(running)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import httpx
 import pytest
@@ -18,7 +16,6 @@ NUM_CLIENTS = 16
 NUM_ROUNDS = 3
 NUM_REFUSED = 10  # between two answers
 NUM_TOKENS = 40
-CRASHED = "died: killed by SIGSEGV"
 
 
 def ask_often(running: ServeProcess, client: int) -> None:
@@ -46,31 +43,12 @@ def errors_of_all(running: ServeProcess) -> list[BaseException]:
         return [error for each in asked if (error := each.exception())]
 
 
-def wait_until_ready(running: ServeProcess) -> None:
-    deadline = time.monotonic() + 60
-    url = f"{running.http_url}/v2/models/vllm_model/ready"
-    while time.monotonic() < deadline:
-        with suppress(httpx.TransportError):
-            if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
-                return
-        time.sleep(0.1)
-
-
 @pytest.mark.case(118)
 def test_streams_that_are_relayed_side_by_side_come_to_their_ends(serve: ServeFactory) -> None:
-    """Triton's way from model to model stood still within seconds: where a second response to a
-    call came while another began.
-
-    Of a process of Triton's that crashes under this load (24.10; seen once in some fourteen runs,
-    on a busy machine) the launcher starts the server again, and everybody asks once more.
-    """
+    """Triton's own way from model to model stood still within seconds: where a second response to a
+    call came while another began."""
     running = serve(options=["--add=vllm_model"], settings={"stall_seconds": 5})
     errors = errors_of_all(running)
-    if errors:
-        time.sleep(3)  # for the launcher to say so
-    if errors and CRASHED in running.stderr:
-        wait_until_ready(running)
-        errors = errors_of_all(running)
     assert not errors, running.stderr
-    assert running.stderr.count("starting again") == running.stderr.count(CRASHED) <= 1
+    assert "starting again" not in running.stderr
     assert running.stop() == 0

@@ -210,8 +210,8 @@ def test_nothing_outlives_a_launcher_that_was_killed(
 ) -> None:
     """And the next run removes its files and its shared memory, as the fixture sees.
 
-    A process that relays at that moment may be stuck in Triton's code with Python's lock, since
-    the server died with a lock in their shared memory.
+    A process that calls Triton at that moment may be stuck there with Python's lock, since the
+    server died with a lock in their shared memory.
     """
     running = serve(options=[f"--add={model}" for model in OPTIONAL_MODELS])
     streams = OpenStreams(running, pool, added=[BLS])

@@ -29,6 +29,6 @@ def server() -> Iterator[Server]:
         tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.save(str(Path(name) / "tokenizer.json"))
-        server = Server(Path(name), engine)
+        server = Server(Path(name), engine, model_name="counting")
         yield server
         server.model.finalize()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from string import Template
@@ -18,7 +17,7 @@ from fuzz.fuzzing import TEXTS, arrays_of, assert_tells_nothing_internal, fuzzin
 from google.protobuf import text_format
 from hypothesis import example, given
 from hypothesis import strategies as st
-from relay_harness import calling
+from relay_harness import load
 from triton_harness import WAIT, Server
 from tritonclient.grpc import model_config_pb2 as pb
 
@@ -120,17 +119,10 @@ class Relaying:
     """A model that relays to ``server``."""
 
     def __init__(self, model: AnyRelay, server: Server, **parameters: str) -> None:
-        config = {
-            "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-            "model_transaction_policy": {"decoupled": True},
-        }
         self.server = server
         self.model = model
-        with (
-            mock.patch.object(relay, "exit_with_parent"),
-            mock.patch.dict(sys.modules, {"triton_python_backend_utils": calling(server)}),
-        ):
-            self.model.initialize({"model_config": json.dumps(config), "model_name": "added"})
+        with mock.patch.object(relay, "exit_with_parent"):
+            load(model, "added", parameters)
 
     def check(self, inputs: Tensors, parameters: Mapping[str, Any], good: Tensors) -> None:
         """One request beside a good one: an answer, or an error with a name."""
@@ -160,7 +152,8 @@ def vllm() -> Iterator[Relaying]:
 
 @pytest.fixture(scope="module", params=["false", "true"])
 def bls(server: Server, request: pytest.FixtureRequest) -> Iterator[Relaying]:
-    relaying = Relaying(bls_model.TritonPythonModel(), server, accumulate_tokens=request.param)
+    parameters = {"accumulate_tokens": request.param, "tensorrt_llm_model_name": "counting"}
+    relaying = Relaying(bls_model.TritonPythonModel(), server, **parameters)
     yield relaying
     relaying.model.finalize()
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton.decoding import read_inputs
-from inflight_backend.triton.mailbox import Tensors
 from inflight_backend.triton.relay import Convert, RelayModel
+from inflight_backend.triton.relay_messages import Tensors
 from inflight_backend.triton.request_head import RequestHead
 from inflight_backend.triton.text_model import parameters_of, read_switch
 from inflight_client.protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME

@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 _ALL_OUTPUTS = frozenset(protocol.names(protocol.OUTPUTS))
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
-_ANSWERS = frozenset({"stats", "why", "recording", "description", protocol.RELAY_OUTPUT})
+_ANSWERS = frozenset({"stats", "why", "recording", "description"})
 _OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
 # Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
 _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})

@@ -57,10 +57,12 @@ class _Answer:
     text: str
 
 
-class _Opening(Enum):
-    """A feed was opened; its first entry waits."""
+class _Call(Enum):
+    """Why the thread is woken, other than to send something: a feed was opened, whose first entry
+    waits; a reader that was slow has caught up."""
 
     FEED = 0
+    ROOM = 1
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class _Feed:
 
 
 _Item = tuple[int, Sequence[NamedTensor], bool, str]
-_Message = _Item | _Stats | _Answer | _Opening
+_Message = _Item | _Stats | _Answer | _Call
 
 
 def _num_bytes_of(message: _Message | None) -> int:
@@ -107,6 +109,7 @@ class ResponseDispatcher:
         self._num_bytes = 0  # of what is in the queue or being sent
         self._num_bytes_lock = threading.Lock()
         self._streams: dict[int, TokenStream | BeamStream] = {}
+        self._pieces: dict[int, Piece] = {}  # to be sent in this round, or when there is room
         self._subscribers: dict[ResponseStream, _Feed] = {}
         self._subscribers_lock = threading.Lock()
         self._progress = Progress()
@@ -157,13 +160,17 @@ class ResponseDispatcher:
             feed = self._subscribers[stream] = _Feed(None, -1)  # from now on all are queued
             feed.first = last_stats()
             feed.after = _iteration_of(feed.first)
-        self._put(_Opening.FEED)
+        self._put(_Call.FEED)
 
     def unsubscribe(self, stream: ResponseStream) -> None:
         """End the feed of ``stream`` with a final response; from any thread, never raises."""
         with self._subscribers_lock:
             self._subscribers.pop(stream, None)
         stream.close()
+
+    def resume(self) -> None:
+        """Look again at the streams that were behind; from any thread."""
+        self._put(_Call.ROOM)
 
     def close(self) -> None:
         """Send everything handed over so far, end the feeds, and stop the thread."""
@@ -220,14 +227,17 @@ class ResponseDispatcher:
         if isinstance(item, _Answer):
             item.stream.fail("the answer could not be sent")
         elif isinstance(item, tuple) and (token_stream := self._streams.get(item[0])):
+            self._pieces.pop(item[0], None)
             self._give_up(item[0], token_stream)
             if item[2] or item[3]:
                 del self._streams[item[0]]
                 token_stream.stream.abandon(_NOT_SENT)
 
     def _send_round(self, items: Sequence[_Message | None]) -> int:
-        """Merge per request and send; how many requests were served."""
-        pieces: dict[int, Piece] = {}
+        """Merge per request and send; how many requests were served.
+
+        What a slow reader has no room for is kept, and travels with what comes next.
+        """
         stats: list[str] = []
         is_opening = False
         for item in items:
@@ -235,23 +245,29 @@ class ResponseDispatcher:
                 stats.append(item.text)
             elif isinstance(item, _Answer):
                 self._send_answer(item)
-            elif isinstance(item, _Opening):
-                is_opening = True
+            elif isinstance(item, _Call):
+                is_opening = is_opening or item is _Call.FEED
             elif item is not None:
-                self._merge(item, pieces)
-        for request_id, piece in pieces.items():
-            self._send_piece(request_id, piece)
+                self._merge(item)
+        ready = [request_id for request_id in self._pieces if self._has_room(request_id)]
+        for request_id in ready:
+            self._send_piece(request_id, self._pieces.pop(request_id))
         if stats or is_opening:
             self._send_stats(stats)
-        return len(pieces)
+        return len(ready)
 
-    def _merge(self, item: _Item, pieces: dict[int, Piece]) -> None:
+    def _has_room(self, request_id: int) -> bool:
+        token_stream = self._streams.get(request_id)
+        is_behind = token_stream is not None and token_stream.stream.is_behind
+        return self._pieces[request_id].is_final or not is_behind
+
+    def _merge(self, item: _Item) -> None:
         request_id, tensors, is_final, error = item
-        if request_id not in pieces:
+        if request_id not in self._pieces:
             is_whole = isinstance(self._streams.get(request_id), BeamStream)
-            pieces[request_id] = Piece(is_whole=is_whole)
+            self._pieces[request_id] = Piece(is_whole=is_whole)
         try:
-            pieces[request_id].add(tensors, is_final, error)
+            self._pieces[request_id].add(tensors, is_final, error)
         except BaseException:
             _logger.exception("a response of request %d could not be put together", request_id)
             self._give_up(request_id, self._streams.get(request_id))

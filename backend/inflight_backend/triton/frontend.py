@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,15 +37,16 @@ from inflight_backend.triton.decoding import (
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.inspection import Inspector
-from inflight_backend.triton.mailbox import Mailbox, PackedFactory, PartFactory
-from inflight_backend.triton.request_head import RequestHead, read_head
+from inflight_backend.triton.relay_listener import RelayConnection
+from inflight_backend.triton.relay_messages import PartFactory, RelayedRequest
+from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.rows import split_rows
 from inflight_backend.triton.sampling_parameters import expand
 from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
 from inflight_backend.triton.watchdog import Progress
 from inflight_backend.why import PREPARING, why_queued
-from inflight_client.protocol import RELAY_NEXT, RELAY_OUTPUT, RELAY_PARAMETER, STREAMING_PARAMETER
+from inflight_client.protocol import STREAMING_PARAMETER
 
 if TYPE_CHECKING:
     from inflight_backend.gpt_manager import GptManager
@@ -82,9 +84,9 @@ class Frontend:
         """``is_decoupled`` False: Triton takes exactly one response to a request."""
         self._is_decoupled = is_decoupled
         self.progress = Progress()
+        self._accepting = threading.Lock()  # Triton's thread and that of relayed requests
         self._factory = factory
         self._coded = CodedFactory(factory.pb_utils)
-        self._packed = PackedFactory(factory.pb_utils)
         self._parts = PartFactory(factory.pb_utils)
         self._arrivals = arrivals
         self._dispatcher = dispatcher
@@ -92,7 +94,6 @@ class Frontend:
         self._ids = RequestIds()
         self._live: dict[int, ResponseStream] = {}
         self._groups: dict[int, list[int]] = {}  # of requests with several sequences
-        self._mailboxes: dict[str, Mailbox] = {}  # of requests that are relayed, by their ids
         self._max_num_sequences = 1
         self._feeds: list[ResponseStream] = []
         self._limits: RequestLimits | None = None
@@ -123,48 +124,33 @@ class Frontend:
 
     @property
     def num_live(self) -> int:
-        """Generation requests accepted and not ended, or whose end nobody has fetched yet."""
-        waiting = sum(not each.is_done for each in list(self._mailboxes.values()))
-        return max(len(self._live), waiting)
+        """Generation requests accepted and not ended."""
+        return len(self._live)
 
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
-        with self.progress:
-            self._accept(triton_request)
-
-    def _accept(self, triton_request: Any) -> None:
-        head = read_head(triton_request)
-        stream = ResponseStream(triton_request.get_response_sender(), self._factory_for(head))
-        name = head.request_id
-        try:
-            head.refuse_settings(but=(STREAMING_PARAMETER, RELAY_PARAMETER))
-            if head.settings.get(RELAY_PARAMETER) == RELAY_NEXT:
-                self._fetch(name, stream)
-                return
-            is_relayed = bool(head.read_switch(RELAY_PARAMETER))
-            inputs = expand(read_inputs(triton_request))
-            is_stop = bool(read_flag(inputs, "stop"))
-            check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
-            if is_stop:
-                self._stop_by_name(name, stream)
-            elif read_flag(inputs, "stats"):
-                self._send_stats(inputs, stream)
-            elif any(read_flag(inputs, question) for question in _QUESTIONS):
-                self._inspect(name, inputs, stream)
-            else:
+        with self._accepting, self.progress:
+            head = read_head(triton_request)
+            factory = self._coded if head.asks_for_codes else self._factory
+            stream = ResponseStream(triton_request.get_response_sender(), factory)
+            try:
+                head.refuse_settings(but=(STREAMING_PARAMETER,))
+                inputs = expand(read_inputs(triton_request))
+                is_stop = bool(read_flag(inputs, "stop"))
+                check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
                 requested = frozenset(triton_request.requested_output_names())
-                if is_relayed:
-                    self._enqueue_relayed(name, inputs, requested - {RELAY_OUTPUT}, stream)
-                else:
-                    self._enqueue(name, inputs, requested, stream)
-        except BaseException as error:  # whatever a request contains, it ends only itself
-            self._refuse(stream, error)
+                self._take(head.request_id, inputs, requested, stream)
+            except BaseException as error:  # whatever a request contains, it ends only itself
+                self._refuse(stream, error)
 
-    def _factory_for(self, head: RequestHead) -> ResponseFactory:
-        """Makes the errors in the form that a request wants."""
-        if RELAY_PARAMETER in head.settings:
-            return self._packed
-        return self._coded if head.asks_for_codes else self._factory
+    def accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
+        """`accept` a request of another model of ours."""
+        with self._accepting, self.progress:
+            stream = ResponseStream(way_back, self._parts, lambda: way_back.is_behind)
+            try:
+                self._take("", expand(request.inputs), frozenset(request.requested), stream)
+            except BaseException as error:
+                self._refuse(stream, error)
 
     def stop_group(self, number: int) -> None:
         """Stop a Triton request in flight: all its sequences."""
@@ -224,9 +210,6 @@ class Frontend:
         for feed in list(self._feeds):
             if feed.is_closed or feed.is_cancelled():
                 self._end_feed(feed)
-        for name, mailbox in list(self._mailboxes.items()):
-            if mailbox.is_done:
-                self._mailboxes.pop(name, None)  # who takes a request may just have done so
 
     def _check_one_response(self, rows: Sequence[Mapping[str, Array]], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
@@ -245,6 +228,22 @@ class Frontend:
     def _stop_each(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.stop(number)
+
+    def _take(
+        self,
+        name: str,
+        inputs: Mapping[str, Array],
+        requested: frozenset[str],
+        stream: ResponseStream,
+    ) -> None:
+        if read_flag(inputs, "stop"):
+            self._stop_by_name(name, stream)
+        elif read_flag(inputs, "stats"):
+            self._send_stats(inputs, stream)
+        elif any(read_flag(inputs, question) for question in _QUESTIONS):
+            self._inspect(name, inputs, stream)
+        else:
+            self._enqueue(name, inputs, requested, stream)
 
     def _enqueue(
         self,
@@ -288,32 +287,6 @@ class Frontend:
             self._forget(number, name)
             raise
         self._wake()
-
-    def _enqueue_relayed(
-        self,
-        name: str,
-        inputs: Mapping[str, Array],
-        requested: frozenset[str],
-        reader: ResponseStream,
-    ) -> None:
-        """Take a request whose answer is fetched part by part; ``reader`` gets the first."""
-        if not name or name in self._mailboxes:
-            raise InvalidRequest(f"'{RELAY_PARAMETER}' needs a request id of its own")
-        mailbox = self._mailboxes[name] = Mailbox(reader)  # before it can end: see `num_live`
-        try:
-            self._enqueue(name, inputs, requested, ResponseStream(mailbox, self._parts))
-        except BaseException:
-            self._mailboxes.pop(name, None)
-            raise
-
-    def _fetch(self, name: str, reader: ResponseStream) -> None:
-        mailbox = self._mailboxes.get(name)
-        if mailbox is None:
-            raise CapacityExceeded(
-                "no relayed request with this id is in flight: the model was loaded again, or "
-                "nobody asked for more of the answer in time"
-            )
-        mailbox.fetch(reader)
 
     def _forget(self, number: int, name: str) -> None:
         self._live.pop(number, None)

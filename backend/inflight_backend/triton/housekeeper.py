@@ -6,19 +6,15 @@ so somebody has to look.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inflight_backend.lifeline import die_with_launcher
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.watchdog import Progress
 
 _logger = get_logger(__name__)
-
-_PARENT_CHECK_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -69,22 +65,3 @@ class Housekeeper:
             if not chore.is_failing:
                 _logger.exception("a housekeeping chore failed; it is tried again and again")
             chore.is_failing = True
-
-
-def exit_with_parent(model: str) -> None:
-    """From now on end this process, that of ``model``, within 0.5 s of its parent's death.
-
-    A model process outlives a server that was killed, keeps its memory and ignores SIGTERM;
-    Linux's parent-death signal cannot be used, since Triton forks from a thread that ends. The
-    thread never ends, because a server may also die while the model loads or unloads. Below
-    `inflight serve` the kernel does it, at once (see `lifeline`).
-    """
-    die_with_launcher(model)
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_CHECK_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="ParentWatch", daemon=True).start()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
+from inflight_backend.triton.parent import leave_if_orphaned
 from inflight_client.protocol import (
     INPUT_LENGTHS,
     METRICS,
@@ -56,9 +57,11 @@ class TritonMetrics:
         for key, gauge in self._gauges:
             value = _to_number(stats.get(key, 0))
             if self._last_values.get(key) != value:
+                leave_if_orphaned()
                 gauge.set(value)
                 self._last_values[key] = value
         for num_input, num_output in lengths:
+            leave_if_orphaned()
             self._histograms[INPUT_LENGTHS.name].observe(num_input)
             self._histograms[OUTPUT_LENGTHS.name].observe(num_output)
         if stats.get(_ITERATION) != self._last_iteration:

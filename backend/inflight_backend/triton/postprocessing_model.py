@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
-from inflight_backend.triton.housekeeper import exit_with_parent
+from inflight_backend.triton.parent import exit_with_parent
 from inflight_backend.triton.text_bounds import check_answers
 from inflight_backend.triton.text_model import load_codec, parameters_of, read_switch, respond
 

@@ -13,7 +13,7 @@ from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
-from inflight_backend.triton.housekeeper import exit_with_parent
+from inflight_backend.triton.parent import exit_with_parent
 from inflight_backend.triton.text_bounds import check_prompts, check_table, check_words
 from inflight_backend.triton.text_model import (
     load_codec,

@@ -1,42 +1,41 @@
 """Requests to ``tensorrt_llm`` from inside the server, for models that speak for it.
 
-A call through one costs about twice the CPU of a call of ``tensorrt_llm`` itself. Unlike an
-ensemble it passes cancellation on: a client that leaves has its request stopped by id.
+Unlike an ensemble they pass cancellation on: a client that leaves has its request stopped.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import socket
 import threading
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.coded_errors import CodedFactory
-from inflight_backend.triton.housekeeper import (
-    Chore,
-    Housekeeper,
-    exit_with_parent,
+from inflight_backend.triton.housekeeper import Chore, Housekeeper
+from inflight_backend.triton.parent import exit_with_parent
+from inflight_backend.triton.relay_messages import (
+    Part,
+    RelayedEnd,
+    RelayedError,
+    RelayedRequest,
+    Tensors,
+    pack,
 )
-from inflight_backend.triton.mailbox import Part, RelayedError, Tensors, unpack
+from inflight_backend.triton.relay_socket import (
+    allow_many_connections,
+    connect,
+    read_messages,
+)
 from inflight_backend.triton.request_head import RequestHead, read_head
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
-from inflight_client.protocol import (
-    ERROR_CODES_PARAMETER,
-    RELAY_NEXT,
-    RELAY_OUTPUT,
-    RELAY_PARAMETER,
-)
 
 _logger = get_logger(__name__)
 
@@ -45,35 +44,52 @@ Array = npt.NDArray[Any]
 Convert = Callable[[Iterator[Tensors]], Iterable[Tensors]]
 """From the responses of ``tensorrt_llm`` to those the client gets."""
 
-_CODED = re.compile(
-    r"\[(INTERNAL|INVALID_ARG|UNSUPPORTED|UNAVAILABLE|ALREADY_EXISTS)\] (.*)", re.DOTALL
-)
 _MAX_REQUESTS = 512  # threads; each waits for the responses of one request
 _CANCEL_CHECK_SECONDS = 0.1
 _NOT_RELAYED = "the request could not be relayed"
-_STOP_TIMEOUT_MICROSECONDS = 5_000_000
 
 
-@dataclass(frozen=True, slots=True)
 class _Errand:
-    """Whoever has the lock may stop the inner request, or say that it is over."""
+    """One request on its way: the connection, and the stream that gets the answer."""
 
-    stream: ResponseStream
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, stream: ResponseStream) -> None:
+        self.stream = stream
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.is_stopped = self.is_over = False
+        self._is_closed = False
+        self._lock = threading.Lock()  # what is closed may be another connection at once
+
+    def stop(self) -> None:
+        """Leave: ``tensorrt_llm`` stops the request, and who reads its answer is at its end."""
+        with self._lock:
+            self.is_stopped = True
+            self._shut()
+
+    def close(self) -> None:
+        """Leave, and give the connection back."""
+        with self._lock:
+            self._shut()
+            self._is_closed = True
+            self.connection.close()
+
+    def _shut(self) -> None:
+        with suppress(OSError):  # while it is not connected, which it may never be
+            if not self._is_closed:
+                self.connection.shutdown(socket.SHUT_RDWR)
 
 
 class Relay:
     """Owner of the requests on their way through one model.
 
-    Each has a thread, and is known here until its inner request has ended, whatever became of its
-    stream. The housekeeper stops the inner requests of streams that have ended before them.
+    Each has a thread, and is known here until its connection is closed. The housekeeper stops those
+    whose streams have ended before them.
     """
 
-    def __init__(self, pb_utils: Any, model_name: str, *, is_decoupled: bool) -> None:
-        self._pb_utils = pb_utils
+    def __init__(self, model_name: str, *, is_decoupled: bool) -> None:
         self._model_name = model_name
         self._is_decoupled = is_decoupled
-        self._live: dict[str, _Errand] = {}
+        self._live: set[_Errand] = set()
+        allow_many_connections()
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
         self._housekeeper = Housekeeper([Chore(self._stop_needless, _CANCEL_CHECK_SECONDS)])
 
@@ -84,7 +100,7 @@ class Relay:
         stream: ResponseStream,
         convert: Convert = iter,
     ) -> None:
-        """Ask for the outputs ``requested``, under an id of its own; ``stream`` gets the answer.
+        """Ask for the outputs ``requested``; ``stream`` gets the answer.
 
         `CapacityExceeded` if too many requests are on their way.
         """
@@ -93,33 +109,29 @@ class Relay:
                 f"{_MAX_REQUESTS} requests are on their way through this model, which is the "
                 "limit; try again later"
             )
-        packed = [RELAY_OUTPUT] if requested and self._is_decoupled else []
-        inner = self._pb_utils.InferenceRequest(
-            model_name=self._model_name,
-            requested_output_names=[*requested, *packed],
-            inputs=[self._pb_utils.Tensor(name, tensor) for name, tensor in inputs.items()],
-            request_id=f"relay-{uuid.uuid4().hex}",
-            parameters={RELAY_PARAMETER if self._is_decoupled else ERROR_CODES_PARAMETER: True},
-        )
-        self._live[inner.request_id()] = _Errand(stream)
-        self._pool.submit(self._run, inner, stream, convert)
+        packed = pack(RelayedRequest(dict(inputs), requested))  # Triton may take the inputs back
+        try:
+            errand = _Errand(stream)
+        except OSError as error:
+            raise CapacityExceeded(
+                f"no connection to '{self._model_name}' can be opened: {error.strerror}"
+            ) from None
+        self._live.add(errand)
+        self._pool.submit(self._run, errand, packed, convert)
 
     def close(self) -> None:
         """Let what runs end, then stop the threads."""
         self._pool.shutdown()
         self._housekeeper.close()
 
-    def _run(self, inner: Any, stream: ResponseStream, convert: Convert) -> None:
-        """Pass the responses on; whatever happens, the stream ends exactly once.
-
-        Its end comes last, when no call is on its way: from then on Triton may unload this model,
-        which now and then took too long or ended the server just after a client had left (24.10).
-        """
-        parts = self._parts_of(inner)
+    def _run(self, errand: _Errand, packed: bytes, convert: Convert) -> None:
+        """Pass the parts on; whatever happens, the stream ends exactly once, the connection last:
+        until then ``tensorrt_llm`` must not leave."""
+        stream = errand.stream
         errors: list[RelayedError] = []
         whole: Tensors = {}
         try:
-            for tensors in convert(_told(parts, errors)):
+            for tensors in convert(_told(self._parts_of(errand, packed), errors)):
                 if self._is_decoupled:
                     stream.send(tensors, is_final=False)
                 else:
@@ -127,12 +139,6 @@ class Relay:
         except BaseException:  # also a panic of a library
             _logger.exception("a request could not be relayed")
             errors.insert(0, RelayedError(_NOT_RELAYED, "INTERNAL"))
-            with suppress(Exception):
-                self._stop(inner.request_id())  # if it was a call that failed, that was no end
-                for _ in parts:  # to their end, which is near
-                    pass
-        with self._live[inner.request_id()].lock:
-            del self._live[inner.request_id()]
         try:
             if errors:
                 stream.send_error(errors[0].message, errors[0].code)
@@ -143,60 +149,38 @@ class Relay:
         except BaseException:
             _logger.exception("the end of a relayed request could not be sent")
             stream.abandon(_NOT_RELAYED)
+        errand.close()
+        self._live.discard(errand)
 
-    def _ask(self, inner: Any) -> Iterator[Any]:
-        """The responses to a request, which must be read to their end."""
-        return iter(inner.exec(decoupled=True) if self._is_decoupled else [inner.exec()])
-
-    def _parts_of(self, inner: Any) -> Iterator[Part]:
-        """All parts of the answer to ``inner``; of a model that knows no parts, its responses."""
-        request, is_over = inner, False
-        while not is_over:
-            is_over = True
-            for response in self._ask(request):
-                if response.has_error():
-                    yield _read_error(response.error().message())
-                    continue
-                tensors = {each.name(): each.as_numpy() for each in response.output_tensors()}
-                if RELAY_OUTPUT in tensors:
-                    parts, is_over = unpack(tensors[RELAY_OUTPUT])
-                    yield from parts
-                elif tensors or not self._is_decoupled:  # an end is empty, but that of a unary call
-                    yield tensors
-            request = None if is_over else self._next_of(inner)
-
-    def _next_of(self, inner: Any) -> Any:
-        return self._pb_utils.InferenceRequest(
-            model_name=self._model_name,
-            requested_output_names=[RELAY_OUTPUT],
-            inputs=[self._pb_utils.Tensor("streaming", np.array([[True]]))],  # it must have one
-            request_id=inner.request_id(),
-            parameters={RELAY_PARAMETER: RELAY_NEXT},
-        )
+    def _parts_of(self, errand: _Errand, packed: bytes) -> Iterator[Part]:
+        """All parts of the answer; an error if it has no end, but for who has left."""
+        try:
+            connect(errand.connection, self._model_name)
+            if errand.is_stopped:
+                return
+            errand.connection.sendall(packed)
+            for message in read_messages(errand.connection):
+                if isinstance(message, RelayedEnd):
+                    errand.is_over = True
+                    return
+                assert not isinstance(message, RelayedRequest), "the other side answers"
+                yield message
+        except CapacityExceeded as error:
+            yield RelayedError(str(error), "UNAVAILABLE")
+            return
+        except ConnectionError:
+            pass  # as if it had ended amid the answer
+        if not errand.is_stopped:
+            text = f"the process of the model '{self._model_name}' has ended"
+            yield RelayedError(text, "INTERNAL")
 
     def _stop_needless(self) -> None:
-        """Stop the inner request of every client that has gone or has its end already; repeated
-        until it has ended, one after the other."""
-        for request_id, errand in list(self._live.items()):
+        """Stop the requests of clients that have gone, or have their end before it came."""
+        for errand in list(self._live):
+            if errand.is_over:  # its client is being told
+                continue
             if errand.stream.is_closed or errand.stream.is_cancelled():
-                try:
-                    with errand.lock:
-                        if request_id in self._live:
-                            self._stop(request_id)
-                except Exception:
-                    _logger.exception("a relayed request could not be stopped")
-
-    def _stop(self, request_id: str) -> None:
-        stop = self._pb_utils.InferenceRequest(
-            model_name=self._model_name,
-            requested_output_names=[],
-            inputs=[self._pb_utils.Tensor("stop", np.array([[True]]))],
-            request_id=request_id,
-            timeout=_STOP_TIMEOUT_MICROSECONDS,
-        )
-        for response in self._ask(stop):
-            if response.has_error():
-                _logger.warning("a relayed request could not be stopped")
+                errand.stop()
 
 
 class RelayModel(ABC):
@@ -210,7 +194,7 @@ class RelayModel(ABC):
         self._factory, self._coded = ResponseFactory(pb_utils), CodedFactory(pb_utils)
         policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
         is_decoupled = policy.get("decoupled", False)
-        self._relay = Relay(pb_utils, model_name, is_decoupled=is_decoupled)
+        self._relay = Relay(model_name, is_decoupled=is_decoupled)
 
     @abstractmethod
     def translate(
@@ -247,9 +231,3 @@ def _told(parts: Iterable[Part], errors: list[RelayedError]) -> Iterator[Tensors
             errors.append(part)
         else:
             yield part
-
-
-def _read_error(text: str) -> RelayedError:
-    """Triton passes on no code but that in the text."""
-    coded = _CODED.fullmatch(text)
-    return RelayedError(coded[2], coded[1]) if coded else RelayedError(text, "INTERNAL")

@@ -27,6 +27,11 @@ class SharedStream:
         self._open = open_sequences
         open_sequences.add(self)
 
+    @property
+    def is_behind(self) -> bool:
+        """See `Stream.is_behind`."""
+        return self._stream.is_behind
+
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response; the end of the last sequence ends the stream."""
         self._stream.send(tensors, is_final=is_final and self._open.close(self))

@@ -56,6 +56,10 @@ class ResponseFactory:
 class Stream(Protocol):
     """What a generation needs of its way back; `ResponseStream` is one."""
 
+    @property
+    def is_behind(self) -> bool:
+        """True while its reader is slower than we are; Triton does not tell."""
+
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response with ``tensors``."""
 
@@ -78,8 +82,15 @@ class ResponseStream:
     let it go, whether somebody wanted to end the stream meanwhile.
     """
 
-    def __init__(self, sender: TritonSender, factory: ResponseFactory) -> None:
+    def __init__(
+        self,
+        sender: TritonSender,
+        factory: ResponseFactory,
+        is_behind: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``is_behind``: see `Stream.is_behind`."""
         self._sender = sender
+        self._is_behind = is_behind
         self._factory = factory
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
@@ -90,6 +101,11 @@ class ResponseStream:
     def on_final(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called just before the final response leaves."""
         self._on_final = callback
+
+    @property
+    def is_behind(self) -> bool:
+        """See `Stream.is_behind`."""
+        return self._is_behind()
 
     @property
     def is_closed(self) -> bool:

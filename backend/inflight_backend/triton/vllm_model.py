@@ -17,8 +17,8 @@ import numpy.typing as npt
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.decoding import read_flag, read_inputs
-from inflight_backend.triton.mailbox import Tensors
 from inflight_backend.triton.relay import Convert, RelayModel
+from inflight_backend.triton.relay_messages import Tensors
 from inflight_backend.triton.request_head import RequestHead
 from inflight_backend.triton.sampling_parameters import (
     expand,

@@ -22,7 +22,7 @@ from inflight_client.protocol.metrics import (
     V1_METRICS,
     MetricFamilySpec,
 )
-from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS, RELAY_OUTPUT
+from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
 from inflight_client.protocol.parameters import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS
 from inflight_client.protocol.specs import (
     AT_MOST_ONE,
@@ -54,9 +54,6 @@ __all__ = [
     "OUTPUT_LENGTHS",
     "PARAMETERS",
     "PARAMETER_BY_NAME",
-    "RELAY_NEXT",
-    "RELAY_OUTPUT",
-    "RELAY_PARAMETER",
     "RENAMED_INPUTS",
     "STREAMING_PARAMETER",
     "TRITON_PARAMETERS",
@@ -77,15 +74,6 @@ must not be used: it ends about one in 200 refused requests with the abort of th
 
 NOT_IN_FLIGHT = "not in flight"
 """The ``state`` in the answer to `why` about an id that no request in flight has."""
-
-RELAY_PARAMETER = "inflight_relay"
-"""Request parameter of models of this package that put requests to ``tensorrt_llm``: with true a
-request has one response, the output `RELAY_OUTPUT`, which may be the beginning of an answer only; a
-request with the same id and `RELAY_NEXT` has what comes next. The why is in
-`inflight_backend.triton.mailbox`.
-"""
-
-RELAY_NEXT = "next"
 
 STREAMING_PARAMETER = "Streaming"
 """Request parameter of ``inflight_batcher_llm_client.py``; says what input ``streaming`` says."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight_client.protocol.outputs import OUTPUTS, RELAY_OUTPUT
+from inflight_client.protocol.outputs import OUTPUTS
 
 ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "text_input": "text_input",
@@ -63,7 +63,6 @@ _NOT_IN_ENSEMBLE = frozenset(
         "description",
         "why",
         "recording",
-        RELAY_OUTPUT,
     ]
 )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from inflight_client.protocol.specs import TensorSpec
 
-RELAY_OUTPUT = "relay"
-
 OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("output_ids", "INT32", (-1, -1), "token ids [beam, length]", is_honoured=True),
     TensorSpec("sequence_length", "INT32", (-1,), "tokens per beam", is_honoured=True),
@@ -81,7 +79,6 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("description", "STRING", (-1,), "what is served, as JSON", is_honoured=True),
     TensorSpec("why", "STRING", (-1,), "why a request waits, as JSON", is_honoured=True),
     TensorSpec("recording", "STRING", (-1,), "decisions as JSON lines", is_honoured=True),
-    TensorSpec(RELAY_OUTPUT, "STRING", (-1,), "for our own relaying models", is_honoured=True),
 )
 
 OUTPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in OUTPUTS}

@@ -49,11 +49,16 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def server(make_server: MakeServer, tmp_path: Path, gate: Gate) -> Iterator[Server]:
-    """A model that counts, with a tokenizer whose words are numbers."""
+def tokenizer(tmp_path: Path) -> None:
+    """One whose words are numbers, for the models that are loaded here."""
     vocab = {str(i): i for i in range(1000)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.fixture
+def server(make_server: MakeServer, tokenizer: None, gate: Gate) -> Iterator[Server]:
+    """A model that counts, with a tokenizer."""
     yield make_server(CountingEngine(before_step=gate))
     gate.set()

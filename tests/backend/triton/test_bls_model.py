@@ -2,115 +2,78 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeRequest, FakeTensor
+from fakes import FakeRequest
+from relay_harness import answering, load
 from triton_harness import WAIT, error_of, text_of
 
 from inflight_backend.triton.bls_model import TritonPythonModel
+from inflight_backend.triton.relay_messages import RelayedRequest, Tensors
 from inflight_backend.triton.request_head import RequestHead
 
 Relay = Callable[..., TritonPythonModel]
 ALL = ("text_output", "sequence_index")
 
 
-class InnerResponse:
-    """What ``pb_utils`` gives a caller: the same words as methods."""
-
-    def __init__(
-        self, texts: tuple[str, ...], index: int | None = None, row: int | None = None
-    ) -> None:
-        encoded = [text.encode() for text in texts]
-        self._tensors = [FakeTensor("text_output", np.array(encoded, dtype=object))]
-        if index is not None:
-            self._tensors.append(FakeTensor("sequence_index", np.array([[index]], np.int32)))
-        if row is not None:
-            self._tensors.append(FakeTensor("batch_index", np.array([[row]], np.int32)))
-
-    def has_error(self) -> bool:
-        return False
-
-    def output_tensors(self) -> list[FakeTensor]:
-        return self._tensors
+def part(texts: tuple[str, ...], index: int | None = None, row: int | None = None) -> Tensors:
+    """A response with these texts; ``index`` and ``row`` only if they were asked for."""
+    tensors = {"text_output": np.array([text.encode() for text in texts], dtype=object)}
+    if index is not None:
+        tensors["sequence_index"] = np.array([[index]], np.int32)
+    if row is not None:
+        tensors["batch_index"] = np.array([[row]], np.int32)
+    return tensors
 
 
-class InnerRequest:
-    """``pb_utils.InferenceRequest`` as the relay makes it; answers with the name of its model.
+def answer(request: RelayedRequest, model: str) -> list[Tensors]:
+    """What ``model`` says: its name.
 
     For several sequences their pieces come in turns, for rows one after the other; for beams every
     response is complete.
     """
-
-    def __init__(
-        self,
-        model_name: str,
-        requested_output_names: list[str],
-        inputs: list[FakeTensor],
-        request_id: str,
-        parameters: dict[str, bool],
-    ) -> None:
-        self.model_name, self.outputs = model_name, requested_output_names
-        self._request_id = request_id
-        self._rows = {each.name(): each.as_numpy().reshape(-1).tolist() for each in inputs}
-        self._values = {name: rows[0] for name, rows in self._rows.items()}
-
-    def request_id(self) -> str:
-        return self._request_id
-
-    def exec(self, decoupled: bool = False) -> Any:
-        num_beams = self._values.get("beam_width", 1)
-        num_sequences = self._values.get("num_return_sequences", 1)
-        if len(self._rows["text_input"]) > 1:
-            widths = enumerate(self._rows["beam_width"])
-            asked = "batch_index" in self.outputs
-            responses = [
-                InnerResponse((f"{row}{step}",) * width, row=row if asked else None)
-                for row, width in widths
-                for step in "ab"
-            ]
-        elif num_beams > 1:
-            pieces = [tuple(f"{beam}{'+' * step}" for beam in range(num_beams)) for step in (0, 1)]
-            responses = [InnerResponse(texts) for texts in pieces]
-        elif num_sequences > 1:
-            is_asked = "sequence_index" in self.outputs
-            turns = [(step, index) for step in "ab" for index in range(num_sequences)]
-            responses = [
-                InnerResponse((f"{index}{step}",), index if is_asked else None)
-                for step, index in turns
-            ]
-        else:
-            responses = [InnerResponse((self.model_name,))]
-        return responses if decoupled else responses[-1]
-
-
-class RelayUtils(FakePbUtils):
-    InferenceRequest = InnerRequest
+    rows = {name: tensor.reshape(-1).tolist() for name, tensor in request.inputs.items()}
+    values = {name: row[0] for name, row in rows.items()}
+    num_beams = values.get("beam_width", 1)
+    num_sequences = values.get("num_return_sequences", 1)
+    if len(rows["text_input"]) > 1:
+        asked = "batch_index" in request.requested
+        return [
+            part((f"{row}{step}",) * width, row=row if asked else None)
+            for row, width in enumerate(rows["beam_width"])
+            for step in "ab"
+        ]
+    if num_beams > 1:
+        steps = [tuple(f"{beam}{'+' * step}" for beam in range(num_beams)) for step in (0, 1)]
+        return [part(texts) for texts in steps]
+    if num_sequences > 1:
+        asked = "sequence_index" in request.requested
+        turns = [(step, index) for step in "ab" for index in range(num_sequences)]
+        return [part((f"{index}{step}",), index if asked else None) for step, index in turns]
+    return [part((model,))]
 
 
 @pytest.fixture
-def make_relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+def make_relay() -> Iterator[Relay]:
     """A factory of loaded relays with the parameters given; unloads what it made."""
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", RelayUtils)
     made: list[TritonPythonModel] = []
 
     def make(*, is_decoupled: bool = True, **parameters: str) -> TritonPythonModel:
-        config = {
-            "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-            "model_transaction_policy": {"decoupled": is_decoupled},
-        }
         made.append(TritonPythonModel())
-        arguments = {"model_config": json.dumps(config), "model_name": "tensorrt_llm_bls"}
-        made[-1].initialize(arguments)
+        load(made[-1], "tensorrt_llm_bls", parameters, is_decoupled=is_decoupled)
         return made[-1]
 
-    yield make
-    for relay in made:
-        relay.finalize()
+    with (
+        answering(partial(answer, model="tensorrt_llm")),
+        answering(partial(answer, model="mine"), "mine"),
+    ):
+        yield make
+        for relay in made:
+            relay.finalize()
 
 
 def ask(

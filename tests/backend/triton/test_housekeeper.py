@@ -71,7 +71,7 @@ def test_a_stream_that_cannot_be_asked_hides_nobody_who_leaves(
     assert caplog.text.count("whether a client has gone") == 1
 
 
-WATCHER = "from inflight_backend.triton.housekeeper import exit_with_parent; exit_with_parent('m')"
+WATCHER = "from inflight_backend.triton.parent import exit_with_parent; exit_with_parent('m')"
 # As Triton does it; that `tensorrt_llm` does so too is seen in tests/e2e/test_supervision.py.
 ADDED_MODEL = f"""
 import importlib, json, sys

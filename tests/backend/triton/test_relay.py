@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,75 +10,36 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender, FakeTensor
-from relay_harness import Answer
+from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
+from relay_harness import answering, load
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
 from inflight_backend.triton import relay as module
+from inflight_backend.triton import relay_socket
 from inflight_backend.triton.bls_model import TritonPythonModel
-from inflight_backend.triton.mailbox import Tensors
+from inflight_backend.triton.relay_messages import RelayedRequest, Tensors
 
-
-class Inner(FakeRequest):
-    """A call of the server of this test; each has one response and no error, as Triton needs it."""
-
-    server: Server
-    stops: list[str]
-    may_stop: threading.Event
-
-    def __init__(
-        self,
-        model_name: str,
-        requested_output_names: list[str],
-        inputs: list[FakeTensor],
-        request_id: str,
-        parameters: dict[str, bool] | None = None,
-        timeout: int = 0,
-    ) -> None:
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in inputs}
-        text = json.dumps(parameters or {})
-        super().__init__(tensors, request_id, tuple(requested_output_names), text)
-        self._is_stop = "stop" in tensors
-
-    def exec(self, decoupled: bool) -> Iterator[Answer]:
-        assert decoupled
-        if self._is_stop:
-            self.stops.append(self.request_id())
-            assert self.may_stop.wait(WAIT)
-        self.server.model.execute([self])
-        return self._read()
-
-    def _read(self) -> Iterator[Answer]:
-        assert self.sender.is_final.wait(WAIT)
-        [response] = self.sender.responses
-        assert response.error is None
-        yield Answer(response)
-
-
-class RelayUtils(FakePbUtils):
-    InferenceRequest = Inner
+NOT_RELAYED = "the request could not be relayed"
 
 
 @pytest.fixture
-def relay(
-    make_server: Callable[..., Server], server: Server, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TritonPythonModel]:
-    """``tensorrt_llm_bls`` with three threads, before a server that counts for ever."""
+def llm(make_server: Callable[..., Server], tokenizer: None) -> Server:
+    """A server that counts for ever."""
     engine = CountingEngine(
         num_blocks=9000, max_seq_len=9000, before_step=lambda batch: step_slowly()
     )
-    Inner.server = make_server(engine)
-    Inner.stops, Inner.may_stop = [], threading.Event()
-    Inner.may_stop.set()
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", RelayUtils)
+    return make_server(engine)
+
+
+@pytest.fixture
+def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonPythonModel]:
+    """``tensorrt_llm_bls`` with three threads."""
     monkeypatch.setattr(module, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(module, "_CANCEL_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(relay_socket, "_CONNECT_SECONDS", 0.2)
     model = TritonPythonModel()
-    config = {"parameters": {}, "model_transaction_policy": {"decoupled": True}}
-    model.initialize({"model_config": json.dumps(config), "model_name": "tensorrt_llm_bls"})
+    load(model, "tensorrt_llm_bls", {})
     yield model
-    Inner.may_stop.set()
-    Inner.server.model.finalize()
     model.finalize()
 
 
@@ -106,18 +66,25 @@ def send(
     return request.sender
 
 
+def send_and_wait(relay: TritonPythonModel, num_tokens: int) -> FakeSender:
+    sender = send(relay, num_tokens)
+    assert sender.is_final.wait(WAIT)
+    return sender
+
+
+def wait_for_rest(relay: TritonPythonModel, llm: Server) -> None:
+    """Until nothing runs any more, behind the relay and in it."""
+    wait_until(lambda: llm.model._manager.get_num_active_requests() == 0)
+    wait_until(lambda: llm.model._relays.num_open == 0)
+    wait_until(lambda: not relay._relay._live)
+
+
 class SlowSender(FakeSender):
     """Slower than the engine."""
 
     def send(self, response: Any = None, flags: int = 0) -> None:
-        time.sleep(0.005)
+        time.sleep(0.02)
         super().send(response, flags)
-
-
-def wait_for_rest(relay: TritonPythonModel) -> None:
-    """Until nothing runs any more, behind the relay and in it."""
-    wait_until(lambda: Inner.server.model._manager.get_num_active_requests() == 0)
-    wait_until(lambda: not relay._relay._live)
 
 
 class FailingSender(FakeSender):
@@ -134,75 +101,86 @@ class FailingSender(FakeSender):
         super().send(response, flags)
 
 
-def test_clients_that_leave_cost_no_threads_while_a_stop_does_not_return(
-    relay: TritonPythonModel,
+class HeldSender(FakeSender):
+    """Its end waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_ending, self.may_end = threading.Event(), threading.Event()
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if flags:
+            self.is_ending.set()
+            assert self.may_end.wait(WAIT)
+        super().send(response, flags)
+
+
+def test_a_client_that_leaves_has_its_request_stopped(
+    relay: TritonPythonModel, llm: Server
 ) -> None:
     senders = [send(relay) for _ in range(3)]
     for sender in senders:
         assert sender.has_response.wait(WAIT)
     num_threads = threading.active_count()
-    Inner.may_stop.clear()
     for sender in senders:
         sender.cancelled = True
-    wait_until(lambda: bool(Inner.stops))
-    time.sleep(0.1)  # ten looks
-    assert threading.active_count() == num_threads
-    Inner.may_stop.set()
     for sender in senders:
         assert sender.is_final.wait(WAIT)
-    wait_for_rest(relay)
-    assert len(set(Inner.stops)) == 3
-
-
-def test_a_stream_ends_when_no_call_for_it_is_on_its_way(relay: TritonPythonModel) -> None:
-    """Triton may unload the model then."""
-    sender = send(relay, 60)
-    assert sender.has_response.wait(WAIT)
-    Inner.may_stop.clear()
-    sender.cancelled = True
-    wait_until(lambda: bool(Inner.stops))
-    wait_until(lambda: Inner.server.model._manager.get_num_active_requests() == 0)
-    assert not sender.is_final.wait(0.1)
-    Inner.may_stop.set()
-    assert sender.is_final.wait(WAIT)
-    num_stops = len(Inner.stops)
-    time.sleep(0.05)  # five looks
-    assert len(Inner.stops) == num_stops
-
-
-def test_a_send_that_fails_stops_what_was_asked_for(relay: TritonPythonModel) -> None:
-    sender = send(relay, sender=FailingSender())
-    assert sender.is_final.wait(WAIT)
-    assert str(sender.responses[-1].error) == "the request could not be relayed"
-    wait_for_rest(relay)
+        assert all(response.error is None for response in sender.responses)
+    wait_for_rest(relay, llm)
+    assert threading.active_count() <= num_threads
     assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
-def test_a_relay_that_is_slower_than_the_engine_loses_nothing(relay: TritonPythonModel) -> None:
-    sender = send(relay, 500, sender=SlowSender())
-    assert sender.is_final.wait(WAIT)
-    assert ids_of(sender) == list(range(2, 502))
-    wait_for_rest(relay)
-
-
-def test_a_call_for_more_that_fails_stops_what_was_asked_for(
-    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
+def test_the_llm_is_not_drained_before_the_client_was_told(
+    relay: TritonPythonModel, llm: Server
 ) -> None:
-    real, failures = Inner.exec, [RuntimeError("shm full")]
+    """Triton is stopped when it is, and may cut what the relay still has to send."""
+    sender = HeldSender()
+    send(relay, 3, sender)
+    assert sender.is_ending.wait(WAIT)
+    wait_until(lambda: llm.model._frontend.num_live == 0)
+    llm.drain_file.touch()
+    wait_until(lambda: '"draining"' in llm.status_file.read_text())
+    time.sleep(0.3)  # three looks
+    assert '"draining"' in llm.status_file.read_text()
+    sender.may_end.set()
+    wait_until(lambda: '"drained"' in llm.status_file.read_text())
 
-    def fail_once(self: Inner, decoupled: bool) -> Any:
-        if failures and "next" in self.parameters():
-            raise failures.pop()
-        return real(self, decoupled)
 
-    monkeypatch.setattr(Inner, "exec", fail_once)
-    sender = send_and_wait(relay, 8000)
-    assert str(sender.responses[-1].error) == "the request could not be relayed"
-    wait_for_rest(relay)
+def test_a_send_that_fails_stops_what_was_asked_for(relay: TritonPythonModel, llm: Server) -> None:
+    sender = send(relay, sender=FailingSender())
+    assert sender.is_final.wait(WAIT)
+    assert str(sender.responses[-1].error) == NOT_RELAYED
+    wait_for_rest(relay, llm)
+    assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
+
+
+def test_a_relay_that_is_slower_than_the_engine_gets_all_in_fewer_parts(
+    relay: TritonPythonModel, llm: Server
+) -> None:
+    """What it has no room for travels together: it has never much before it."""
+    sender = send(relay, 200, sender=SlowSender())
+    assert sender.is_final.wait(WAIT)
+    assert ids_of(sender) == list(range(2, 202))
+    sizes = [response.output_tensors[0].as_numpy().size for response in sender.responses]
+    assert len(sizes) < 100
+    assert sizes[:10] == [1] * 10
+    assert max(sizes) > 20
+    wait_for_rest(relay, llm)
+
+
+def test_a_slow_reader_holds_up_no_other(relay: TritonPythonModel, llm: Server) -> None:
+    slow = send(relay, 500, sender=SlowSender())
+    assert slow.has_response.wait(WAIT)
+    assert ids_of(send_and_wait(relay, 300)) == list(range(2, 302))
+    assert not slow.is_final.is_set()
+    slow.cancelled = True
+    wait_for_rest(relay, llm)
 
 
 def test_an_answer_that_cannot_be_told_stops_what_was_asked_for(
-    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
+    relay: TritonPythonModel, llm: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(responses: Iterator[Tensors]) -> Iterator[Tensors]:
         yield next(responses)
@@ -217,13 +195,13 @@ def test_an_answer_that_cannot_be_told_stops_what_was_asked_for(
 
         patch.setattr(relay, "translate", translate)
         sender = send_and_wait(relay, 8000)
-    assert str(sender.responses[-1].error) == "the request could not be relayed"
-    wait_for_rest(relay)
+    assert str(sender.responses[-1].error) == NOT_RELAYED
+    wait_for_rest(relay, llm)
 
 
 @pytest.mark.parametrize("parameters", ["{}", '{"inflight_error_codes": true}'])
 def test_an_error_amid_an_answer_ends_it(
-    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch, parameters: str
+    relay: TritonPythonModel, llm: Server, monkeypatch: pytest.MonkeyPatch, parameters: str
 ) -> None:
     sender = send(relay, parameters=parameters)
     assert sender.has_response.wait(WAIT)
@@ -239,40 +217,82 @@ def test_an_error_amid_an_answer_ends_it(
     prefix = "" if parameters == "{}" else "[INTERNAL] "
     assert str(error) == f"{prefix}the engine failed while it ran this request"
     assert error.code == FakePbUtils.TritonError.INTERNAL
-    wait_for_rest(relay)
+    wait_for_rest(relay, llm)
     assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
-def test_a_stop_that_fails_is_tried_again(
-    relay: TritonPythonModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sender = send(relay)
-    assert sender.has_response.wait(WAIT)
-    real, failures = Inner.exec, [RuntimeError("no")]
-
-    def fail_once(self: Inner, decoupled: bool) -> Any:
-        if failures and self._is_stop:
-            raise failures.pop()
-        return real(self, decoupled)
-
-    monkeypatch.setattr(Inner, "exec", fail_once)
-    sender.cancelled = True
-    assert sender.is_final.wait(WAIT)
-    wait_for_rest(relay)
-
-
-def test_too_many_requests_are_a_named_refusal(relay: TritonPythonModel) -> None:
+def test_too_many_requests_are_a_named_refusal(relay: TritonPythonModel, llm: Server) -> None:
     senders = [send(relay) for _ in range(3)]
     text, code = error_of(send_and_wait(relay, 3))
     assert text.startswith("3 requests are on their way through this model, which is the limit")
     assert code == FakePbUtils.TritonError.UNAVAILABLE
     for sender in senders:
         sender.cancelled = True
-    wait_for_rest(relay)
+    wait_for_rest(relay, llm)
     assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
 
 
-def send_and_wait(relay: TritonPythonModel, num_tokens: int) -> FakeSender:
-    sender = send(relay, num_tokens)
+def test_no_more_open_files_are_a_named_refusal(
+    relay: TritonPythonModel, llm: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", fail)
+        text, code = error_of(send_and_wait(relay, 3))
+    assert text == "no connection to 'tensorrt_llm' can be opened: Too many open files"
+    assert code == FakePbUtils.TritonError.UNAVAILABLE
+    assert ids_of(send_and_wait(relay, 3)) == [2, 3, 4]
+
+
+def test_a_model_that_is_not_loaded_is_a_named_refusal(relay: TritonPythonModel) -> None:
+    text, code = error_of(send_and_wait(relay, 3))
+    assert (text, code) == (
+        "the model 'tensorrt_llm' is not loaded",
+        FakePbUtils.TritonError.UNAVAILABLE,
+    )
+
+
+def test_a_model_that_is_loaded_again_at_that_moment_is_waited_for(
+    relay: TritonPythonModel, make_server: Callable[..., Server], tokenizer: None
+) -> None:
+    sender = send(relay, 3)
+    time.sleep(0.05)
+    make_server(CountingEngine())
     assert sender.is_final.wait(WAIT)
-    return sender
+    assert ids_of(sender) == [2, 3, 4]
+
+
+def test_a_process_that_ends_amid_an_answer_is_an_error(relay: TritonPythonModel) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def begin(request: RelayedRequest) -> Iterator[Tensors]:
+        yield {"output_ids": np.array([[2]], np.int32)}
+        has_begun.set()
+        assert may_end.wait(WAIT)
+
+    with answering(begin) as listener:
+        sender = send(relay)
+        assert has_begun.wait(WAIT)
+        for connection in listener._open:
+            listener._loop.call_soon_threadsafe(connection.writer.transport.abort)
+        assert sender.is_final.wait(WAIT)
+        may_end.set()
+    assert ids_of(sender) == [2]
+    error = sender.responses[-1].error
+    assert str(error) == "the process of the model 'tensorrt_llm' has ended"
+    assert error is not None
+    assert error.code == FakePbUtils.TritonError.INTERNAL
+
+
+def test_an_unload_delivers_the_streams_that_are_relayed(
+    relay: TritonPythonModel, llm: Server
+) -> None:
+    """As Triton has those that are not."""
+    sender = send(relay, 300)
+    assert sender.has_response.wait(WAIT)
+    llm.model.finalize()
+    assert sender.is_final.wait(WAIT)
+    assert ids_of(sender) == list(range(2, 302))
+    assert error_of(send_and_wait(relay, 3))[0] == "the model 'tensorrt_llm' is not loaded"

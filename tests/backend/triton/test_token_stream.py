@@ -24,6 +24,8 @@ OUTPUTS = frozenset(
 class Sent:
     """A stream that keeps what is sent."""
 
+    is_behind = False
+
     def __init__(self) -> None:
         self.responses: list[tuple[dict[str, Any], bool]] = []
 

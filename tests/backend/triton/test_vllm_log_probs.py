@@ -47,8 +47,8 @@ def ask(folder: Path, make_server: MakeServer) -> Iterator[Ask]:
         device="cpu", max_batch_size=4, max_num_tokens=64, max_tokens_in_paged_kv_cache=384
     )
     engine: Any = Engine.load(folder, config)
-    server = make_server(engine, gpt_model_path=str(folder))
-    with vllm_model(server, gpt_model_path=str(folder)) as ask:
+    make_server(engine, gpt_model_path=str(folder))
+    with vllm_model(gpt_model_path=str(folder)) as ask:
         yield ask
 
 
@@ -132,7 +132,7 @@ def test_what_is_greedy_reads_as_its_tokens(ask: Ask) -> None:
 @pytest.fixture
 def counting(server: Server) -> Iterator[Ask]:
     """``vllm_model`` over an engine that knows no log probabilities; without a tokenizer."""
-    with vllm_model(server) as ask:
+    with vllm_model() as ask:
         yield ask
 
 
@@ -183,7 +183,7 @@ def test_a_model_without_a_tokenizer_refuses_them_by_name(
     message = "'return_logprobs' needs a tokenizer: set gpt_model_path"
     assert message_of(counting(settings={"logprobs": 1}, return_logprobs=True)).startswith(message)
     # With one, it is the engine that says what it has not.
-    with vllm_model(server, tokenizer_dir=str(tmp_path), gpt_model_path="unread") as ask:
+    with vllm_model(tokenizer_dir=str(tmp_path), gpt_model_path="unread") as ask:
         refused = message_of(ask(settings={"logprobs": 1}, return_logprobs=True))
     assert refused == "'return_log_probs' is not supported by the engine of this server"
 
@@ -195,7 +195,7 @@ def test_a_model_that_loads_a_tokenizer_looks_for_its_server(
     looks: list[str] = []
     monkeypatch.setattr(relay, "exit_with_parent", looks.append)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError), vllm_model(server, gpt_model_path=str(tmp_path)):
+    with pytest.raises(CheckpointError), vllm_model(gpt_model_path=str(tmp_path)):
         pass
     assert looks == ["vllm_model"]
 

@@ -15,7 +15,7 @@ from triton_harness import Server, error_of
 @pytest.fixture
 def ask(server: Server) -> Iterator[Ask]:
     """Send one request to ``vllm_model`` and wait for its end."""
-    with vllm_model(server) as ask:
+    with vllm_model() as ask:
         yield ask
 
 

@@ -1,0 +1,203 @@
+"""The socket of ``tensorrt_llm``: whom it takes requests from, and what becomes of them."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine
+from triton_harness import WAIT, Gate, Server, wait_until
+
+from inflight_backend.triton import relay_socket
+from inflight_backend.triton.relay_messages import (
+    Message,
+    RelayedEnd,
+    RelayedError,
+    RelayedRequest,
+    pack,
+)
+from inflight_backend.triton.relay_socket import address_of, connect, read_messages
+from inflight_client.tensors import make_inputs
+
+PROMPT = {"input_ids": [1], "streaming": True}
+
+
+def packed(num_tokens: int, **values: object) -> bytes:
+    inputs = make_inputs({**PROMPT, "request_output_len": num_tokens, **values})
+    return pack(RelayedRequest(inputs, ["output_ids"]))
+
+
+@contextmanager
+def asking(message: bytes) -> Iterator[socket.socket]:
+    """A connection to ``tensorrt_llm`` that has sent ``message``."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(WAIT)
+        connect(connection, "tensorrt_llm")
+        connection.sendall(message)
+        yield connection
+
+
+def answer_to(message: bytes) -> list[Message]:
+    with asking(message) as connection:
+        answer = []
+        for each in read_messages(connection):
+            answer.append(each)
+            if isinstance(each, RelayedEnd):
+                return answer
+    raise AssertionError("no end")
+
+
+def ids_in(answer: list[Message]) -> list[int]:
+    return [
+        int(each)
+        for part in answer
+        if isinstance(part, dict)
+        for each in np.ravel(part["output_ids"])
+    ]
+
+
+def test_a_request_gets_all_parts_and_an_end_and_nothing_is_kept(server: Server) -> None:
+    assert ids_in(answer_to(packed(30))) == list(range(2, 32))
+    wait_until(lambda: server.model._relays.num_open == 0)
+    assert server.model._dispatcher._pieces == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "code"),
+    [
+        ({"beam_width": 9}, "'beam_width' is 9, more than max_beam_width", "INVALID_ARG"),
+        ({"stop": True}, "a stop request needs the request id", "INVALID_ARG"),
+        ({"lora_task_id": 1}, "'lora_task_id'", "UNSUPPORTED"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_code(
+    server: Server, wrong: dict[str, object], message: str, code: str
+) -> None:
+    [error, end] = answer_to(packed(3, **wrong))
+    assert isinstance(error, RelayedError)
+    assert error.message.startswith(message)
+    assert error.code == code
+    assert isinstance(end, RelayedEnd)
+    assert ids_in(answer_to(packed(3))) == [2, 3, 4]
+
+
+def test_a_request_whose_relay_has_gone_ends(make_server: MakeServer) -> None:
+    engine = CountingEngine(
+        num_blocks=9000, max_seq_len=9000, before_step=lambda batch: time.sleep(0.001)
+    )
+    server = make_server(engine)
+    with asking(packed(8000)) as connection:
+        assert next(read_messages(connection))
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
+    assert len(engine.batches) < 7000
+    wait_until(lambda: server.model._relays.num_open == 0)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 50])
+def test_a_relay_that_goes_amid_its_request_has_asked_nothing(
+    server: Server, num_bytes: int
+) -> None:
+    with asking(packed(3)[:num_bytes]):
+        wait_until(lambda: server.model._relays.num_open == 1)
+    wait_until(lambda: server.model._relays.num_open == 0)
+    assert server.engine.batches == []
+
+
+@pytest.mark.parametrize("message", [pack({}), pack(RelayedEnd()), b"\0\0\0\1\0\0\0\0{"])
+def test_what_is_no_request_ends_its_connection_only(server: Server, message: bytes) -> None:
+    with asking(message) as connection:
+        assert connection.recv(1) == b""
+    assert ids_in(answer_to(packed(3))) == [2, 3, 4]
+
+
+def test_a_frozen_relay_costs_a_few_messages(make_server: MakeServer, gate: Gate) -> None:
+    """The tokens it has no room for are kept as numbers, and sent when it goes on."""
+    server = make_server(
+        CountingEngine(num_blocks=2000, max_seq_len=4000, vocab_size=4000, before_step=gate)
+    )
+    with asking(packed(3000)) as connection:
+        gate.close_after(2500)
+        assert gate.is_reached.wait(WAIT)
+        wait_until(lambda: server.model._dispatcher._queue.empty())
+        [held] = server.model._dispatcher._pieces.values()
+        assert len(held.ids) > 2000
+        answer = iter(read_messages(connection))
+        came = [next(answer) for _ in range(5)]
+        while len(ids_in(came)) < 2499:  # without another token
+            came.append(next(answer))
+        gate.set()
+        came += answer_until_end(answer)
+    assert ids_in(came) == list(range(2, 3002))[: len(ids_in(came))]
+    assert len(ids_in(came)) == 3000
+
+
+def answer_until_end(answer: Iterator[Message]) -> list[Message]:
+    came: list[Message] = []
+    for each in answer:
+        if isinstance(each, RelayedEnd):
+            return came
+        came.append(each)
+    raise AssertionError("no end")
+
+
+STRANGER = """
+import socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.settimeout(10)
+connection.connect(bytes.fromhex(sys.argv[1]))
+try:
+    connection.sendall(bytes.fromhex(sys.argv[2]))
+    print(connection.recv(1))
+except ConnectionError:
+    print(b"")
+"""
+
+
+def test_a_process_that_the_server_has_not_started_is_not_served(server: Server) -> None:
+    """A child of this one, which is in the place of a model: the server has started no child."""
+    address = address_of("tensorrt_llm").hex()
+    command = [sys.executable, "-c", STRANGER, address, packed(3).hex()]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "b''\n"
+    assert server.engine.batches == []
+
+
+def test_who_takes_the_place_of_the_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_socket, "is_sibling", lambda connection: False)
+    with (
+        socket.socket(socket.AF_UNIX) as listening,
+        socket.socket(socket.AF_UNIX) as connection,
+    ):
+        listening.bind(address_of("tensorrt_llm"))
+        listening.listen()
+        with pytest.raises(Exception, match="another process has taken the place of the model"):
+            connect(connection, "tensorrt_llm")
+
+
+def test_a_model_that_is_loaded_again_takes_over(make_server: MakeServer) -> None:
+    """Triton loads the new one first, then unloads the old one."""
+    old, new = make_server(CountingEngine()), make_server(CountingEngine())
+    assert ids_in(answer_to(packed(3))) == [2, 3, 4]
+    old.model.finalize()
+    assert ids_in(answer_to(packed(4))) == [2, 3, 4, 5]
+    assert (len(old.engine.batches), len(new.engine.batches)) == (3, 4)
+
+
+def test_there_are_as_many_open_files_as_requests_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if 0 <= hard < 8192 else 8192
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        relay_socket.allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+        relay_socket.allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (wanted, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,95 @@
+"""Streams whose reader says that it has no room: what comes meanwhile travels together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakePbUtils, FakeSender
+from triton_harness import ids_of, wait_until
+
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton.token_stream import TokenStream
+
+
+class Reader:
+    """A stream of `ResponseDispatcher`; ``is_behind`` as the test wants it."""
+
+    def __init__(self, dispatcher: ResponseDispatcher, request_id: int) -> None:
+        self.is_behind = False
+        self.sender = FakeSender()
+        factory = ResponseFactory(FakePbUtils)
+        stream = ResponseStream(self.sender, factory, lambda: self.is_behind)
+        dispatcher.open(request_id, TokenStream(stream, frozenset({"output_ids"}), constants={}))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each response."""
+        tensors = [each for response in self.sender.responses for each in response.output_tensors]
+        return [tensor.as_numpy().size for tensor in tensors]
+
+
+def put(
+    dispatcher: ResponseDispatcher, request_id: int, tokens: Sequence[int], *, is_final: bool
+) -> None:
+    ids = np.array([tokens], np.int32)
+    dispatcher.send_response(request_id, [("output_ids", ids)], is_final, "")  # type: ignore[list-item]
+
+
+@pytest.fixture
+def dispatcher() -> Any:
+    made = ResponseDispatcher(stop_request=lambda request_id: None)
+    yield made
+    made.close()
+
+
+def test_what_has_no_room_travels_together_once_there_is(dispatcher: ResponseDispatcher) -> None:
+    slow, other = Reader(dispatcher, 1), Reader(dispatcher, 2)
+    put(dispatcher, 1, [1], is_final=False)
+    wait_until(lambda: slow.sizes == [1])
+    slow.is_behind = True
+    for token in (2, 3, 4):
+        put(dispatcher, 1, [token], is_final=False)
+        put(dispatcher, 2, [token], is_final=False)
+    wait_until(lambda: sum(other.sizes) == 3)
+    assert slow.sizes == [1]
+    slow.is_behind = False
+    dispatcher.resume()
+    wait_until(lambda: slow.sizes == [1, 3])
+    assert ids_of(slow.sender) == [1, 2, 3, 4]
+
+
+def test_an_end_does_not_wait(dispatcher: ResponseDispatcher) -> None:
+    """It frees the request's id, and comes last anyway."""
+    slow = Reader(dispatcher, 1)
+    slow.is_behind = True
+    put(dispatcher, 1, [1], is_final=False)
+    put(dispatcher, 1, [2], is_final=True)
+    wait_until(slow.sender.is_final.is_set)
+    assert ids_of(slow.sender) == [1, 2]
+
+
+def test_a_round_that_fails_loses_nothing_of_who_is_not_in_it(
+    dispatcher: ResponseDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, unlucky = Reader(dispatcher, 1), Reader(dispatcher, 2)
+    slow.is_behind = True
+    put(dispatcher, 1, [1], is_final=False)
+    wait_until(lambda: 1 in dispatcher._pieces)
+    real, failures = dispatcher._merge, [MemoryError()]
+
+    def fail_once(item: Any) -> None:
+        if failures:
+            raise failures.pop()
+        real(item)
+
+    monkeypatch.setattr(dispatcher, "_merge", fail_once)
+    put(dispatcher, 2, [1], is_final=True)
+    wait_until(unlucky.sender.is_final.is_set)
+    slow.is_behind = False
+    put(dispatcher, 1, [2], is_final=True)
+    wait_until(slow.sender.is_final.is_set)
+    assert ids_of(slow.sender) == [1, 2]
