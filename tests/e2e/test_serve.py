@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -371,17 +371,29 @@ def active_requests(running: ServeProcess) -> int:
     return int(stats["Active Request Count"])
 
 
+@contextmanager
+def unread(running: ServeProcess, body: dict[str, object]) -> Iterator[None]:
+    """A stream over HTTP from which nothing is read."""
+    content = json.dumps(body).encode()
+    head = f"POST /v2/models/tensorrt_llm/generate_stream HTTP/1.1\r\nHost: {HOST}\r\n"
+    with socket.create_connection((HOST, running.http_port)) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield
+
+
 @pytest.mark.case(71, 119)
 def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: ServeFactory) -> None:
-    """The kernel and Triton take all that is sent; only the age of the connection ends a stream."""
+    """The kernel and Triton take all that is sent: only the age of a connection ends it over gRPC,
+    and a limit of the request's own over HTTP."""
     running = serve(options=["--max-restarts=0", "--max-connection-seconds=1.5"])
     is_over = threading.Event()
     client = grpc.InferenceServerClient(running.grpc_url)
     client.start_stream(callback=lambda result, error: is_over.wait())
     values = make_inputs({"text_input": PROMPT, "max_tokens": LONG})
     client.async_stream_infer("tensorrt_llm", grpc_inputs(values))
-    wait_until_active(running, 1)
-    wait_until_active(running, 0)
+    with unread(running, {"text_input": PROMPT, "max_tokens": LONG, "stream": True}):
+        wait_until_active(running, 2)
+        wait_until_active(running, 0)
     is_over.set()
     client.stop_stream(cancel_requests=True)
     client.close()

@@ -46,7 +46,8 @@ def serve(
         typer.Option(
             min=0.0,
             help="Age at which a gRPC connection takes no new streams; open ones may last as long "
-            "again. It ends streams that nobody reads; 0: never.",
+            "again, and any request twice as long (--set max_run_seconds=...). It ends streams "
+            "that nobody reads; 0: never.",
         ),
     ] = _DEFAULT.max_connection_seconds,
     load_seconds: Annotated[

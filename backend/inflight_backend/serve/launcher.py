@@ -73,6 +73,7 @@ def _log_in(log_file: Path) -> Iterator[int]:
 def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspace) -> list[str]:
     """Fill the workspace and return the command line of the server."""
     values = {
+        **_run_limit(settings.max_connection_seconds),
         **settings.parameters,
         "gpt_model_path": str(settings.model),
         "status_file": str(workspace.status_file),
@@ -102,6 +103,11 @@ def _connection_age(seconds: float) -> tuple[str, ...]:
     milliseconds = round(1000 * seconds)
     names = ("--grpc-max-connection-age", "--grpc-max-connection-age-grace")
     return tuple(f"{name}={milliseconds}" for name in names if milliseconds)
+
+
+def _run_limit(connection_seconds: float) -> dict[str, str]:
+    """The same for HTTP, whose connections have no age: what a gRPC stream may last at most."""
+    return {"max_run_seconds": str(2 * connection_seconds)} if connection_seconds else {}
 
 
 def _logging_for_nobody() -> tuple[str, ...]:

@@ -38,7 +38,8 @@ class ServeSettings:
     """One run of the launcher. ``parameters`` are the values of ``--set``, checked.
 
     ``max_connection_seconds``: of a gRPC connection, and again as long for the streams that are
-    still open on it; 0: for ever. ``load_seconds``: how long loading may stand still.
+    still open on it; twice that for any request, unless `max_run_seconds` is among the parameters;
+    0: for ever. ``load_seconds``: how long loading may stand still.
     ``is_decoupled`` False: one response per request, no streaming.
     """
 
