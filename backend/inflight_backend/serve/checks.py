@@ -56,10 +56,23 @@ def has_tokenizer(settings: ServeSettings) -> bool:
     return find_file(settings.tokenizer_dir, "tokenizer.json") is not None
 
 
-def check_ports(host: str, ports: Mapping[str, int]) -> None:
-    """`ConfigurationError` unless every port is free on ``host`` and no two are the same."""
+def address_of(host: str) -> str:
+    """The address that ``host`` stands for, or `ConfigurationError`.
+
+    Triton does not look names up: its HTTP would listen on 255.255.255.255, where nobody finds it.
+    """
     if ":" in host:
         raise ConfigurationError(f"--host {host}: tritonserver listens on IPv4 addresses only")
+    if not host:
+        raise ConfigurationError("--host is empty: give an address, 0.0.0.0 for all there are")
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError):  # as a name that is too long
+        raise ConfigurationError(f"--host {host}: no such address") from None
+
+
+def check_ports(host: str, ports: Mapping[str, int]) -> None:
+    """`ConfigurationError` unless every port is free on ``host`` and no two are the same."""
     taken: dict[int, str] = {}
     for option, port in ports.items():
         if port in taken:
@@ -74,8 +87,6 @@ def _check_port(host: str, option: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except socket.gaierror:
-            raise ConfigurationError(f"--host {host}: no such address") from None
         except OSError as error:
             raise ConfigurationError(
                 f"{option} {port} cannot be used on {host} ({error.strerror}): "

@@ -35,7 +35,8 @@ _ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """One run of the launcher. ``parameters`` are the values of ``--set``, checked.
+    """One run of the launcher. ``host`` is an address. ``parameters`` are the values of ``--set``,
+    checked.
 
     ``max_connection_seconds``: of a gRPC connection, and again as long for the streams that are
     still open on it; 0: for ever. ``load_seconds``: how long loading may stand still.

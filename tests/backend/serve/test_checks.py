@@ -10,6 +10,7 @@ import pytest
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.checks import (
+    address_of,
     check_checkpoint,
     check_install,
     check_ports,
@@ -79,11 +80,30 @@ def test_two_options_with_one_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "message"), [("::1", "IPv4 addresses only"), ("no.such.invalid", "--host no.such")]
+    ("host", "message"),
+    [
+        ("::1", "IPv4 addresses only"),
+        ("no.such.invalid", "--host no.such"),
+        ("x" * 64, "no such address"),
+        ("", "--host is empty"),
+    ],
 )
 def test_unusable_host(host: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_ports(host, {"--http-port": 1 << 15})
+        address_of(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("127.1", "127.0.0.1"),
+        ("0", "0.0.0.0"),
+        ("10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_a_host_becomes_an_address(host: str, address: str) -> None:
+    assert address_of(host) == address
 
 
 def test_the_server_of_this_environment_passes() -> None:
