@@ -67,6 +67,26 @@ def test_tokenizer_folder_given_must_hold_one(checkpoint: Path, tmp_path: Path) 
         check_settings(settings)
 
 
+def test_a_path_that_triton_s_python_cannot_open_is_refused(checkpoint: Path) -> None:
+    folder = checkpoint.rename(checkpoint.with_name("j\u00fcrgen"))
+    with pytest.raises(ConfigurationError, match=r"--model .*/j\u00fcrgen: .* only paths of ASCII"):
+        check_settings(ServeSettings(model=folder))
+    settings = ServeSettings(model=checkpoint, parameters={"record_file": "/r\u00e9cits"})
+    with pytest.raises(ConfigurationError, match=r"record_file .* only paths of ASCII"):
+        check_settings(settings)
+    with pytest.raises(ConfigurationError, match="only paths of ASCII"):
+        check_settings(ServeSettings(model=Path("/bytes-\udcff")))
+
+
+@pytest.mark.parametrize("folder", ["/tmp/my files", "/tmp/j\u00fcrgen", "/tmp/$HOME", "/tmp/a'b"])
+def test_temporary_files_from_where_no_model_starts_are_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", folder)
+    with pytest.raises(ConfigurationError, match="set TMPDIR to a path of ASCII letters"):
+        check_settings(ServeSettings(model=checkpoint))
+
+
 def test_port_in_use_names_option_port_and_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
