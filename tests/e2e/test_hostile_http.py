@@ -38,8 +38,10 @@ def post(server: ServeProcess, body: str) -> httpx.Response:
         ("[]", {500}),
         ('{"text_input": {"a": 1}, "max_tokens": 4}', {500}),
         ('{"text_input": "1", "max_tokens": 1e99}', {500}),
+        ('{"stop": []}', {400}),  # no row
+        ('{"request_output_len": []}', {400}),
     ],
-    ids=["deep", "huge", "doubled", "cut off", "list", "object", "overflow"],
+    ids=["deep", "huge", "doubled", "cut off", "list", "object", "overflow", "no row", "none"],
 )
 def test_odd_json_is_refused_fast(server: ServeProcess, body: str, statuses: set[int]) -> None:
     began = time.monotonic()
