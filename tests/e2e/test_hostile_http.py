@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -37,8 +38,10 @@ def post(server: ServeProcess, body: str) -> httpx.Response:
         ("[]", {500}),
         ('{"text_input": {"a": 1}, "max_tokens": 4}', {500}),
         ('{"text_input": "1", "max_tokens": 1e99}', {500}),
+        ('{"stop": []}', {400}),  # no row
+        ('{"request_output_len": []}', {400}),
     ],
-    ids=["deep", "huge", "doubled", "cut off", "list", "object", "overflow"],
+    ids=["deep", "huge", "doubled", "cut off", "list", "object", "overflow", "no row", "none"],
 )
 def test_odd_json_is_refused_fast(server: ServeProcess, body: str, statuses: set[int]) -> None:
     began = time.monotonic()
@@ -59,6 +62,19 @@ def test_a_client_cannot_make_the_server_log_more(server: ServeProcess) -> None:
         pytest.raises(InferenceServerException, match="restricted"),
     ):
         client.update_log_settings({"log_verbose_level": 1})
+
+
+def test_a_client_cannot_reach_the_memory_that_server_and_model_share(server: ServeProcess) -> None:
+    """Its name is in an error of Triton 24.10, and who registers it can write there."""
+    region = next(each for each in Path("/dev/shm").iterdir() if each.name.startswith("inflight-"))
+    url = f"{server.http_url}/v2/systemsharedmemory/region/mine/register"
+    body = {"key": f"/{region.name}", "offset": 0, "byte_size": 1024}
+    assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 403
+    with (
+        grpcclient.InferenceServerClient(server.grpc_url) as client,
+        pytest.raises(InferenceServerException, match="restricted"),
+    ):
+        client.register_system_shared_memory("mine", f"/{region.name}", 1024)
 
 
 @pytest.mark.case(39)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from contextlib import closing
 from importlib import metadata
@@ -13,19 +15,43 @@ from pathlib import Path
 from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.install import TritonInstall
-from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.serve.settings import PATH_KEYS, ServeSettings
 from inflight_backend.stub_checks import check_numpy
 
 _LOADER_FAILED = 127
 _STUB_SECONDS = 20
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@%=:,~^-]+")
 
 
 def check_settings(settings: ServeSettings) -> None:
     """`ConfigurationError` unless checkpoint, tokenizer folder, host and ports can be served."""
+    check_paths(settings)
     check_checkpoint(settings.model)
     if "tokenizer_dir" in settings.parameters and not has_tokenizer(settings):
         raise ConfigurationError(f"tokenizer_dir {settings.tokenizer_dir} has no tokenizer.json")
     check_ports(settings.host, settings.ports)
+
+
+def check_paths(settings: ServeSettings) -> None:
+    """`ConfigurationError` for a folder or file that Triton or the Python in it cannot open.
+
+    That Python takes every path for ASCII, whatever the locale says, and would find nothing there.
+    Triton starts it by a shell with paths below TMPDIR as they are, and waits for it for ever.
+    """
+    paths = {"--model": str(settings.model)}
+    paths |= {name: settings.parameters.get(name, "") for name in PATH_KEYS}
+    for name, path in paths.items():
+        if not path.isascii():
+            raise ConfigurationError(
+                f"{name} {path}: tritonserver opens only paths of ASCII characters; make a link to "
+                "it that has such a path, and give that"
+            )
+    folder = tempfile.gettempdir()
+    if not _PLAIN_PATH.fullmatch(folder):
+        raise ConfigurationError(
+            f"temporary files are in {folder!r}, from where tritonserver cannot start a model: set "
+            "TMPDIR to a path of ASCII letters, digits and ._/-"
+        )
 
 
 def check_install(install: TritonInstall, environment: Mapping[str, str]) -> None:
@@ -56,10 +82,23 @@ def has_tokenizer(settings: ServeSettings) -> bool:
     return find_file(settings.tokenizer_dir, "tokenizer.json") is not None
 
 
-def check_ports(host: str, ports: Mapping[str, int]) -> None:
-    """`ConfigurationError` unless every port is free on ``host`` and no two are the same."""
+def address_of(host: str) -> str:
+    """The address that ``host`` stands for, or `ConfigurationError`.
+
+    Triton does not look names up: its HTTP would listen on 255.255.255.255, where nobody finds it.
+    """
     if ":" in host:
         raise ConfigurationError(f"--host {host}: tritonserver listens on IPv4 addresses only")
+    if not host:
+        raise ConfigurationError("--host is empty: give an address, 0.0.0.0 for all there are")
+    try:
+        return socket.gethostbyname(host)
+    except (OSError, UnicodeError):  # as a name that is too long
+        raise ConfigurationError(f"--host {host}: no such address") from None
+
+
+def check_ports(host: str, ports: Mapping[str, int]) -> None:
+    """`ConfigurationError` unless every port is free on ``host`` and no two are the same."""
     taken: dict[int, str] = {}
     for option, port in ports.items():
         if port in taken:
@@ -74,8 +113,6 @@ def _check_port(host: str, option: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except socket.gaierror:
-            raise ConfigurationError(f"--host {host}: no such address") from None
         except OSError as error:
             raise ConfigurationError(
                 f"{option} {port} cannot be used on {host} ({error.strerror}): "

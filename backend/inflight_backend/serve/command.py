@@ -14,6 +14,7 @@ from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_ove
 
 _DEFAULT = ServeSettings()
 _HIGHEST_PORT = 65535
+_MAX_CONNECTION_SECONDS = 2_000_000.0  # gRPC counts milliseconds in 31 bits
 
 
 def _port(what: str) -> typer.models.OptionInfo:
@@ -45,6 +46,7 @@ def serve(
         float,
         typer.Option(
             min=0.0,
+            max=_MAX_CONNECTION_SECONDS,
             help="Age at which a gRPC connection takes no new streams; open ones may last as long "
             "again, and any request twice as long (--set max_run_seconds=...). It ends streams "
             "that nobody reads; 0: never.",
@@ -65,7 +67,9 @@ def serve(
     ] = _DEFAULT.is_verbose,
 ) -> None:
     """Serve a checkpoint with Triton Inference Server until Ctrl-C."""
-    from inflight_backend.serve.launcher import run  # only this command pays for its imports
+    # Only this command pays for these imports.
+    from inflight_backend.serve.checks import address_of
+    from inflight_backend.serve.launcher import run
 
     folder = model.absolute() if model is not None else DEMO_MODEL
     try:
@@ -73,7 +77,7 @@ def serve(
         run(
             ServeSettings(
                 model=folder,
-                host=host,
+                host=address_of(host),
                 http_port=http_port,
                 grpc_port=grpc_port,
                 metrics_port=metrics_port,

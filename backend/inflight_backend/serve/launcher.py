@@ -92,7 +92,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         f"--grpc-keepalive-time={_KEEPALIVE_MS}",
         f"--grpc-keepalive-timeout={_KEEPALIVE_TIMEOUT_MS}",
         *_connection_age(settings.max_connection_seconds),
-        *_logging_for_nobody(),
+        *_closed_interfaces(),
         *(f"--{name}-address={settings.host}" for name in ("http", "grpc", "metrics")),
         *(f"{option}={port}" for option, port in settings.ports.items()),
     ]
@@ -110,10 +110,12 @@ def _run_limit(connection_seconds: float) -> dict[str, str]:
     return {"max_run_seconds": str(2 * connection_seconds)} if connection_seconds else {}
 
 
-def _logging_for_nobody() -> tuple[str, ...]:
-    """Verbose logging, which any client may turn on else, is 100 KB for a stream of 60 tokens: it
-    takes a password then, which nobody knows."""
-    rule = f"logging:inflight={secrets.token_hex(16)}"
+def _closed_interfaces() -> tuple[str, ...]:
+    """They take a password, which nobody knows. Verbose logging, which any client may turn on else,
+    is 100 KB for a stream of 60 tokens. Who may register shared memory can write in what server and
+    model share, once its name is known: since it has our prefix, no Triton refuses that by itself.
+    """
+    rule = f"logging,shared-memory:inflight={secrets.token_hex(16)}"
     return f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -23,6 +24,7 @@ from inflight_backend.serve.messages import say
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
+_MAX_FILES = 2**16
 _KILLED_SECONDS = 30.0  # to give much memory back; who needs more waits in a driver
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,7 +46,7 @@ class ServerProcess:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_prepare,
             )
         except OSError as error:
             raise ServingError(f"cannot start {command[0]}: {error.strerror}") from None
@@ -143,5 +145,11 @@ def _in_words(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _die_with_parent() -> None:
+def _prepare() -> None:
+    """In the server, before it is one: it dies with its parent, and each connection takes one of
+    the descriptors it may have, of which most machines give 1,024 to who does not ask for more."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -19,7 +19,7 @@ _OPTION_FOR_KEY = {
     "status_file": "inflight serve keeps this file itself",
     "drain_file": "inflight serve keeps this file itself",
 }
-_PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
+PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
 _MODEL_NAME_KEY = "tensorrt_llm_model_name"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _TEXT_MODEL_KEYS = {
@@ -35,7 +35,8 @@ _ANY_ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """One run of the launcher. ``parameters`` are the values of ``--set``, checked.
+    """One run of the launcher. ``host`` is an address. ``parameters`` are the values of ``--set``,
+    checked.
 
     ``max_connection_seconds``: of a gRPC connection, and again as long for the streams that are
     still open on it; twice that for any request, unless `max_run_seconds` is among the parameters;
@@ -114,7 +115,7 @@ def parse_overrides(
             raise ConfigurationError(f"--set cannot change {key}: {_OPTION_FOR_KEY[key]}")
         if key in values:
             raise ConfigurationError(f"--set gives {key} twice: {values[key]!r} and {value!r}")
-        values[key] = str(Path(value).absolute()) if key in _PATH_KEYS and value else value
+        values[key] = str(Path(value).absolute()) if key in PATH_KEYS and value else value
     _parse_for_llm(values, model)
     return values
 

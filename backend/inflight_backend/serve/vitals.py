@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import time
 from pathlib import Path
 
+from inflight_backend.awake_clock import AwakeClock
 from inflight_backend.errors import ServerKilled, ServingError
 from inflight_backend.serve.log import explain, explain_abort
 from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
@@ -34,7 +34,8 @@ class Vitals:
         self._server = server
         stall_seconds = settings.llm_parameters.stall_seconds
         self._silence_seconds = stall_seconds + 2 * _PROBE_PERIOD_SECONDS
-        self._answered_at = self._probed_at = self._beat_at = self._loaded_at = time.monotonic()
+        self._clock = AwakeClock(longest_turn=self._silence_seconds / 2)
+        self._answered_at = self._probed_at = self._beat_at = self._loaded_at = self._clock.now()
         self._last_beat = 0
         self._last_stage = _stage_of(None)
         self._unhealthy_since: float | None = None
@@ -63,7 +64,7 @@ class Vitals:
 
     def check_loading(self, status: ModelStatus | None) -> None:
         """Fail if nothing is heard of the model, or its load stands still for too long."""
-        now = time.monotonic()
+        now = self._clock.now()
         stage = _stage_of(status)
         if stage != self._last_stage:
             self._last_stage, self._loaded_at = stage, now
@@ -82,12 +83,12 @@ class Vitals:
         """Fail if the model says that nothing moves, or nothing is heard of model or server."""
         self._check_health_of_model(read_status(self._workspace.status_file))
         self._check_beat()
-        now = time.monotonic()
+        now = self._clock.now()
         if now - self._probed_at >= _PROBE_PERIOD_SECONDS:
             self._probed_at = now
             if self.is_answering("live"):
-                self._answered_at = time.monotonic()
-        silence = time.monotonic() - self._answered_at
+                self._answered_at = self._clock.now()
+        silence = self._clock.now() - self._answered_at
         if silence > self._silence_seconds:
             raise ServingError(f"tritonserver has not answered for {silence:.0f} s")
 
@@ -134,7 +135,7 @@ class Vitals:
         return {model: found.get(model) for model in added} if LLM_MODEL_NAME in found else {}
 
     def _check_beat(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         beat = beat_of(self._workspace.status_file)
         if beat != self._last_beat:
             self._last_beat, self._beat_at = beat, now
@@ -145,7 +146,7 @@ class Vitals:
         if status is None or status.phase != "unhealthy":
             self._unhealthy_since = None
             return
-        now = time.monotonic()
+        now = self._clock.now()
         self._unhealthy_since = self._unhealthy_since or now
         if now - self._unhealthy_since >= _FAREWELL_SECONDS:
             raise ServingError(f"the model is not healthy: {status.fields['error']}")

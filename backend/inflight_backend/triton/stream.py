@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from inflight_backend.private_log import get_logger
+from inflight_client.protocol import RELAY_OUTPUT
 
 _logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 
 _CLOSE_SECONDS = 0.5  # a send takes 0.1 ms
+_LARGE_BYTES = (
+    2**18
+)  # smaller ones have room in the 1 MiB of shared memory that a model begins with
 
 
 class TritonSender(Protocol):
@@ -119,7 +123,9 @@ class ResponseStream:
 
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
         """Send one response with ``tensors`` (none: only the news that this is the end)."""
-        self._send(self._factory.tensors(tensors), is_final)
+        self._send(
+            self._factory.tensors(tensors), is_final, is_large=is_final and _is_large(tensors)
+        )
 
     def end(self) -> None:
         """End the stream without another response."""
@@ -194,10 +200,10 @@ class ResponseStream:
         finally:
             self._let_go()
 
-    def _send(self, response: Any, is_final: bool) -> None:
+    def _send(self, response: Any, is_final: bool, *, is_large: bool = False) -> None:
         self._lock.acquire()
         try:
-            self._send_locked(response, is_final)
+            self._send_locked(response, is_final, is_large=is_large)
         finally:
             self._let_go()
 
@@ -207,13 +213,20 @@ class ResponseStream:
         if self._is_to_be_closed and not self._is_closed:
             self.close()
 
-    def _send_locked(self, response: Any, is_final: bool) -> None:
+    def _send_locked(self, response: Any, is_final: bool, *, is_large: bool = False) -> None:
+        """A large response leaves before the news that it was the last: where shared memory is full
+        it cannot be sent, and after a try with that flag Triton takes nothing more, not even an
+        error.
+        """
         if self._is_closed or (self._last_error is not None and not is_final):
             return
         if self._last_error is not None:
-            response = self._factory.error(*self._last_error)
+            response, is_large = self._factory.error(*self._last_error), False
         if is_final:
             self._close_for_good()
+        if is_final and is_large:
+            self._sender.send(response)
+            response = None
         self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
         self._has_ended = is_final
 
@@ -232,3 +245,13 @@ class ResponseStream:
         was_closed, self._is_closed = self._is_closed, True
         if self._on_final is not None and not was_closed:
             self._on_final()  # the id is free just before the last response leaves
+
+
+def _is_large(tensors: Mapping[str, Array]) -> bool:
+    """True for what may need more shared memory; who relays can take one response only."""
+    return RELAY_OUTPUT not in tensors and sum(map(_num_bytes, tensors.values())) > _LARGE_BYTES
+
+
+def _num_bytes(tensor: Array) -> int:
+    """What it takes in shared memory, as good as."""
+    return sum(map(len, tensor.flat)) if tensor.dtype.hasobject else tensor.nbytes

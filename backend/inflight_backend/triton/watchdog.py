@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import faulthandler
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from inflight_backend.awake_clock import AwakeClock
 from inflight_backend.private_log import get_logger
 
 _logger = get_logger(__name__)
@@ -85,9 +85,9 @@ class _Watch:
         self._num_moves = -1
         self._since = 0.0
 
-    def is_stuck(self, limit: float) -> bool:
+    def is_stuck(self, limit: float, now: float) -> bool:
         """True from ``limit`` busy seconds without a move until the next one."""
-        now, num_moves = time.monotonic(), self._mover.num_moves()
+        num_moves = self._mover.num_moves()
         if num_moves != self._num_moves or not self._mover.is_busy():
             self._num_moves, self._since = num_moves, now
         return now - self._since > limit
@@ -117,8 +117,11 @@ class Watchdog:
 
     def _run(self) -> None:
         watches = [_Watch(mover) for mover in self._watched.movers]
+        limit = self._stall_seconds
+        clock = AwakeClock(longest_turn=limit / 2)
         while not self._is_closing.wait(self._period):
-            self._judge(any([watch.is_stuck(self._stall_seconds) for watch in watches]))
+            now = clock.now()
+            self._judge(any([watch.is_stuck(limit, now) for watch in watches]))
             self._safely(self._watched.beat)
 
     def _judge(self, is_stalled: bool) -> None:

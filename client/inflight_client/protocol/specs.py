@@ -30,9 +30,9 @@ DTYPE_TO_NUMPY: dict[str, type[np.generic]] = {
 class TensorSpec:
     """One tensor of the model.
 
-    ``dims`` are without the batch dimension. ``is_scalar``: the model sees one value per row
-    (``reshape: {shape: []}`` in the config). ``neutral`` is the value that may be sent although the
-    tensor is not honoured; None means that sending it at all is refused.
+    ``dims`` are without the batch dimension. ``is_scalar``: one value per row. ``neutral`` is the
+    value that may be sent although the tensor is not honoured; None means that sending it at all is
+    refused.
     """
 
     name: str

@@ -10,6 +10,7 @@ import pytest
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.checks import (
+    address_of,
     check_checkpoint,
     check_install,
     check_ports,
@@ -66,6 +67,26 @@ def test_tokenizer_folder_given_must_hold_one(checkpoint: Path, tmp_path: Path) 
         check_settings(settings)
 
 
+def test_a_path_that_triton_s_python_cannot_open_is_refused(checkpoint: Path) -> None:
+    folder = checkpoint.rename(checkpoint.with_name("j\u00fcrgen"))
+    with pytest.raises(ConfigurationError, match=r"--model .*/j\u00fcrgen: .* only paths of ASCII"):
+        check_settings(ServeSettings(model=folder))
+    settings = ServeSettings(model=checkpoint, parameters={"record_file": "/r\u00e9cits"})
+    with pytest.raises(ConfigurationError, match=r"record_file .* only paths of ASCII"):
+        check_settings(settings)
+    with pytest.raises(ConfigurationError, match="only paths of ASCII"):
+        check_settings(ServeSettings(model=Path("/bytes-\udcff")))
+
+
+@pytest.mark.parametrize("folder", ["/tmp/my files", "/tmp/j\u00fcrgen", "/tmp/$HOME", "/tmp/a'b"])
+def test_temporary_files_from_where_no_model_starts_are_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", folder)
+    with pytest.raises(ConfigurationError, match="set TMPDIR to a path of ASCII letters"):
+        check_settings(ServeSettings(model=checkpoint))
+
+
 def test_port_in_use_names_option_port_and_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -79,11 +100,30 @@ def test_two_options_with_one_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "message"), [("::1", "IPv4 addresses only"), ("no.such.invalid", "--host no.such")]
+    ("host", "message"),
+    [
+        ("::1", "IPv4 addresses only"),
+        ("no.such.invalid", "--host no.such"),
+        ("x" * 64, "no such address"),
+        ("", "--host is empty"),
+    ],
 )
 def test_unusable_host(host: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_ports(host, {"--http-port": 1 << 15})
+        address_of(host)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("localhost", "127.0.0.1"),
+        ("127.1", "127.0.0.1"),
+        ("0", "0.0.0.0"),
+        ("10.1.2.3", "10.1.2.3"),
+    ],
+)
+def test_a_host_becomes_an_address(host: str, address: str) -> None:
+    assert address_of(host) == address
 
 
 def test_the_server_of_this_environment_passes() -> None:

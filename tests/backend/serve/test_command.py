@@ -11,7 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from inflight_backend.serve import launcher
 from inflight_backend.serve.command import serve
+from inflight_backend.serve.settings import ServeSettings
 
 app = typer.Typer()
 app.command()(serve)
@@ -21,6 +23,7 @@ app.command()(serve)
     ("arguments", "message"),
     [
         (["--model", "nowhere"], "nowhere does not exist"),
+        (["--host", ""], "--host is empty"),
         (["--set", "nonsense"], "--set needs key=value, got 'nonsense'"),
         (["--set", "max_batchsize=3"], "did you mean max_batch_size?"),
         (["--set", "max_batch_size=lots"], "max_batch_size must be a whole number, got 'lots'"),
@@ -54,9 +57,24 @@ def test_two_equal_ports_are_refused(tmp_path: Path) -> None:
     assert "--http-port and --grpc-port are both 31999" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--http-port", "0"], ["--drain-seconds", "-1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--http-port", "0"],
+        ["--drain-seconds", "-1"],
+        ["--max-connection-seconds", "inf"],
+        ["--max-connection-seconds", "1e10"],
+    ],
+)
 def test_numbers_out_of_range_are_refused(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+def test_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[ServeSettings] = []
+    monkeypatch.setattr(launcher, "run", settings.append)
+    serve(host="localhost")
+    assert settings[0].host == "127.0.0.1"
 
 
 def test_command_is_registered_under_its_name() -> None:

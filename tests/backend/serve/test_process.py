@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from inflight_backend.serve.process import ServerProcess, children_of, end_of, i
 POLITE = "import time; print('up', flush=True); time.sleep(60)"
 # The kernel keeps 15 bytes of a name: the first half of a character at the end.
 CUT_NAME = "import ctypes; ctypes.CDLL(None).prctl(15, 'abcdefghijklmn\u00fc'.encode()); " + POLITE
+LIMIT = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE
 # A "server" with a "model process" that ignores SIGTERM; it says the pid of the latter.
 PARENT = f"""
@@ -65,6 +67,20 @@ def test_polite_process_ends_on_sigterm(tmp_path: Path) -> None:
     assert process.exit_status() is None
     process.stop(30, not_hurried)
     assert process.exit_status() == "killed by SIGTERM"
+
+
+@pytest.mark.case(72)
+def test_a_server_may_have_more_connections_than_a_shell_gives_descriptors(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard > 1024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        process, told = start(LIMIT, tmp_path / "log")
+        process.stop(0, not_hurried)
+        assert int(told) == min(hard, 2**16)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard), "ours stays as it is"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_stubborn_process_is_killed_after_the_grace_time(tmp_path: Path) -> None:

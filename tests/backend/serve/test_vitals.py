@@ -36,6 +36,7 @@ print(server.server_port, flush=True)
 server.serve_forever()
 """
 STALL = 1.0
+SILENCE = STALL + 0.2  # with the probes of `running`
 LOAD = 2.0
 ADDED = ("tensorrt_llm_bls", "preprocessing")
 
@@ -129,6 +130,14 @@ def test_a_model_process_that_is_silent_is_found(running: Running) -> None:
     running.watch(0.2)
     with pytest.raises(ServingError, match="the model process was silent for"):
         running.watch(30.0, has_beat=False)
+
+
+def test_a_machine_that_was_stopped_and_goes_on_has_missed_nothing(running: Running) -> None:
+    """`docker pause`: server, model and launcher stand still, the clock does not."""
+    running.watch(0.2)
+    time.sleep(4 * SILENCE)
+    running.watch(0.2, has_beat=False)
+    running.watch(0.2)
 
 
 def test_a_model_that_says_it_is_stuck_may_say_goodbye(running: Running) -> None:

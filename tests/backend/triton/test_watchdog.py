@@ -13,7 +13,7 @@ from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import Gate, Server, error_of, full_disk, ids_of, wait_until
 
 from inflight_backend.status import beat_of, read_status
-from inflight_backend.triton.watchdog import Watchdog, Watched
+from inflight_backend.triton.watchdog import Mover, Progress, Watchdog, Watched
 from inflight_scheduler import ScheduledBatch
 
 STALL = 0.3
@@ -119,6 +119,27 @@ def test_the_beat_goes_on_and_a_failing_action_does_not_end_it() -> None:
         assert beats.acquire(timeout=10)
     watchdog.close()
     assert not watchdog.is_stalled
+
+
+def test_a_process_that_was_stopped_and_goes_on_has_missed_nothing() -> None:
+    """The watchdog stands still with those whom it watches, and looks before they have moved."""
+    stall, progress, goes_on, stalls = 0.8, Progress(), threading.Event(), []
+
+    def stand_still() -> None:
+        if not goes_on.is_set():
+            time.sleep(2 * stall)
+            goes_on.set()
+
+    with progress:
+        watched = Watched(
+            [Mover.of(progress)], lambda: stalls.append(1), on_move=stalls.clear, beat=stand_still
+        )
+        watchdog = Watchdog(watched, stall)
+        assert goes_on.wait(20)
+        time.sleep(0.4 * stall)  # one look, and not yet a second one
+        assert not stalls
+    watchdog.close()
+    assert not stalls
 
 
 def test_the_beat_renews_the_status_file(make_server: MakeServer) -> None:
