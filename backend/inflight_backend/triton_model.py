@@ -104,10 +104,10 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Stop what still runs, and every thread but one that is stuck."""
         faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
-        self._arrivals.drain()
         self._relays.shut()
         while not (self._relays.is_done or self._watchdog.is_stalled):  # Triton knows not of these
             time.sleep(_LEAVING_CHECK_SECONDS)
+        self._arrivals.drain()  # not before: no model loaded again would get what has come
         try:
             self._frontend.end_all(_LEAVING)
         finally:

@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any
 
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.relay_messages import (
@@ -27,6 +28,7 @@ _logger = get_logger(__name__)
 
 _BACKLOG = 4096
 _BIND_PAUSE = 0.05
+_ACCEPT_PAUSE = 1.0  # while too many files are open
 _CLOSE_SECONDS = 1.0  # for what waits to be written; a message takes 0.02 ms
 _SEND_BUFFER_BYTES = 2**13
 """Some twenty tokens of a stream. A relay that is slower than the engine has few of them before it
@@ -36,11 +38,10 @@ then, and those behind them travel together."""
 class RelayConnection:
     """The way back of one relayed request, in place of Triton's sender; a send never waits."""
 
-    def __init__(
-        self, writer: asyncio.StreamWriter, post: Callable[[RelayConnection, bytes], None]
-    ) -> None:
+    writer: asyncio.StreamWriter  # from before there is a request
+
+    def __init__(self, post: Callable[[RelayConnection, bytes], None]) -> None:
         """``post`` takes, from any thread, what is to be written to ``writer``."""
-        self.writer = writer
         self._post = post
         self._num_posted = self.num_written = 0
         self._is_ended = False
@@ -92,9 +93,10 @@ class RelayListener:
         self._accepted = queue.SimpleQueue()
         self._posted: deque[tuple[RelayConnection, bytes]] = deque()
         self._is_writing = False
-        self._waits: set[asyncio.Task[None]] = set()  # for room; the loop itself would forget them
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself would forget them
         self._loop = asyncio.new_event_loop()
         self._shutting, self._closing = asyncio.Event(), asyncio.Event()
+        self._is_shut = False
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for run, name in ((self._run, "RelayListener"), (self._take, "RelayAccept"))
@@ -109,11 +111,11 @@ class RelayListener:
 
     @property
     def is_done(self) -> bool:
-        """True while no answer has still to be written."""
-        return all(connection.is_done for connection in list(self._open))
+        """True once no more requests come (see `shut`) and no answer has still to be written."""
+        return self._is_shut and all(connection.is_done for connection in list(self._open))
 
     def shut(self) -> None:
-        """Take no more requests; what has been taken goes on."""
+        """Take no more requests; those of relays that have connected are taken and go on."""
         self._tell(self._shutting.set)
 
     def close(self) -> None:
@@ -150,41 +152,69 @@ class RelayListener:
         except BaseException:
             _logger.exception("no more requests can be relayed")
         finally:
+            self._is_shut = True
             self._loop.close()
 
     async def _listen(self) -> None:
-        server = await self._bind()
-        await self._shutting.wait()
-        if server is not None:
-            server.close()
+        if (listening := await self._bind()) is not None:
+            with listening:
+                self._watch(listening)
+                await self._shutting.wait()
+                listening.shutdown(socket.SHUT_RD)  # who comes later asks a model loaded again
+                self._accept_all(listening)
+                self._loop.remove_reader(listening)
+        self._is_shut = True
         await self._closing.wait()
-        for connection in self._open:
-            connection.writer.transport.abort()
-        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _bind(self) -> asyncio.AbstractServer | None:
+    async def _bind(self) -> socket.socket | None:
         while not self._shutting.is_set():
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                return await asyncio.start_unix_server(
-                    self._serve,
-                    self._address,  # type: ignore[arg-type]  # bytes are a path as well
-                    backlog=_BACKLOG,
-                )
+                listening.bind(self._address)
+                listening.listen(_BACKLOG)
+                return listening
             except OSError as error:
+                listening.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
             await asyncio.sleep(_BIND_PAUSE)
         return None
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _watch(self, listening: socket.socket) -> None:
+        if listening.fileno() >= 0:
+            self._loop.add_reader(listening, self._accept_all, listening)
+
+    def _accept_all(self, listening: socket.socket) -> None:
+        """Every relay that has connected; asyncio's own servers lose those when they are closed."""
+        while True:
+            try:
+                unix_socket, _ = listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                _logger.error("no relay can connect for a while: %s", error.strerror)
+                self._loop.remove_reader(listening)
+                self._loop.call_later(_ACCEPT_PAUSE, self._watch, listening)
+                return
+            connection = RelayConnection(self._post)
+            self._open.add(connection)  # now, for `is_done`
+            self._start(self._serve(connection, unix_socket))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: RelayConnection, unix_socket: socket.socket) -> None:
         """One request: its relay closes when it has passed on the end, or does not need it."""
-        connection = RelayConnection(writer, self._post)
-        self._open.add(connection)
         try:
-            unix_socket = writer.get_extra_info("socket")
             if is_sibling(unix_socket):
                 unix_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-                writer.transport.set_write_buffer_limits(0)
+                reader, connection.writer = await asyncio.open_unix_connection(sock=unix_socket)
+                connection.writer.transport.set_write_buffer_limits(0)
                 self._accepted.put((await _read_request(reader), connection))
                 await reader.read(1)
         except (OSError, asyncio.IncompleteReadError):
@@ -194,7 +224,10 @@ class RelayListener:
         finally:
             connection.is_gone = True
             self._open.discard(connection)
-            writer.close()
+            if hasattr(connection, "writer"):
+                connection.writer.transport.abort()
+            else:
+                unix_socket.close()
 
     def _write(self) -> None:
         self._is_writing = False  # first: what is posted from now on asks again
@@ -202,12 +235,10 @@ class RelayListener:
             connection, message = self._posted.popleft()
             if not connection.is_gone:
                 connection.writer.write(message)
-            connection.num_written += 1
             if connection.writer.transport.get_write_buffer_size() and not connection.is_behind:
                 connection.is_behind = True
-                wait = self._loop.create_task(self._wait_for_room(connection))
-                self._waits.add(wait)
-                wait.add_done_callback(self._waits.discard)
+                self._start(self._wait_for_room(connection))
+            connection.num_written += 1  # last, for `is_done`
 
     async def _wait_for_room(self, connection: RelayConnection) -> None:
         try:

@@ -6,8 +6,10 @@ import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -188,6 +190,31 @@ def test_a_model_that_is_loaded_again_takes_over(make_server: MakeServer) -> Non
     old.model.finalize()
     assert ids_in(answer_to(packed(4))) == [2, 3, 4, 5]
     assert (len(old.engine.batches), len(new.engine.batches)) == (3, 4)
+
+
+def test_no_request_is_lost_while_the_model_is_loaded_again(make_server: MakeServer) -> None:
+    """Those that have connected to the old one, or have asked it just now, are served by it."""
+    server = make_server(CountingEngine())
+    answers: list[list[Message]] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            answers.append(answer_to(packed(3)))
+
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(ask) for _ in range(8)]
+        try:
+            for _ in range(5):
+                new = make_server(CountingEngine())
+                time.sleep(0.05)
+                server.model.finalize()
+                server = new
+        finally:
+            is_over.set()
+    for each in asking:
+        each.result()
+    assert {tuple(ids_in(answer)) for answer in answers} == {(2, 3, 4)}
 
 
 def test_there_are_as_many_open_files_as_requests_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
