@@ -55,11 +55,21 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"top_p": 0.5}, {"runtime_top_p": 0.5}),
         ({"top_k": 5}, {"runtime_top_k": 5}),
+        ({"top_k": -1}, {"runtime_top_k": 0}),
         ({"min_tokens": 2}, {"min_length": 2}),
         ({"seed": 7}, {"random_seed": 7}),
         ({"seed": -1}, {"random_seed": 2**64 - 1}),
-        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
-        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        # On the wire penalties count the prompt as well, and weigh whatever the temperature is.
+        ({"presence_penalty": -2}, {"presence_penalty": -2.0, "prompt_ignore_length": 2**31 - 1}),
+        (
+            {"frequency_penalty": 0.5, "presence_penalty": 0, "temperature": 2},
+            {
+                "frequency_penalty": 0.25,
+                "presence_penalty": 0.0,
+                "temperature": 2.0,
+                "prompt_ignore_length": 2**31 - 1,
+            },
+        ),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"min_p": 0.1, "cache_salt": "me"}, {"min_p": 0.1, "cache_salt": "me"}),
         ({"stop": "x"}, {"stop_words": ["x"]}),
