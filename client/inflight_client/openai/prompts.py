@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight_client.errors import InvalidArgument
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
-from inflight_client.openai.errors import ApiError, bad_field
+from inflight_client.openai.errors import TOO_LONG, ApiError, bad_field
 
 _MAX_BYTES_PER_TOKEN = 128
 
@@ -44,9 +44,12 @@ class PromptReader:
         """The ids of ``text``; `ApiError` if it cannot fit."""
         if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
             limit = self.limits.max_input_len
-            raise bad_field(
+            raise ApiError(
+                400,
+                f"{param}: {len(text)} characters are more than can fit max_input_len = {limit} "
+                "tokens",
                 param,
-                f"{len(text)} characters are more than can fit max_input_len = {limit} tokens",
+                TOO_LONG,
             )
         # The batch call gives the interpreter lock back while it works.
         [encoding] = self._tokenizer.encode_batch_fast(

@@ -313,5 +313,32 @@ def test_a_feature_that_the_server_lacks_is_a_bad_request() -> None:
     assert (error.status, error.param) == (400, "seed")
 
 
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("the prompt has 101 tokens, more than max_input_len = 99", "context_length_exceeded"),
+        (
+            "prompt (9 tokens) + request_output_len (99) = 108, more than max_seq_len = 100",
+            "context_length_exceeded",
+        ),
+        ("'random_seed' is not supported", None),
+    ],
+)
+def test_a_text_that_does_not_fit_has_the_code_that_clients_look_for(
+    message: str, code: str | None
+) -> None:
+    assert from_upstream(ServerError(message, "INVALID_ARG")).code == code
+
+
+def test_a_text_too_long_to_be_read_has_that_code_as_well(reader: PromptReader) -> None:
+    for parse, fields in (
+        (completion, {"prompt": "x" * 20_000}),
+        (chat, {"messages": [{"role": "user", "content": "x" * 20_000}]}),
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse(reader, **fields)
+        assert caught.value.code == "context_length_exceeded"
+
+
 def test_errors_translate_names_of_the_wire_only() -> None:
     assert set(TENSOR_TO_FIELD) <= set(INPUT_BY_NAME)
