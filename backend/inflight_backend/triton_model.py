@@ -21,6 +21,7 @@ from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.private_log import get_logger
+from inflight_backend.request_validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
@@ -191,7 +192,7 @@ class TritonPythonModel:
             "model": checkpoint.name,
             "policy": self._manager.policy.name.lower(),
             "max_batch_size": parameters.max_batch_size,
-            "max_seq_len": engine.max_seq_len,
+            "max_seq_len": longest_text(self._manager.limits),
             "num_blocks": engine.num_blocks,
             "tokens_per_block": engine.tokens_per_block,
             "device": engine.device_name,
