@@ -53,7 +53,7 @@ TENSOR_TO_FIELD = {
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a text that does not fit: clients look for it, to shorten what they send."""
 
-_LIMIT_OF_LENGTH = re.compile(r"\bmax_(seq|input)_len\b")
+_LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV blocks)\b")
 _TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
 
 

@@ -321,6 +321,15 @@ def test_a_feature_that_the_server_lacks_is_a_bad_request() -> None:
             "prompt (9 tokens) + request_output_len (99) = 108, more than max_seq_len = 100",
             "context_length_exceeded",
         ),
+        (
+            "prompt of 90 plus 1 output tokens needs 3 KV blocks of 32 tokens, but there are 2; "
+            "ask for less or raise max_tokens_in_paged_kv_cache",
+            "context_length_exceeded",
+        ),
+        (
+            "prompt of 90 tokens exceeds max_num_tokens=60; shorten the prompt",
+            "context_length_exceeded",
+        ),
         ("'random_seed' is not supported", None),
     ],
 )
