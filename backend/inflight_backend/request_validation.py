@@ -7,6 +7,7 @@ no value of a request may raise inside the loop.
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,18 @@ class RequestLimits:
     guided_end_id: int = -1
     max_draft_len: int = 0
     check_processor: Callable[[InferenceRequest], None] = _has_none
+
+
+def longest_text(limits: RequestLimits) -> int:
+    """Tokens of the longest prompt and answer together that are served, if there is one beam.
+
+    ``max_seq_len``, or less: the KV pool or the token budget may be smaller.
+    """
+
+    def is_too_long(num_tokens: int) -> bool:
+        return limits.refusal_reason(LlmRequest(0, [0], num_tokens - 1)) is not None
+
+    return 1 + bisect_left(range(2, limits.max_seq_len + 1), True, key=is_too_long)
 
 
 def validate(request: InferenceRequest, limits: RequestLimits) -> LlmRequest:

@@ -23,11 +23,14 @@ def integer(request: InferenceRequest, name: str, default: int, minimum: int, ma
 def number(
     request: InferenceRequest, name: str, default: float, minimum: float, maximum: float
 ) -> float:
-    """A finite number within its bounds; ``default`` if it was not sent."""
+    """A finite number within its bounds; ``default`` if it was not sent.
+
+    The bounds are rounded as the number was on its way: the FP32 nearest to 1e-6 is less than that.
+    """
     if not request.has_tensor(name):
         return default
     value = float(request.get_tensor(name).reshape(-1)[0])
-    if not np.isfinite(value) or not minimum <= value <= maximum:
+    if not np.isfinite(value) or not np.float32(minimum) <= value <= np.float32(maximum):
         raise InvalidRequest(
             f"'{name}' is {value:g}; it must be a finite number{_bounds(minimum, maximum)}"
         )

@@ -23,6 +23,7 @@ from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
 from inflight_backend.private_log import get_logger
+from inflight_backend.request_validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
@@ -47,6 +48,7 @@ _STDERR = 2
 _DRAIN_CHECK_SECONDS = 0.1
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
 _LEAVING_CHECK_SECONDS = 0.05
+_FROZEN_RELAY_SECONDS = 5.0
 _STALLED = "the server makes no progress; send the request elsewhere"
 _FAILING = "one step after the other fails"
 _DRAINING = "the server is shutting down; send the request elsewhere"
@@ -104,9 +106,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Stop what still runs, and every thread but one that is stuck."""
         faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
-        self._relays.shut()
-        while not (self._relays.is_done or self._watchdog.is_stalled):  # Triton knows not of these
-            time.sleep(_LEAVING_CHECK_SECONDS)
+        self._finish_relayed()
         self._arrivals.drain()  # not before: no model loaded again would get what has come
         try:
             self._frontend.end_all(_LEAVING)
@@ -116,6 +116,19 @@ class TritonPythonModel:
             while threads.is_alive() and not self._watchdog.is_stalled:
                 threads.join(_LEAVING_CHECK_SECONDS)
             self._watchdog.close()
+
+    def _finish_relayed(self) -> None:
+        """Deliver the streams that are relayed, as Triton waits for its own before it unloads; what
+        a relay that is frozen does not take is not waited for long."""
+        self._relays.shut()
+        moved_at = time.monotonic()
+        while not (self._relays.is_done or self._watchdog.is_stalled):
+            now = time.monotonic()
+            if self._frontend.num_live:
+                moved_at = now
+            elif now - moved_at > _FROZEN_RELAY_SECONDS:
+                return
+            time.sleep(_LEAVING_CHECK_SECONDS)
 
     def _end_threads(self) -> None:
         """In the order in which they feed one another."""
@@ -195,7 +208,7 @@ class TritonPythonModel:
             "model": checkpoint.name,
             "policy": self._manager.policy.name.lower(),
             "max_batch_size": parameters.max_batch_size,
-            "max_seq_len": engine.max_seq_len,
+            "max_seq_len": longest_text(self._manager.limits),
             "num_blocks": engine.num_blocks,
             "tokens_per_block": engine.tokens_per_block,
             "device": engine.device_name,
@@ -250,6 +263,7 @@ class TritonPythonModel:
         if self._drain_file is None or not self._drain_file.exists():
             return
         self._arrivals.drain()
+        self._relays.shut()  # else one that asks again and again would have no end
         if not self._is_draining:
             self._is_draining = self._status.write("draining")
         if stop_file_of(self._drain_file).exists():

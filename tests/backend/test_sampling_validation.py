@@ -121,6 +121,14 @@ def test_everything_arrives() -> None:
     assert request.stop_words == ((4,), (5, 4))
 
 
+@pytest.mark.parametrize("name", ["runtime_top_p_min", "runtime_top_p_decay", "repetition_penalty"])
+def test_the_smallest_number_is_allowed(name: str) -> None:
+    """As the FP32 it travels as, which is a little less: 1e-6 is TensorRT-LLM's own default of the
+    first."""
+    sampling = accept(**{name: 1e-6}).sampling
+    assert getattr(sampling, name.removeprefix("runtime_")) == np.float32(1e-6)
+
+
 def test_empty_lists_ask_for_nothing() -> None:
     empty = np.empty((2, 0))
     request = accept(stop_words_list=empty, bad_words_list=[[0], [-1]], embedding_bias=[])

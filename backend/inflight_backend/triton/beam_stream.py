@@ -51,15 +51,23 @@ class BeamTexts:
         """The text of one beam; O(tokens). Without what may be the beginning of a stop word, or of
         a character, unless ``is_final``."""
         new_ids = list(ids[self.num_prompt_ids :])
-        if self.stop_words:
-            new_ids = StopTokens(self.stop_words).push(new_ids, is_final=is_final)
+        text, has_stopped = self._write(new_ids, is_final)
+        if self.stop_words and not has_stopped:  # a text goes as far as a word in it
+            certain = StopTokens(self.stop_words).push(new_ids, is_final=is_final)
+            text, _ = self._write(certain, is_final)
+        return (self.prefix + text).encode()
+
+    def _write(self, ids: list[int], is_final: bool) -> tuple[str, bool]:
+        """The text of ``ids`` up to a word given as text, and whether there is one."""
         detokenizer = IncrementalDetokenizer(self.codec, self.prompt_ids)
-        text = detokenizer.push(new_ids)
+        text = detokenizer.push(ids)
         if is_final:
             text += detokenizer.finish()
-        if self.stop_texts:
-            text = StopText(self.stop_texts).push(text, is_final=is_final)
-        return (self.prefix + text).encode()
+        if not self.stop_texts:
+            return text, False
+        stop = StopText(self.stop_texts)
+        text = stop.push(text, is_final=is_final)
+        return text, stop.is_hit
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from inflight_backend.checkpoint_files import find_file
-from inflight_backend.request_validation import RequestLimits
+from inflight_backend.request_validation import RequestLimits, longest_text
 from inflight_backend.text import TextCodec
 
 TOKENIZER_FILES = (
@@ -20,6 +20,8 @@ TOKENIZER_FILES = (
 
 class ModelDescription:
     """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, and ``files``.
+
+    The limits are those of one request alone, whatever sets them: more is always refused.
 
     ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text. No path of
     this machine is told. The files are read when first asked for; `CheckpointError` at once, and
@@ -39,10 +41,11 @@ class ModelDescription:
     def to_json(self) -> str:
         """The description; ``OSError`` or ``ValueError`` if a file cannot be read as text."""
         if not self._text:
+            longest = longest_text(self._limits)
             content = {
                 "model": self._name,
-                "max_input_len": self._limits.max_input_len,
-                "max_seq_len": self._limits.max_seq_len,
+                "max_input_len": min(self._limits.max_input_len, longest),
+                "max_seq_len": longest,
                 "vocab_size": self._limits.vocab_size,
                 "end_id": self._end_id,
                 "files": {p.name: p.read_text(encoding="utf-8") for p in self._paths()},

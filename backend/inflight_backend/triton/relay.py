@@ -50,10 +50,11 @@ _NOT_RELAYED = "the request could not be relayed"
 
 
 class _Errand:
-    """One request on its way: the connection, and the stream that gets the answer."""
+    """One request on its way: its message, the connection, and the stream that gets the answer."""
 
-    def __init__(self, stream: ResponseStream) -> None:
+    def __init__(self, stream: ResponseStream, message: bytes) -> None:
         self.stream = stream
+        self.message = message
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.is_stopped = self.is_over = False
         self._is_closed = False
@@ -111,27 +112,27 @@ class Relay:
             )
         packed = pack(RelayedRequest(dict(inputs), requested))  # Triton may take the inputs back
         try:
-            errand = _Errand(stream)
+            errand = _Errand(stream, packed)
         except OSError as error:
             raise CapacityExceeded(
                 f"no connection to '{self._model_name}' can be opened: {error.strerror}"
             ) from None
         self._live.add(errand)
-        self._pool.submit(self._run, errand, packed, convert)
+        self._pool.submit(self._run, errand, convert)
 
     def close(self) -> None:
         """Let what runs end, then stop the threads."""
         self._pool.shutdown()
         self._housekeeper.close()
 
-    def _run(self, errand: _Errand, packed: bytes, convert: Convert) -> None:
+    def _run(self, errand: _Errand, convert: Convert) -> None:
         """Pass the parts on; whatever happens, the stream ends exactly once, the connection last:
         until then ``tensorrt_llm`` must not leave."""
         stream = errand.stream
         errors: list[RelayedError] = []
         whole: Tensors = {}
         try:
-            for tensors in convert(_told(self._parts_of(errand, packed), errors)):
+            for tensors in convert(_told(self._parts_of(errand), errors)):
                 if self._is_decoupled:
                     stream.send(tensors, is_final=False)
                 else:
@@ -152,13 +153,14 @@ class Relay:
         errand.close()
         self._live.discard(errand)
 
-    def _parts_of(self, errand: _Errand, packed: bytes) -> Iterator[Part]:
+    def _parts_of(self, errand: _Errand) -> Iterator[Part]:
         """All parts of the answer; an error if it has no end, but for who has left."""
         try:
             connect(errand.connection, self._model_name)
             if errand.is_stopped:
                 return
-            errand.connection.sendall(packed)
+            errand.connection.sendall(errand.message)
+            errand.message = b""  # which may be a prompt of many MB
             for message in read_messages(errand.connection):
                 if isinstance(message, RelayedEnd):
                     errand.is_over = True

@@ -106,7 +106,7 @@ class RelayListener:
 
     @property
     def num_open(self) -> int:
-        """Relayed requests whose relay has not closed yet: it does when its own client was told."""
+        """Requests whose relay has not closed yet: it does when its own client was told."""
         return len(self._open)
 
     @property
@@ -210,11 +210,13 @@ class RelayListener:
 
     async def _serve(self, connection: RelayConnection, unix_socket: socket.socket) -> None:
         """One request: its relay closes when it has passed on the end, or does not need it."""
+        writer = None
         try:
             if is_sibling(unix_socket):
                 unix_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-                reader, connection.writer = await asyncio.open_unix_connection(sock=unix_socket)
-                connection.writer.transport.set_write_buffer_limits(0)
+                reader, writer = await asyncio.open_unix_connection(sock=unix_socket)
+                writer.transport.set_write_buffer_limits(0)
+                connection.writer = writer
                 self._accepted.put((await _read_request(reader), connection))
                 await reader.read(1)
         except (OSError, asyncio.IncompleteReadError):
@@ -224,10 +226,10 @@ class RelayListener:
         finally:
             connection.is_gone = True
             self._open.discard(connection)
-            if hasattr(connection, "writer"):
-                connection.writer.transport.abort()
-            else:
+            if writer is None:
                 unix_socket.close()
+            else:
+                writer.transport.abort()
 
     def _write(self) -> None:
         self._is_writing = False  # first: what is posted from now on asks again
@@ -243,7 +245,7 @@ class RelayListener:
     async def _wait_for_room(self, connection: RelayConnection) -> None:
         try:
             await connection.writer.drain()
-        except ConnectionError:
+        except OSError:
             pass  # it has gone
         finally:
             connection.is_behind = False

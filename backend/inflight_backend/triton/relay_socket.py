@@ -62,10 +62,12 @@ def connect(connection: socket.socket, model: str) -> None:
             break
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
-                raise CapacityExceeded(f"the model '{model}' is not loaded") from None
+                raise CapacityExceeded(
+                    f"the model '{model}' is not loaded, or the server is shutting down"
+                ) from None
         time.sleep(_CONNECT_PAUSE)
     if not is_sibling(connection):
-        raise CapacityExceeded(f"another process has taken the place of the model '{model}'")
+        raise CapacityExceeded(f"the model '{model}' has gone, or another process is in its place")
 
 
 def read_messages(connection: socket.socket) -> Iterator[Message]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.request_json import read_json_object
 from inflight_backend.request_outputs import MAX_TOP_LOG_PROBS
 from inflight_backend.triton.beam_stream import has_beams
+from inflight_client import penalties
 from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
 
 Array = npt.NDArray[Any]
@@ -40,6 +41,11 @@ _KEY_TO_TENSOR = {
 }
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
+    "length_penalty": 1,
+    "stop_token_ids": [],
+    "bad_words": [],
+    "logit_bias": {},
+    "detokenize": True,
     _LOG_PROBS: False,
     "use_beam_search": False,
     "early_stopping": False,
@@ -48,9 +54,11 @@ _NEUTRAL: Mapping[str, Any] = {
     "spaces_between_special_tokens": True,
     "include_stop_str_in_output": False,
 }
-"""Key -> the value that asks for nothing; Triton's OpenAI frontend sends the first two."""
+"""Key -> the value that asks for nothing, as vLLM's default does; Triton's OpenAI frontend sends
+``best_of`` and ``logprobs``."""
 _DRAW = np.array([[1.0]], dtype=np.float32)  # vLLM's top_p when none is given
 _MAX_STOP_STRINGS = 64
+_IGNORED = "prompt_ignore_length"
 _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
 
 
@@ -81,13 +89,20 @@ def expand(inputs: Mapping[str, Array], *, has_log_probs: bool = False) -> Mappi
     if tensor is None:
         return inputs
     result = {name: value for name, value in inputs.items() if name != _NAME}
-    for key, value in _read_object(tensor).items():
+    content = _read_object(tensor)
+    if content.get("max_tokens", 0) is None:
+        raise InvalidRequest(
+            f"'{_NAME}': max_tokens must be a whole number, or left out: null, no limit, is not "
+            "supported"
+        )
+    for key, value in content.items():
         if value is None or _is_neutral(key, value) or (has_log_probs and key == _LOG_PROBS):
             continue
         name, expanded = _expand(key, value)
         if name in result:
             raise InvalidRequest(f"'{_NAME}': {key} is given twice, also as '{name}'")
         result[name] = expanded
+    _translate_penalties(result, [key for key in penalties.NAMES if content.get(key) is not None])
     if not has_beams(result):
         # Without any filter our wire has the likeliest token, whatever the temperature.
         result.setdefault("runtime_top_p", _DRAW)
@@ -111,6 +126,17 @@ def with_request_parameters(
         return inputs
     text = json.dumps(parameters).encode()
     return {**inputs, _NAME: np.array([text], dtype=np.object_)}
+
+
+def _translate_penalties(tensors: dict[str, Array], names: Sequence[str]) -> None:
+    """Have those of ``names``, which are vLLM's, count and weigh as they do there."""
+    values = {name: tensors[name].item() for name in names}
+    temperature = tensors.get("temperature")
+    if temperature is not None and temperature.size == 1 and temperature.dtype == np.float32:
+        values["temperature"] = temperature.item()  # else validation names what is wrong with it
+    for name, value in penalties.to_wire(values).items():
+        if name != _IGNORED or name not in tensors:
+            tensors[name] = np.array([[value]], dtype=DTYPE_TO_NUMPY[INPUT_BY_NAME[name].dtype])
 
 
 def _is_neutral(key: str, value: Any) -> bool:

@@ -10,16 +10,13 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from inflight_backend.private_log import get_logger
-from inflight_client.protocol import RELAY_OUTPUT
 
 _logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 
 _CLOSE_SECONDS = 0.5  # a send takes 0.1 ms
-_LARGE_BYTES = (
-    2**18
-)  # smaller ones have room in the 1 MiB of shared memory that a model begins with
+_LARGE_BYTES = 2**18  # less has room in the 1 MiB of shared memory that a model begins with
 
 
 class TritonSender(Protocol):
@@ -248,8 +245,8 @@ class ResponseStream:
 
 
 def _is_large(tensors: Mapping[str, Array]) -> bool:
-    """True for what may need more shared memory; who relays can take one response only."""
-    return RELAY_OUTPUT not in tensors and sum(map(_num_bytes, tensors.values())) > _LARGE_BYTES
+    """True for what may need more shared memory."""
+    return sum(map(_num_bytes, tensors.values())) > _LARGE_BYTES
 
 
 def _num_bytes(tensor: Array) -> int:

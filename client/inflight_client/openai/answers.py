@@ -12,11 +12,11 @@ from typing import Any
 
 from inflight_client.openai.log_probs import (
     TokenLogProbs,
-    TokenText,
     for_chat,
     for_completion,
 )
 from inflight_client.openai.parsing import GenerationJob
+from inflight_client.openai.tokens import TokenOf
 from inflight_client.openai.upstream import Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -80,7 +80,7 @@ def usage(job: GenerationJob, choices: Sequence[Choice]) -> dict[str, int]:
 
 
 def whole_answer(
-    head: Head, job: GenerationJob, choices: Sequence[Choice], token_text: TokenText
+    head: Head, job: GenerationJob, choices: Sequence[Choice], token_of: TokenOf
 ) -> dict[str, Any]:
     """The body of an answer that was not streamed."""
     rows = []
@@ -88,7 +88,7 @@ def whole_answer(
         text = "".join(choice.texts)
         log_probs = None
         if job.has_log_probs:
-            log_probs = _log_probs(job, choice.log_probs, token_text, 0)
+            log_probs = _log_probs(job, choice.log_probs, token_of, 0)
         content: dict[str, Any] = {"text": text}
         if job.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -106,9 +106,9 @@ def whole_answer(
 class EventWriter:
     """Writes the events of one stream."""
 
-    def __init__(self, head: Head, job: GenerationJob, token_text: TokenText) -> None:
+    def __init__(self, head: Head, job: GenerationJob, token_of: TokenOf) -> None:
         self._job = job
-        self._token_text = token_text
+        self._token_of = token_of
         self._start = f'data: {json.dumps(head.fields(is_chunk=True))[:-1]}, "choices": ['
         # With usage asked for, every event has the field, null but in the last one.
         self._no_usage = ', "usage": null' if job.includes_usage else ""
@@ -128,7 +128,7 @@ class EventWriter:
         log_probs = "null"
         if self._job.has_log_probs:
             offset = choice.num_characters
-            rows = _log_probs(self._job, piece.log_probs, self._token_text, offset)
+            rows = _log_probs(self._job, piece.log_probs, self._token_of, offset)
             log_probs = json.dumps(rows)
         choice.num_characters += len(piece.text)
         content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
@@ -159,8 +159,8 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 
 def _log_probs(
-    job: GenerationJob, rows: Sequence[TokenLogProbs], token_text: TokenText, offset: int
+    job: GenerationJob, rows: Sequence[TokenLogProbs], token_of: TokenOf, offset: int
 ) -> dict[str, Any]:
     if job.is_chat:
-        return for_chat(rows, token_text)
-    return for_completion(rows, token_text, offset, has_top=job.num_top_log_probs > 0)
+        return for_chat(rows, token_of)
+    return for_completion(rows, token_of, offset, has_top=job.num_top_log_probs > 0)

@@ -160,9 +160,8 @@ class Front:
         choices = new_choices(job)
         async for piece in pieces:
             choices[piece.index].add(piece)
-        token_text = self._reader.token_text
         body = await self._threads.run(
-            place, lambda: json.dumps(whole_answer(head, job, choices, token_text)).encode()
+            place, lambda: json.dumps(whole_answer(head, job, choices, self._reader.token)).encode()
         )
         response = web.Response(body=body, content_type="application/json", charset="utf-8")
         with place.writing():
@@ -180,7 +179,7 @@ class Front:
     ) -> web.StreamResponse:
         """Headers leave with the first piece: a request refused by the server gets its status."""
         first = await anext(pieces, None)
-        writer = EventWriter(head, job, self._reader.token_text)
+        writer = EventWriter(head, job, self._reader.token)
         choices = new_choices(job)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         with place.writing():

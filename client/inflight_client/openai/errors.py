@@ -50,6 +50,10 @@ TENSOR_TO_FIELD = {
 }
 """What a parameter is called on the wire -> what OpenAI's clients call it."""
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a text that does not fit: clients look for it, to shorten what they send."""
+
+_LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV blocks)\b")
 _TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
 
 
@@ -119,5 +123,5 @@ def _from_server(error: ServerError) -> ApiError:
         status,
         _TENSOR.sub(lambda match: TENSOR_TO_FIELD[match[1]], message),
         TENSOR_TO_FIELD[found[1]] if found else None,
-        "context_length_exceeded" if "max_seq_len" in message else None,
+        TOO_LONG if _LIMIT_OF_LENGTH.search(message) else None,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import codecs
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TokenText = Callable[[int], str]
+from inflight_client.openai.tokens import Token, TokenOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,12 @@ def read_log_probs(
     ]
 
 
-def for_chat(rows: Iterable[TokenLogProbs], token_text: TokenText) -> dict[str, Any]:
+def for_chat(rows: Iterable[TokenLogProbs], token_of: TokenOf) -> dict[str, Any]:
     """``logprobs`` of a chat's choice."""
 
     def entry(token_id: int, log_prob: float) -> dict[str, Any]:
-        text = token_text(token_id)
-        return {"token": text, "logprob": log_prob, "bytes": _bytes(text)}
+        text, data = token_of(token_id)
+        return {"token": text, "logprob": log_prob, "bytes": None if data is None else list(data)}
 
     content = [
         {**entry(row.token_id, row.log_prob), "top_logprobs": [entry(*each) for each in row.top]}
@@ -48,33 +49,34 @@ def for_chat(rows: Iterable[TokenLogProbs], token_text: TokenText) -> dict[str, 
 
 
 def for_completion(
-    rows: Sequence[TokenLogProbs], token_text: TokenText, offset: int, *, has_top: bool
+    rows: Sequence[TokenLogProbs], token_of: TokenOf, offset: int, *, has_top: bool
 ) -> dict[str, Any]:
     """``logprobs`` of a completion's choice; ``offset``: characters of the answer before these.
 
     The chosen token is among the likeliest even where it is not one of them, as OpenAI has it.
     """
-    texts = [token_text(row.token_id) for row in rows]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
+    tokens = [token_of(row.token_id) for row in rows]
     return {
-        "tokens": texts,
+        "tokens": [token.text for token in tokens],
         "token_logprobs": [row.log_prob for row in rows],
-        "top_logprobs": [_likeliest(row, token_text) for row in rows] if has_top else None,
-        "text_offset": offsets,
+        "top_logprobs": [_likeliest(row, token_of) for row in rows] if has_top else None,
+        "text_offset": _offsets(tokens, offset),
     }
 
 
-def _likeliest(row: TokenLogProbs, token_text: TokenText) -> dict[str, float]:
+def _offsets(tokens: Sequence[Token], offset: int) -> list[int]:
+    """Where each of ``tokens`` begins; those of one character begin where that stands."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets = []
+    for text, data in tokens:
+        offsets.append(offset)
+        offset += len(text if data is None else decoder.decode(data))
+    return offsets
+
+
+def _likeliest(row: TokenLogProbs, token_of: TokenOf) -> dict[str, float]:
     """By text; of tokens with one text (halves of characters) the likeliest counts."""
     found: dict[str, float] = {}
     for token_id, log_prob in [*row.top, (row.token_id, row.log_prob)]:
-        found.setdefault(token_text(token_id), log_prob)
+        found.setdefault(token_of(token_id).text, log_prob)
     return found
-
-
-def _bytes(text: str) -> list[int] | None:
-    """The bytes of a token's text; None for half a character, which has no text of its own."""
-    return None if "\ufffd" in text else list(text.encode())

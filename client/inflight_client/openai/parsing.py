@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from inflight_client import penalties
 from inflight_client.openai.errors import ApiError, bad_field, model_not_found
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
@@ -43,7 +44,7 @@ _NUMBERS: Mapping[str, tuple[str, float, float]] = {
 """Field -> tensor and bounds; the last two are no fields of OpenAI's but common among servers."""
 
 _INTEGERS: Mapping[str, tuple[str, int, int]] = {
-    "top_k": ("runtime_top_k", 0, _INT32_MAX),
+    "top_k": ("runtime_top_k", -1, _INT32_MAX),
     "min_tokens": ("min_length", 0, _INT32_MAX),
 }
 
@@ -176,16 +177,17 @@ def _job(
 
 
 def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
-    values: dict[str, object] = {}
+    numbers: dict[str, float] = {}
     for field, (tensor, low, high) in _NUMBERS.items():
         if (number := body.number(field, low, high)) is not None:
-            values[tensor] = number
+            numbers[tensor] = number
+    values: dict[str, object] = {**numbers, **penalties.to_wire(numbers)}
     # OpenAI's default. Without any filter the server takes the likeliest token, whatever the
     # temperature, whose default is 1 with both.
     values.setdefault("runtime_top_p", 1.0)
     for field, (tensor, lowest, highest) in _INTEGERS.items():
         if (integer := body.integer(field, lowest, highest)) is not None:
-            values[tensor] = integer
+            values[tensor] = max(integer, 0)  # -1 is vLLM's top_k for all tokens
     seed = body.integer("seed", -_INT64_MAX - 1, _INT64_MAX)
     if seed is not None:
         values["random_seed"] = seed % 2**64

@@ -9,7 +9,8 @@ from typing import Any
 
 from inflight_client.errors import InvalidArgument
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
-from inflight_client.openai.errors import ApiError, bad_field
+from inflight_client.openai.errors import TOO_LONG, ApiError, bad_field
+from inflight_client.openai.tokens import TokenOf, TokenReader
 
 _MAX_BYTES_PER_TOKEN = 128
 
@@ -32,6 +33,7 @@ class PromptReader:
     ) -> None:
         self.name = name
         self.limits = limits
+        self.token: TokenOf = TokenReader(tokenizer)
         self._tokenizer = tokenizer
         self._template = template
 
@@ -44,9 +46,12 @@ class PromptReader:
         """The ids of ``text``; `ApiError` if it cannot fit."""
         if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
             limit = self.limits.max_input_len
-            raise bad_field(
+            raise ApiError(
+                400,
+                f"{param}: {len(text)} characters are more than can fit max_input_len = {limit} "
+                "tokens",
                 param,
-                f"{len(text)} characters are more than can fit max_input_len = {limit} tokens",
+                TOO_LONG,
             )
         # The batch call gives the interpreter lock back while it works.
         [encoding] = self._tokenizer.encode_batch_fast(
@@ -69,13 +74,6 @@ class PromptReader:
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
         return self.encode(text, "messages", add_special_tokens=False)
-
-    def token_text(self, token_id: int) -> str:
-        """The text of one token as it stands behind another, special ones included."""
-        # A decoder drops a space that a text begins with, so the token is made the second one.
-        once: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        twice: str = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
-        return twice[len(once) :] if twice.startswith(once) else once
 
 
 def make_prompt_reader(

@@ -11,7 +11,6 @@ from inflight_backend.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.stream import Array, ResponseFactory, ResponseStream
 from inflight_backend.triton.token_stream import TokenStream
-from inflight_client.protocol import RELAY_OUTPUT
 
 LOGITS = np.zeros((1, 1, 2000, 256), dtype=np.float32)
 TEXT = "x" * 2**21
@@ -64,9 +63,8 @@ def test_who_gets_a_last_response_without_room_for_it_gets_an_error() -> None:
     [
         ("generation_logits", LOGITS, [0, 1]),
         ("generation_logits", LOGITS[:, :, :100], [1]),
-        (RELAY_OUTPUT, LOGITS, [1]),  # who relays can take one response only
     ],
-    ids=["large", "small", "relayed"],
+    ids=["large", "small"],
 )
 def test_only_large_responses_leave_before_the_news_that_they_were_the_last(
     name: str, value: Array, flags: list[int]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
-from triton_harness import WAIT, Gate, Server, error_of, wait_until, wait_until_queued
+from triton_harness import WAIT, Gate, Server, error_of, ids_of, wait_until, wait_until_queued
 
+from inflight_backend.status import read_status
 from inflight_backend.triton import inspection
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
@@ -170,6 +171,29 @@ def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
         "end_id": -1,
     }
     assert str(tmp_path) not in answer
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "parameters", "longest"),
+    [
+        (8, {}, 32),
+        (64, {}, 256),
+        (64, {"batch_scheduler_policy": "max_utilization"}, 61),
+    ],
+)
+def test_what_is_told_to_fit_fits_and_no_token_more(
+    make_server: MakeServer, num_blocks: int, parameters: dict[str, str], longest: int
+) -> None:
+    """A chat that names no number of tokens asks for all that fit."""
+    server = make_server(CountingEngine(num_blocks=num_blocks, max_num_tokens=60), **parameters)
+    description = json.loads(answer_of(server.ask(describe=True), "description"))
+    assert description["max_seq_len"] == longest
+    status = read_status(server.status_file)
+    assert status is not None
+    assert status.fields["max_seq_len"] == longest
+    assert len(ids_of(server.ask(input_ids=[1, 2], request_output_len=longest - 2))) == longest
+    message, _ = error_of(server.ask(input_ids=[1, 2], request_output_len=longest - 1))
+    assert "prompt" in message
 
 
 def test_errors_carry_their_code_when_asked(server: Server) -> None:

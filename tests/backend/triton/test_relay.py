@@ -14,12 +14,15 @@ from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 from relay_harness import answering, load
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
+from inflight_backend import triton_model
 from inflight_backend.triton import relay as module
-from inflight_backend.triton import relay_socket
+from inflight_backend.triton import relay_listener, relay_socket
 from inflight_backend.triton.bls_model import TritonPythonModel
-from inflight_backend.triton.relay_messages import RelayedRequest, Tensors
+from inflight_backend.triton.relay_messages import RelayedRequest, Tensors, pack
+from inflight_client.tensors import make_inputs
 
 NOT_RELAYED = "the request could not be relayed"
+NOT_LOADED = "the model 'tensorrt_llm' is not loaded, or the server is shutting down"
 
 
 @pytest.fixture
@@ -144,6 +147,7 @@ def test_the_llm_is_not_drained_before_the_client_was_told(
     wait_until(lambda: '"draining"' in llm.status_file.read_text())
     time.sleep(0.3)  # three looks
     assert '"draining"' in llm.status_file.read_text()
+    assert error_of(send_and_wait(relay, 3))[0] == NOT_LOADED
     sender.may_end.set()
     wait_until(lambda: '"drained"' in llm.status_file.read_text())
 
@@ -249,7 +253,7 @@ def test_no_more_open_files_are_a_named_refusal(
 def test_a_model_that_is_not_loaded_is_a_named_refusal(relay: TritonPythonModel) -> None:
     text, code = error_of(send_and_wait(relay, 3))
     assert (text, code) == (
-        "the model 'tensorrt_llm' is not loaded",
+        NOT_LOADED,
         FakePbUtils.TritonError.UNAVAILABLE,
     )
 
@@ -295,4 +299,20 @@ def test_an_unload_delivers_the_streams_that_are_relayed(
     llm.model.finalize()
     assert sender.is_final.wait(WAIT)
     assert ids_of(sender) == list(range(2, 302))
-    assert error_of(send_and_wait(relay, 3))[0] == "the model 'tensorrt_llm' is not loaded"
+    assert error_of(send_and_wait(relay, 3))[0] == NOT_LOADED
+
+
+def test_an_unload_does_not_wait_for_a_relay_that_is_frozen(
+    llm: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would still have to read does not fit into the socket."""
+    monkeypatch.setattr(triton_model, "_FROZEN_RELAY_SECONDS", 0.2)
+    monkeypatch.setattr(relay_listener, "_CLOSE_SECONDS", 0.1)
+    inputs = make_inputs({"input_ids": [1], "streaming": True, "request_output_len": 200})
+    with socket.socket(socket.AF_UNIX) as connection:
+        relay_socket.connect(connection, "tensorrt_llm")
+        connection.sendall(pack(RelayedRequest(inputs, ["output_ids"])))
+        wait_until(lambda: llm.model._frontend.num_live == 1)
+        wait_until(lambda: llm.model._frontend.num_live == 0)
+        assert not llm.model._relays.is_done
+        llm.model.finalize()

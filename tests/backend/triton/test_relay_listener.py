@@ -179,7 +179,7 @@ def test_who_takes_the_place_of_the_model_is_not_asked(monkeypatch: pytest.Monke
     ):
         listening.bind(address_of("tensorrt_llm"))
         listening.listen()
-        with pytest.raises(Exception, match="another process has taken the place of the model"):
+        with pytest.raises(Exception, match="has gone, or another process is in its place"):
             connect(connection, "tensorrt_llm")
 
 

@@ -40,6 +40,28 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
         ({"best_of": 1, "use_beam_search": False, "skip_special_tokens": True}, {}),
         ({"best_of": "1"}, {}),
         ({"logprobs": False}, {}),
+        ({"stop_token_ids": [], "bad_words": [], "logit_bias": {}, "detokenize": True}, {}),
+        (
+            {"length_penalty": 1.0, "presence_penalty": 0.0, "stop": None},
+            {"presence_penalty": [[0.0]]},
+        ),
+        (
+            {"presence_penalty": 0.5, "frequency_penalty": -1, "temperature": 0.25},
+            {
+                "presence_penalty": [[2.0]],
+                "frequency_penalty": [[-4.0]],
+                "temperature": [[0.25]],
+                "prompt_ignore_length": [[2**31 - 1]],
+            },
+        ),
+        (
+            {"frequency_penalty": 1.5, "temperature": 1e-7},
+            {
+                "frequency_penalty": [[1.5]],
+                "temperature": [[0.0]],
+                "prompt_ignore_length": [[2**31 - 1]],
+            },
+        ),
     ],
 )
 def test_settings_become_tensors(content: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -56,6 +78,20 @@ def test_a_search_draws_nothing() -> None:
         tensors = expand(request({"max_tokens": 5}, beam_width=beam_width))
         del tensors["beam_width"], tensors["request_output_len"]
         assert {name: tensor.tolist() for name, tensor in tensors.items()} == drawn
+
+
+def test_penalties_heed_what_is_sent_as_a_tensor() -> None:
+    sent = {
+        "temperature": np.array([[0.5]], dtype=np.float32),
+        "prompt_ignore_length": np.array([[3]], dtype=np.int32),
+    }
+    tensors = expand(request({"presence_penalty": 1}, **sent))
+    assert tensors["presence_penalty"].tolist() == [[2.0]]
+    assert {name: tensors[name] for name in sent} == sent
+    own = {"presence_penalty": np.array([[1.0]], dtype=np.float32), **sent}  # TensorRT-LLM's rule
+    assert expand(request({"max_tokens": 1}, **own))["presence_penalty"].tolist() == [[1.0]]
+    odd = expand(request({"presence_penalty": 1}, temperature=np.ones((1, 2), dtype=np.float64)))
+    assert odd["presence_penalty"].tolist() == [[1.0]], "validation says what is wrong with it"
 
 
 def test_a_filter_sent_as_a_tensor_counts() -> None:
@@ -88,6 +124,8 @@ def test_requests_without_settings_pass_untouched() -> None:
         ({"use_beam_search": True}, "'use_beam_search' is not supported, but for false"),
         ({"max_tokens": 1.5}, "max_tokens must be a whole number"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"max_tokens": None}, "max_tokens must be a whole number, or left out"),
+        ({"stop_token_ids": [1]}, "'stop_token_ids' is not supported, but for \\[\\]"),
         ({"max_tokens": "many"}, "max_tokens must be a whole number"),
         ({"max_tokens": 2**31}, "max_tokens is outside"),
         ({"seed": -1}, "seed is outside"),

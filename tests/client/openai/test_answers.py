@@ -19,6 +19,7 @@ from inflight_client.openai.answers import (
 )
 from inflight_client.openai.log_probs import TokenLogProbs
 from inflight_client.openai.parsing import GenerationJob
+from inflight_client.openai.tokens import Token
 from inflight_client.openai.upstream import Piece
 
 PIECES = [
@@ -36,7 +37,9 @@ PIECES = [
     Piece(0, "", 1, [TokenLogProbs(8, -0.25, [(8, -0.25), (10, -2.5)])]),
     Piece(0, "üße", 1, [TokenLogProbs(9, 0.0, [(9, 0.0), (5, -9.0)])], "length"),
 ]
-TEXT_OF = {5: "Gr", 6: "a ", 7: '"q"\n', 8: "\ufffd", 9: "üße", 10: "\ufffd"}
+TEXTS = {5: "Gr", 6: "a ", 7: '"q"\n', 9: "üße"}
+PARTS = {8: Token("\ufffd", b"\xc3"), 10: Token("\ufffd", None)}
+TOKENS = PARTS | {number: Token(text, text.encode()) for number, text in TEXTS.items()}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def head(is_chat: bool) -> Head:
 def events(is_chat: bool, num_log_probs: int | None = None) -> list[dict[str, Any]]:
     """All events of a stream of `PIECES`, as a client reads them."""
     this = job(is_chat=is_chat, num_log_probs=num_log_probs)
-    writer = EventWriter(head(is_chat), this, TEXT_OF.__getitem__)
+    writer = EventWriter(head(is_chat), this, TOKENS.__getitem__)
     choices = new_choices(this)
     written = b"".join(writer.opening(i) for i in range(2))
     for piece in PIECES:
@@ -122,7 +125,7 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
     choices = new_choices(this)
     for piece in PIECES:
         choices[piece.index].add(piece)
-    body = whole_answer(head(is_chat), this, choices, TEXT_OF.__getitem__)
+    body = whole_answer(head(is_chat), this, choices, TOKENS.__getitem__)
     streamed = [e["choices"][0] for e in events(is_chat, 2) if e["choices"]]
     if is_chat:
         first = ChatCompletion.model_validate(body).choices[0]
@@ -131,7 +134,7 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
         rows = [(row.token, row.logprob, row.bytes) for row in first.logprobs.content]
         assert rows == [
             ("Gr", -0.5, [71, 114]),
-            ("\ufffd", -0.25, None),  # half a character has no bytes that could be told
+            ("\ufffd", -0.25, [0xC3]),  # half a character: a client puts the bytes together
             ("üße", 0.0, list("üße".encode())),
         ]
         tops = [
@@ -152,7 +155,7 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
         {"a ": 0.0, "\ufffd": -2.0, '"q"\n': -4.0},
     ]
     none = whole_answer(
-        head(is_chat), job(is_chat=False, num_log_probs=0), choices, TEXT_OF.__getitem__
+        head(is_chat), job(is_chat=False, num_log_probs=0), choices, TOKENS.__getitem__
     )
     assert none["choices"][1]["logprobs"]["top_logprobs"] is None
     rows_of_first = [row["logprobs"] for row in streamed if row["index"] == 0 and row["logprobs"]]

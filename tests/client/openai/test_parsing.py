@@ -55,11 +55,21 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"top_p": 0.5}, {"runtime_top_p": 0.5}),
         ({"top_k": 5}, {"runtime_top_k": 5}),
+        ({"top_k": -1}, {"runtime_top_k": 0}),
         ({"min_tokens": 2}, {"min_length": 2}),
         ({"seed": 7}, {"random_seed": 7}),
         ({"seed": -1}, {"random_seed": 2**64 - 1}),
-        ({"presence_penalty": -2}, {"presence_penalty": -2.0}),
-        ({"frequency_penalty": 0.5}, {"frequency_penalty": 0.5}),
+        # On the wire penalties count the prompt as well, and weigh whatever the temperature is.
+        ({"presence_penalty": -2}, {"presence_penalty": -2.0, "prompt_ignore_length": 2**31 - 1}),
+        (
+            {"frequency_penalty": 0.5, "presence_penalty": 0, "temperature": 2},
+            {
+                "frequency_penalty": 0.25,
+                "presence_penalty": 0.0,
+                "temperature": 2.0,
+                "prompt_ignore_length": 2**31 - 1,
+            },
+        ),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
         ({"min_p": 0.1, "cache_salt": "me"}, {"min_p": 0.1, "cache_salt": "me"}),
         ({"stop": "x"}, {"stop_words": ["x"]}),
@@ -301,6 +311,42 @@ def test_every_prompt_is_a_request_of_its_own(reader: PromptReader) -> None:
 def test_a_feature_that_the_server_lacks_is_a_bad_request() -> None:
     error = from_upstream(ServerError("'random_seed' is not supported", "UNSUPPORTED"))
     assert (error.status, error.param) == (400, "seed")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("the prompt has 101 tokens, more than max_input_len = 99", "context_length_exceeded"),
+        (
+            "prompt (9 tokens) + request_output_len (99) = 108, more than max_seq_len = 100",
+            "context_length_exceeded",
+        ),
+        (
+            "prompt of 90 plus 1 output tokens needs 3 KV blocks of 32 tokens, but there are 2; "
+            "ask for less or raise max_tokens_in_paged_kv_cache",
+            "context_length_exceeded",
+        ),
+        (
+            "prompt of 90 tokens exceeds max_num_tokens=60; shorten the prompt",
+            "context_length_exceeded",
+        ),
+        ("'random_seed' is not supported", None),
+    ],
+)
+def test_a_text_that_does_not_fit_has_the_code_that_clients_look_for(
+    message: str, code: str | None
+) -> None:
+    assert from_upstream(ServerError(message, "INVALID_ARG")).code == code
+
+
+def test_a_text_too_long_to_be_read_has_that_code_as_well(reader: PromptReader) -> None:
+    for parse, fields in (
+        (completion, {"prompt": "x" * 20_000}),
+        (chat, {"messages": [{"role": "user", "content": "x" * 20_000}]}),
+    ):
+        with pytest.raises(ApiError) as caught:
+            parse(reader, **fields)
+        assert caught.value.code == "context_length_exceeded"
 
 
 def test_errors_translate_names_of_the_wire_only() -> None:

@@ -17,10 +17,10 @@ def test_the_text_of_a_token_has_the_space_that_it_begins_with() -> None:
     tokenizer.decoder = Metaspace()
     description = DESCRIPTION | {"files": {"tokenizer.json": tokenizer.to_str()}}
     reader = make_prompt_reader(description, None, None)
-    assert [reader.token_text(token) for token in range(4)] == [" Hello", " wor", "ld", "!"]
+    assert [reader.token(token).text for token in range(4)] == [" Hello", " wor", "ld", "!"]
 
 
 def test_the_text_of_a_token_of_the_demo_model() -> None:
     reader = make_prompt_reader(DESCRIPTION, None, None)
     ids = reader.encode("a b", "prompt", add_special_tokens=False)
-    assert [reader.token_text(token) for token in ids] == ["a", " ", "b"]
+    assert [reader.token(token).text for token in ids] == ["a", " ", "b"]
