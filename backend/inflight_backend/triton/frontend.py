@@ -78,15 +78,12 @@ class Frontend:
         arrivals: ArrivalQueue,
         dispatcher: ResponseDispatcher,
         codec: TextCodec | None,
-        *,
-        is_decoupled: bool = True,
     ) -> None:
-        """``is_decoupled`` False: Triton takes exactly one response to a request."""
-        self._is_decoupled = is_decoupled
+        self._is_decoupled = factory.is_decoupled
         self.progress = Progress()
         self._accepting = threading.Lock()  # Triton's thread and that of relayed requests
         self._factory = factory
-        self._coded = CodedFactory(factory.pb_utils)
+        self._coded = CodedFactory(factory.pb_utils, factory.is_decoupled)
         self._parts = PartFactory(factory.pb_utils)
         self._arrivals = arrivals
         self._dispatcher = dispatcher

@@ -193,9 +193,10 @@ class RelayModel(ABC):
         import triton_python_backend_utils as pb_utils  # exists only inside Triton
 
         exit_with_parent(args["model_name"])
-        self._factory, self._coded = ResponseFactory(pb_utils), CodedFactory(pb_utils)
         policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
         is_decoupled = policy.get("decoupled", False)
+        self._factory = ResponseFactory(pb_utils, is_decoupled)
+        self._coded = CodedFactory(pb_utils, is_decoupled)
         self._relay = Relay(model_name, is_decoupled=is_decoupled)
 
     @abstractmethod

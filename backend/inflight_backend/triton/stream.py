@@ -31,9 +31,13 @@ class TritonSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ResponseFactory:
-    """Builds Triton responses; the one place that needs ``pb_utils`` to do so."""
+    """Builds Triton responses; the one place that needs ``pb_utils`` to do so.
+
+    ``is_decoupled`` False: Triton passes on one response only, which must be the last one.
+    """
 
     pb_utils: Any
+    is_decoupled: bool = True
 
     @property
     def final_flag(self) -> int:
@@ -221,7 +225,7 @@ class ResponseStream:
             response, is_large = self._factory.error(*self._last_error), False
         if is_final:
             self._close_for_good()
-        if is_final and is_large:
+        if is_final and is_large and self._factory.is_decoupled:
             self._sender.send(response)
             response = None
         self._sender.send(response, flags=self._factory.final_flag if is_final else 0)
