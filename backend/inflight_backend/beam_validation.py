@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
-from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.inference_request import Array, InferenceRequest
 from inflight_backend.request_values import integer, number
 from inflight_client.protocol import PARAMETER_BY_NAME
 from inflight_scheduler import BeamParams, OutputParams, SamplingParams
@@ -73,7 +73,7 @@ def check_with_beams(
 ) -> None:
     """`InvalidRequest` for what a request with several beams cannot have as well."""
     for name in _ONE_TEXT_ONLY:
-        if request.has_tensor(name) and request.get_tensor(name).size:
+        if request.has_tensor(name) and _asks_for_something(request.get_tensor(name)):
             raise InvalidRequest(f"'{name}' and 'beam_width' above 1 exclude each other")
     if outputs.num_top_log_probs:
         raise InvalidRequest("'num_top_log_probs' and 'beam_width' above 1 exclude each other")
@@ -90,6 +90,11 @@ def check_with_beams(
                 f"'{name}' is {value:g}, but 'beam_width' above 1 searches and draws nothing at "
                 "random; leave it out"
             )
+
+
+def _asks_for_something(tensor: Array) -> bool:
+    """Not for an empty tensor, nor for an empty text."""
+    return bool(tensor.size) and (tensor.dtype != np.object_ or any(tensor.reshape(-1)))
 
 
 def _read_early_stopping(request: InferenceRequest) -> int:

@@ -31,6 +31,8 @@ class TextCodec:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a bad file
             raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self.end_id = self._find_id(folder, "eos")
         pad_id = self._find_id(folder, "pad")
         self.pad_id = pad_id if pad_id < self.vocab_size else -1  # some name one that is not there
@@ -91,6 +93,10 @@ class TextCodec:
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a word inside a text: nothing is added to it."""
         return self.encode_raw(text, add_special_tokens=False)
+
+    def has_special(self, ids: Sequence[int]) -> bool:
+        """True if a text of ``ids`` leaves some of them out: special tokens have none."""
+        return not self._special_ids.isdisjoint(ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of some tokens."""

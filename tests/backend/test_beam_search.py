@@ -250,6 +250,13 @@ def test_what_does_not_go_with_beams_is_refused_by_name(folder: Path) -> None:
         assert message in recorder.responses[request_id][0][2]
 
 
+def test_texts_that_ask_for_nothing_go_with_beams(folder: Path) -> None:
+    names = ("guided_decoding_guide_type", "logits_post_processor_name")
+    nothing: dict[str, Any] = dict.fromkeys(names, "")
+    made = request(0, PROMPT, 4, beam_width=2, draft_input_ids=[], **nothing)
+    assert run(folder, [made]).responses[0][-1][1:] == (True, "")
+
+
 def test_tokens_of_all_beams_are_counted(
     folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
 ) -> None:

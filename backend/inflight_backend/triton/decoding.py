@@ -20,7 +20,12 @@ from inflight_backend.triton.beam_stream import (
 )
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
-from inflight_backend.triton.texts import MAX_STOP_WORDS, read_texts, set_text_tensors
+from inflight_backend.triton.texts import (
+    MAX_STOP_WORDS,
+    add_special_words,
+    read_texts,
+    set_text_tensors,
+)
 from inflight_backend.triton.token_stream import TextWriter, TokenStream
 from inflight_client import protocol
 
@@ -105,7 +110,7 @@ def make_request(
     """The request for the batch manager; texts are encoded here.
 
     With stop words to be found in the text its tokens must come as they are drawn. Beams look for
-    those words as tokens.
+    those words as tokens, and so does everybody for those with special tokens, which have no text.
     """
     stop_texts = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
     comes_in_pieces = bool(is_streaming(inputs)) or (bool(stop_texts) and not has_beams(inputs))
@@ -124,6 +129,8 @@ def make_request(
     set_text_tensors(request, inputs, codec, limits.vocab_size)
     if has_beams(inputs):
         set_beam_tensors(request, inputs, stop_texts, codec, limits.vocab_size)
+    elif stop_texts and codec is not None:
+        add_special_words(request, stop_texts, codec, limits.vocab_size)
     return request
 
 

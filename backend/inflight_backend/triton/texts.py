@@ -58,11 +58,25 @@ def add_words(
 
     A word inside a text begins with a space in most vocabularies, so both forms are added.
     """
-    words = list(read_words(request, name, vocab_size))
-    for text in texts:
-        forms = (text,) if text[0].isspace() else (text, f" {text}")
-        words += [tuple(ids) for form in forms if (ids := codec.encode_word(form))]
-    words = list(dict.fromkeys(words))
+    forms = [
+        form for text in texts for form in ((text,) if text[0].isspace() else (text, f" {text}"))
+    ]
+    _add(request, name, [ids for form in forms if (ids := codec.encode_word(form))], vocab_size)
+
+
+def add_special_words(
+    request: InferenceRequest, texts: Sequence[str], codec: TextCodec, vocab_size: int
+) -> None:
+    """Add the stop words among ``texts`` that no text can show: those with a special token."""
+    encoded = map(codec.encode_word, texts)
+    if found := [ids for ids in encoded if codec.has_special(ids)]:
+        _add(request, "stop_words_list", found, vocab_size)
+
+
+def _add(
+    request: InferenceRequest, name: str, more: Sequence[Sequence[int]], vocab_size: int
+) -> None:
+    words = list(dict.fromkeys([*read_words(request, name, vocab_size), *map(tuple, more)]))
     ids = [token for word in words for token in word]
     table = np.full((1, 2, max(len(ids), 1)), -1, dtype=np.int32)
     table[0, 0, : len(ids)] = ids

@@ -12,6 +12,7 @@ from typing import Any
 
 from inflight_client.openai.log_probs import (
     TokenLogProbs,
+    TokenPlaces,
     for_chat,
     for_completion,
 )
@@ -28,7 +29,7 @@ class Choice:
 
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
-    num_characters: int = 0
+    places: TokenPlaces = field(default_factory=TokenPlaces)
     log_probs: list[TokenLogProbs] = field(default_factory=list)
     reason: str = ""
 
@@ -88,7 +89,7 @@ def whole_answer(
         text = "".join(choice.texts)
         log_probs = None
         if job.has_log_probs:
-            log_probs = _log_probs(job, choice.log_probs, token_of, 0)
+            log_probs = _log_probs(job, choice.log_probs, token_of, TokenPlaces())
         content: dict[str, Any] = {"text": text}
         if job.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -127,10 +128,8 @@ class EventWriter:
             return b""
         log_probs = "null"
         if self._job.has_log_probs:
-            offset = choice.num_characters
-            rows = _log_probs(self._job, piece.log_probs, self._token_of, offset)
+            rows = _log_probs(self._job, piece.log_probs, self._token_of, choice.places)
             log_probs = json.dumps(rows)
-        choice.num_characters += len(piece.text)
         content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
         return self._event(index, content, log_probs, "null")
 
@@ -159,8 +158,8 @@ def error_event(body: dict[str, Any]) -> bytes:
 
 
 def _log_probs(
-    job: GenerationJob, rows: Sequence[TokenLogProbs], token_of: TokenOf, offset: int
+    job: GenerationJob, rows: Sequence[TokenLogProbs], token_of: TokenOf, places: TokenPlaces
 ) -> dict[str, Any]:
     if job.is_chat:
         return for_chat(rows, token_of)
-    return for_completion(rows, token_of, offset, has_top=job.num_top_log_probs > 0)
+    return for_completion(rows, token_of, places, has_top=job.num_top_log_probs > 0)

@@ -9,6 +9,8 @@ from typing import Any
 
 from inflight_client.openai.tokens import Token, TokenOf
 
+_CONTINUING = bytes(range(0x80, 0xC0))  # in UTF-8, never at the beginning of a character
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbs:
@@ -48,10 +50,28 @@ def for_chat(rows: Iterable[TokenLogProbs], token_of: TokenOf) -> dict[str, Any]
     return {"content": content, "refusal": None}
 
 
+class TokenPlaces:
+    """Where the tokens of an answer begin in its text; those of one character where that does."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._place = 0
+
+    def take(self, tokens: Iterable[Token]) -> list[int]:
+        """The places of the next ``tokens``."""
+        places = []
+        for text, data in tokens:
+            if data is None or data[:1] not in _CONTINUING:
+                self._place += len(self._decoder.decode(b"", final=True))  # it remains a part
+            places.append(self._place)
+            self._place += len(text if data is None else self._decoder.decode(data))
+        return places
+
+
 def for_completion(
-    rows: Sequence[TokenLogProbs], token_of: TokenOf, offset: int, *, has_top: bool
+    rows: Sequence[TokenLogProbs], token_of: TokenOf, places: TokenPlaces, *, has_top: bool
 ) -> dict[str, Any]:
-    """``logprobs`` of a completion's choice; ``offset``: characters of the answer before these.
+    """``logprobs`` of a completion's choice; ``places`` has seen the tokens before these.
 
     The chosen token is among the likeliest even where it is not one of them, as OpenAI has it.
     """
@@ -60,18 +80,8 @@ def for_completion(
         "tokens": [token.text for token in tokens],
         "token_logprobs": [row.log_prob for row in rows],
         "top_logprobs": [_likeliest(row, token_of) for row in rows] if has_top else None,
-        "text_offset": _offsets(tokens, offset),
+        "text_offset": places.take(tokens),
     }
-
-
-def _offsets(tokens: Sequence[Token], offset: int) -> list[int]:
-    """Where each of ``tokens`` begins; those of one character begin where that stands."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    offsets = []
-    for text, data in tokens:
-        offsets.append(offset)
-        offset += len(text if data is None else decoder.decode(data))
-    return offsets
 
 
 def _likeliest(row: TokenLogProbs, token_of: TokenOf) -> dict[str, float]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeSender
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakePbUtils, FakeSender
+from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_scheduler import ScheduledBatch
@@ -116,6 +119,30 @@ def test_stop_words_in_the_text_end_the_request(server: Server, is_streaming: bo
     assert (last.name(), last.as_numpy().item()) == ("finish_reason", b"stop_words")
     # The engine may run on until the stop is heard, not to the end.
     assert server.engine._last_token[0] < 200
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize(("words", "num_new"), [(["no", "<end>"], 7), (["11<end>"], 7), (["9"], 4)])
+def test_a_special_token_is_a_stop_word_though_no_text_shows_it(
+    make_server: MakeServer, tmp_path: Path, words: list[str], num_new: int, is_streaming: bool
+) -> None:
+    """Chats are often asked to stop at such tokens: "<|eot_id|>", "</s>"."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(12)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    server = make_server(CountingEngine())
+    sender = server.ask(
+        outputs=("text_output", "output_ids", "finish_reason"), text_input="5", max_tokens=50,
+        stop_words=words, stream=is_streaming, exclude_input_in_output=True,
+        stop_words_list=[[40], [1]],
+    )  # fmt: skip
+    assert ids_of(sender) == list(range(6, 6 + num_new))
+    assert text_of(sender).split() == [str(i) for i in range(6, 11 if num_new == 7 else 9)] + (
+        ["11"] if words[0] == "no" else []
+    )
+    [reason] = [t for t in sender.responses[-1].output_tensors if t.name() == "finish_reason"]
+    assert reason.as_numpy().item() == b"stop_words"
 
 
 def test_words_become_tokens(server: Server) -> None:

@@ -37,8 +37,10 @@ PIECES = [
     Piece(0, "", 1, [TokenLogProbs(8, -0.25, [(8, -0.25), (10, -2.5)])]),
     Piece(0, "üße", 1, [TokenLogProbs(9, 0.0, [(9, 0.0), (5, -9.0)])], "length"),
 ]
-TEXTS = {5: "Gr", 6: "a ", 7: '"q"\n', 9: "üße"}
-PARTS = {8: Token("\ufffd", b"\xc3"), 10: Token("\ufffd", None)}
+TEXTS = {5: "Gr", 6: "a ", 7: '"q"\n'}
+UMLAUT = "ü".encode()
+PARTS = {8: Token("\ufffd", UMLAUT[:1]), 9: Token("\ufffdße", UMLAUT[1:] + "ße".encode())}
+PARTS[10] = Token("\ufffd", None)
 TOKENS = PARTS | {number: Token(text, text.encode()) for number, text in TEXTS.items()}
 
 
@@ -135,13 +137,13 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
         assert rows == [
             ("Gr", -0.5, [71, 114]),
             ("\ufffd", -0.25, [0xC3]),  # half a character: a client puts the bytes together
-            ("üße", 0.0, list("üße".encode())),
+            ("\ufffdße", 0.0, [0xBC, *"ße".encode()]),
         ]
         tops = [
             (row.top_logprobs[1].token, row.top_logprobs[1].logprob)
             for row in first.logprobs.content
         ]
-        assert tops == [("üße", -1.5), ("\ufffd", -2.5), ("Gr", -9.0)]
+        assert tops == [("\ufffdße", -1.5), ("\ufffd", -2.5), ("Gr", -9.0)]
         parts = [row["logprobs"]["content"] for row in streamed if row["logprobs"]]
         assert sum(map(len, parts)) == 5
         return

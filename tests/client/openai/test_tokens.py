@@ -9,7 +9,7 @@ from openai.types import CompletionChoice
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from inflight_client.openai.log_probs import TokenLogProbs, for_chat, for_completion
+from inflight_client.openai.log_probs import TokenLogProbs, TokenPlaces, for_chat, for_completion
 from inflight_client.openai.tokens import Token, TokenReader
 
 TEXT = "a é🎈b\n"
@@ -44,11 +44,22 @@ def test_bytes_of_parts_make_up_the_text(tokenizer: Tokenizer) -> None:
     assert b"".join(bytes(row.bytes or ()) for row in chat.content).decode() == TEXT
     assert bytes(chat.content[3].top_logprobs[0].bytes or ()) == "é".encode()[1:]
     choice = {"index": 0, "finish_reason": "stop", "text": TEXT}
-    choice["logprobs"] = for_completion(rows, token_of, 7, has_top=True)
+    choice["logprobs"] = for_completion(rows, token_of, TokenPlaces(), has_top=True)
     told = CompletionChoice.model_validate(choice).logprobs
     assert told is not None
-    assert told.text_offset == [7, 8, 9, 9, 10, 10, 10, 10, 11, 12]
+    assert told.text_offset == [0, 1, 2, 2, 3, 3, 3, 3, 4, 5]
+    places = TokenPlaces()  # one by one, as a stream has them
+    streamed = [for_completion([row], token_of, places, has_top=False) for row in rows]
+    assert [place for each in streamed for place in each["text_offset"]] == told.text_offset
     assert told.tokens == ["a", " ", "\ufffd", "\ufffd", *["\ufffd"] * 4, "b", "\n"]
+
+
+def test_a_part_that_nothing_completes_is_a_character_of_its_own() -> None:
+    parts = {0: Token("\ufffd", b"\xf0\x9f"), 1: Token("a", b"a"), 2: Token("\ufffd", b"\xe9")}
+    tokens = parts | {3: Token("?", None), 4: Token("é", "é".encode())}
+    rows = [TokenLogProbs(token_id, -1.0) for token_id in (0, 1, 2, 4, 0, 3, 1)]
+    told = for_completion(rows, tokens.__getitem__, TokenPlaces(), has_top=False)
+    assert told["text_offset"] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_other_tokens_have_the_bytes_of_their_text_or_none() -> None:
