@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -92,5 +93,12 @@ def serve(
             )
         )
     except (ServingError, OSError) as error:
-        say(f"error: {error}", err=True)
+        say(f"error: {_in_one_line(error)}", err=True)
         raise typer.Exit(1) from None
+
+
+def _in_one_line(error: Exception) -> str:
+    """A folder that cannot be copied is a list of files, each with its reason."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
+        return str(error.args[0][0][-1])
+    return str(error)

@@ -20,7 +20,7 @@ from inflight_backend.serve.checks import check_install, check_settings
 from inflight_backend.serve.display import LoadingDisplay, ready_block
 from inflight_backend.serve.install import TritonInstall, environment, locate, prepare_backends
 from inflight_backend.serve.log import keep_small
-from inflight_backend.serve.messages import say, shown
+from inflight_backend.serve.messages import occupy_standard_descriptors, say, shown
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.repository import assemble
 from inflight_backend.serve.scratch import BackendScratch
@@ -44,6 +44,7 @@ _KEEPALIVE_TIMEOUT_MS = 5_000
 
 def run(settings: ServeSettings) -> None:
     """Serve until asked to stop; `ServingError` if starting fails or the server keeps failing."""
+    occupy_standard_descriptors()
     with StopSignals() as signals:
         check_settings(settings)
         install = locate()

@@ -45,6 +45,16 @@ def shown() -> Iterator[int]:
         thread.join(_PATIENCE_SECONDS)
 
 
+def occupy_standard_descriptors() -> None:
+    """Open those of stdin, stdout and stderr that are closed, as for some service managers.
+
+    The next file would get their numbers else, and what anybody writes to stderr.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(descriptor)
+
+
 class ForgivingStream:
     """A stream for rich, which ends the process when nobody reads what it draws."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import sys
 from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
@@ -75,6 +77,24 @@ def test_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "run", settings.append)
     serve(host="localhost")
     assert settings[0].host == "127.0.0.1"
+
+
+def test_a_folder_that_cannot_be_copied_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def copy(source: str, target: str) -> None:
+        raise full
+
+    def run(settings: ServeSettings) -> None:
+        shutil.copytree(tmp_path, tmp_path / "copy", copy_function=copy)
+
+    monkeypatch.setattr(launcher, "run", run)
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 1
+    assert result.stderr == "error: [Errno 28] No space left on device\n"
 
 
 def test_command_is_registered_under_its_name() -> None:

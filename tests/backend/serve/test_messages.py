@@ -43,6 +43,18 @@ sys.exit(ended.returncode)
 """
 
 
+OPENS_WITH_STDERR_CLOSED = """
+import os, sys
+from inflight_backend.serve.messages import occupy_standard_descriptors
+os.close(0)
+os.close(2)
+occupy_standard_descriptors()
+for number in range(3):
+    print(os.readlink(f"/proc/self/fd/{number}"), flush=True)
+print(os.open("/dev/zero", os.O_RDONLY) > 2)
+"""
+
+
 @pytest.mark.parametrize(
     "unheard",
     ["the reader is gone", "the reader does not read", "the disk is full"],
@@ -93,3 +105,12 @@ def test_a_terminal_that_stands_still_holds_nobody_up() -> None:
     finally:
         os.close(terminal)
         os.close(far_end)
+
+
+def test_no_file_takes_the_place_of_a_stderr_that_is_closed() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", OPENS_WITH_STDERR_CLOSED], stdout=subprocess.PIPE, check=True
+    ).stdout.split()
+    assert told[0] == told[2] == b"/dev/null"
+    assert told[1].startswith(b"pipe:")
+    assert told[3] == b"True"
