@@ -32,7 +32,7 @@ from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import ModelStatus, read_status
 
 _POLL_SECONDS = 0.05
-# A server without requests ends 2 to 3 s after SIGTERM; its own limit only matters when our
+# A server without requests ends 2 to 3 s after SIGINT; its own limit only matters when our
 # drain gave up, and must end before we kill.
 _EXIT_TIMEOUT_SECONDS = 3
 _GRACE_SECONDS = 5.0

@@ -1,8 +1,10 @@
 """tritonserver and the model processes it starts, as one thing to watch and to stop.
 
 They live in a process group of their own, so that Ctrl-C reaches the launcher alone, which decides.
-The server is killed by the kernel if the launcher dies; the launcher adopts and reaps a
-model process whose server died.
+Nor do they hear SIGTERM, which systemd sends to every process of a service, and at which
+tritonserver cuts its streams after seconds: it is asked to end by SIGINT, which it takes alike. The
+server is killed by the kernel if the launcher dies; the launcher adopts and reaps a model process
+whose server died.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class ServerProcess:
         whose ``is_hurried`` becomes true does not want to wait for the grace time.
         """
         if grace_seconds > 0 and self._process.poll() is None:
-            self._process.terminate()
+            self._process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + grace_seconds
             while self._process.poll() is None and time.monotonic() < deadline:
                 if is_hurried():
@@ -146,9 +148,11 @@ def _in_words(code: int) -> str:
 
 
 def _prepare() -> None:
-    """In the server, before it is one: it dies with its parent, and each connection takes one of
-    the descriptors it may have, of which most machines give 1,024 to who does not ask for more."""
+    """In the server, before it is one: it dies with its parent and hears no SIGTERM; and each
+    connection takes one of the descriptors it may have, of which most machines give 1,024 to who
+    does not ask for more."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

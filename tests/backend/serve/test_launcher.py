@@ -37,7 +37,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def leave(*_):
     print("asked to end", flush=True)
     sys.exit()
-signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGINT, leave)
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
 print(server.server_port, flush=True)
 server.serve_forever()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -21,8 +22,10 @@ POLITE = "import time; print('up', flush=True); time.sleep(60)"
 # The kernel keeps 15 bytes of a name: the first half of a character at the end.
 CUT_NAME = "import ctypes; ctypes.CDLL(None).prctl(15, 'abcdefghijklmn\u00fc'.encode()); " + POLITE
 LIMIT = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)"
-STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + POLITE
-# A "server" with a "model process" that ignores SIGTERM; it says the pid of the latter.
+# As tritonserver, which has a handler of its own: Python's only raises.
+DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " + POLITE
+STUBBORN = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + POLITE
+# A "server" with a "model process" that ignores SIGINT; it says the pid of the latter.
 PARENT = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
@@ -62,11 +65,23 @@ def not_hurried() -> bool:
     return False
 
 
-def test_polite_process_ends_on_sigterm(tmp_path: Path) -> None:
-    process, _ = start(POLITE, tmp_path / "log")
+def test_polite_process_ends_when_it_is_asked(tmp_path: Path) -> None:
+    process, _ = start(DEFAULT, tmp_path / "log")
     assert process.exit_status() is None
     process.stop(30, not_hurried)
-    assert process.exit_status() == "killed by SIGTERM"
+    assert process.exit_status() == "killed by SIGINT"
+
+
+@pytest.mark.case(100)
+def test_a_service_manager_that_asks_everybody_to_end_reaches_the_launcher_only(
+    tmp_path: Path,
+) -> None:
+    process, _ = start(DEFAULT, tmp_path / "log")
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.exit_status() is None
+    process.stop(30, not_hurried)
+    assert process.exit_status() == "killed by SIGINT"
 
 
 @pytest.mark.case(72)
