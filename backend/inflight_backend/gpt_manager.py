@@ -365,7 +365,8 @@ class GptManager:
             self._stop_words.forget(llm_request)
             self._gatherer.discard(llm_request.request_id)
             self._batcher.recorder.withdrawn(llm_request)
-            self._active.remove(llm_request)  # from now on its deadlines are nobody's
+            self._deadlines.forget(llm_request)
+            self._active.remove(llm_request)
             raise
 
     def _apply(self, request: LlmRequest) -> None:
@@ -391,6 +392,7 @@ class GptManager:
             if not error:
                 self.lengths.ended(request)
             self._stop_words.forget(request)
+            self._deadlines.forget(request)
             self._batcher.recorder.ended(request, error)
 
     def _end_instead(self, request: LlmRequest, error: str) -> None:

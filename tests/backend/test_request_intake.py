@@ -115,8 +115,7 @@ def assert_nothing_stays(manager: GptManager) -> None:
         assert not manager._rules
         assert manager._gatherer._gathered == {}
         assert manager._stop_words._watched == {}
-        assert manager._deadlines.take_expired() == []
-        assert all(entry.request.tracker is None for entry in manager._deadlines._heap)
+        assert (manager._deadlines._requests, manager._deadlines._numbers) == ({}, {})
         flight_recorder = manager._batcher.recorder
         assert flight_recorder._came_ns == {}
         assert flight_recorder._arrivals == []

@@ -179,6 +179,15 @@ def test_requests_that_have_ended_are_not_watched_for_ever() -> None:
     assert watch.take_expired() == []
 
 
+def test_of_requests_that_have_ended_nothing_is_kept() -> None:
+    """Below `inflight serve` each has a deadline, hours from now; one may have 100,000 tokens."""
+    recorder = Recorder([request(i, [1], 3) for i in range(1, 21)])
+    with running(recorder, params=params(max_run_seconds=7200.0)) as manager:
+        recorder.wait_for_finals(20)
+        assert (manager._deadlines._requests, manager._deadlines._numbers) == ({}, {})
+        assert len(manager._deadlines._heap) == 20
+
+
 def test_who_is_paused_has_started_in_time() -> None:
     """It may hold tokens that its client has; only a run deadline ends it."""
     active, watch = ActiveRequests(BlockManager(4, 4)), DeadlineWatch()
