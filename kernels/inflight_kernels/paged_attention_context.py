@@ -40,8 +40,8 @@ from inflight_kernels._tiles import tuned_tile
 
 
 @triton.jit
-def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """(sequence, first query token of the tile within it).
+def _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """The sequence that owns a tile.
 
     Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
     at most one too many, and their numbers rise with s, so counting finds the owner.
@@ -53,9 +53,22 @@ def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
         starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
         is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
         num_before += tl.sum(is_before.to(tl.int32), axis=0)
-    sequence = num_before - 1
-    start = tl.load(starts_ptr + sequence)
-    return sequence, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+    return num_before - 1
+
+
+@triton.jit
+def _find_queries(tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q: tl.constexpr):
+    """Where in the batch the sequence starts, how many query tokens it has, without and with those
+    of padding (they count as the last sequence's, to be zeroed), and the first one of the tile.
+
+    Asked again behind the loops, the loads are done again (``volatile``): what comes of the answer,
+    64-bit addresses of up to 16 rows in each thread, then need not lie in registers meanwhile.
+    None are left for it with wide heads over an FP8 cache, nor on sm_80 with heads of 128.
+    """
+    start = tl.load(starts_ptr + sequence, volatile=True)
+    num_queries = tl.load(starts_ptr + sequence + 1, volatile=True) - start
+    num_rows = tl.where(sequence == num_sequences - 1, num_tokens - start, num_queries)
+    return start, num_queries, num_rows, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
 
 
 @triton.jit
@@ -138,11 +151,10 @@ def _paged_attention_context_kernel(
     kv_head = tl.program_id(0)
     # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence, first_query = _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q)
-    start = tl.load(starts_ptr + sequence)
-    num_queries = tl.load(starts_ptr + sequence + 1) - start
-    # Padding tokens count as rows of the last sequence, to be zeroed.
-    num_rows = tl.where(sequence == num_sequences - 1, num_tokens - start, num_queries)
+    sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
+    start, num_queries, num_rows, first_query = _find_queries(
+        tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
+    )
     if first_query >= num_rows:
         return
     length = tl.load(context_lengths_ptr + sequence)
@@ -187,11 +199,21 @@ def _paged_attention_context_kernel(
         True, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
 
+    # Rows are counted over the batch, so that nothing of them is known before the answer.
+    start, num_queries, num_rows, first_query = _find_queries(
+        tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
+    )
+    batch_rows = ((start + first_query) * GROUP + offs_m).to(tl.uint32)
+    tokens = batch_rows // GROUP
+    is_query = (tokens < start + num_queries)[:, None]
     out = tl.where(is_query, acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None], 0.0)
     out = narrow(out, out_ptr.dtype.element_ty)
-    out_rows = out_ptr + (rows * tl.num_programs(0) * GROUP + heads) * HEAD_DIM
-    stored = in_tile & (queries < num_rows)[:, None]
-    tl.store(out_rows[:, None] + offs_d[None, :], out, mask=stored)
+    # token * num_heads + head, where head is kv_head * GROUP + batch_row - token * GROUP.
+    other_heads = (tl.num_programs(0) - 1) * GROUP
+    out_rows = tokens.to(tl.int64) * other_heads + batch_rows + kv_head * GROUP
+    is_stored = tokens < start + tl.minimum(num_rows, first_query + BLOCK_Q)
+    stored = is_stored[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store((out_ptr + out_rows * HEAD_DIM)[:, None] + offs_d[None, :], out, mask=stored)
 
 
 @dataclass(frozen=True, slots=True)
