@@ -34,7 +34,8 @@ def tile_rows(
     in_tile = tl.arange(0, N)
     if P % N == 0:
         block = tl.load(table_ptr + first_token // P).to(tl.int64)
-        return block * stride_block + (first_token % P + in_tile) * stride_token
+        first_row = 0 if P == N else first_token % P  # 0 for the compiler too
+        return block * stride_block + (first_row + in_tile) * stride_token
     elif N % P == 0 and N // P <= MAX_BLOCKS_OF_TILE:
         first_block = table_ptr + first_token // P
         blocks = tl.load(first_block) + tl.zeros_like(in_tile)

@@ -30,7 +30,6 @@ import triton.language as tl
 from inflight_kernels import _host
 from inflight_kernels._device import dot, narrow
 from inflight_kernels._paging import (
-    cache_strides,
     check_attention,
     scores_to_log2,
     tile_rows,
@@ -40,8 +39,8 @@ from inflight_kernels._tiles import tuned_tile
 
 
 @triton.jit
-def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
-    """(sequence, first query token of the tile within it).
+def _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """The sequence that owns a tile.
 
     Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
     at most one too many, and their numbers rise with s, so counting finds the owner.
@@ -53,16 +52,28 @@ def _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
         starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
         is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
         num_before += tl.sum(is_before.to(tl.int32), axis=0)
-    sequence = num_before - 1
-    start = tl.load(starts_ptr + sequence)
-    return sequence, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+    return num_before - 1
+
+
+@triton.jit
+def _find_queries(tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q: tl.constexpr):
+    """Where in the batch the sequence starts, how many query tokens it has, without and with those
+    of padding (they count as the last sequence's, to be zeroed), and the first one of the tile.
+
+    Asked again behind the loops, the loads are done again (``volatile``): what comes of the answer,
+    64-bit addresses of up to 16 rows in each thread, then need not lie in registers meanwhile.
+    None are left for it with wide heads over an FP8 cache, nor on sm_80 with heads of 128.
+    """
+    start = tl.load(starts_ptr + sequence, volatile=True)
+    num_queries = tl.load(starts_ptr + sequence + 1, volatile=True) - start
+    num_rows = tl.where(sequence == num_sequences - 1, num_tokens - start, num_queries)
+    return start, num_queries, num_rows, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
 
 
 @triton.jit
 def _attend_tiles(
     peak, total, acc, q, positions, begin, end,
-    table_ptr, key_ptr, value_ptr, scale,
-    stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+    table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
     MASKED: tl.constexpr, P: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -71,10 +82,9 @@ def _attend_tiles(
     in_head = (offs_d < HEAD_DIM)[None, :]
     for first in tl.range(begin, end, N, num_stages=STAGES):
         tokens = first + tl.arange(0, N)
-        k_rows = tile_rows(table_ptr, first, end, stride_k_block, stride_k_token, P, N)
-        v_rows = tile_rows(table_ptr, first, end, stride_v_block, stride_v_token, P, N)
+        rows = tile_rows(table_ptr, first, end, stride_block, stride_token, P, N)
         mask = (tokens < end)[:, None] & in_head if MASKED else in_head
-        k = tl.load(key_ptr + k_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        k = tl.load(key_ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
         scores = dot(q, tl.trans(k.to(q.dtype)))  # [M, N]
         if MASKED or SOFTCAP > 0:
             scores = scores_to_log2(scores, scale, SOFTCAP)
@@ -94,7 +104,7 @@ def _attend_tiles(
         alpha = tl.exp2(peak - peak_new)
         peak = peak_new
         total = total * alpha + tl.sum(p, axis=1)
-        v = tl.load(value_ptr + v_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        v = tl.load(value_ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
         acc = acc * alpha[:, None] + dot(narrow(p, q.dtype), v.to(q.dtype))
     return peak, total, acc
 
@@ -118,12 +128,9 @@ def _paged_attention_context_kernel(
     stride_q_row,
     stride_q_head,
     stride_table,
-    stride_k_block,
-    stride_k_token,
-    stride_k_head,
-    stride_v_block,
-    stride_v_token,
-    stride_v_head,
+    stride_block,  # of both caches
+    stride_token,
+    stride_head,
     TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -138,11 +145,10 @@ def _paged_attention_context_kernel(
     kv_head = tl.program_id(0)
     # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence, first_query = _find_tile(tile, starts_ptr, num_sequences, BLOCK_Q)
-    start = tl.load(starts_ptr + sequence)
-    num_queries = tl.load(starts_ptr + sequence + 1) - start
-    # Padding tokens count as rows of the last sequence, to be zeroed.
-    num_rows = tl.where(sequence == num_sequences - 1, num_tokens - start, num_queries)
+    sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
+    start, num_queries, num_rows, first_query = _find_queries(
+        tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
+    )
     if first_query >= num_rows:
         return
     length = tl.load(context_lengths_ptr + sequence)
@@ -171,27 +177,35 @@ def _paged_attention_context_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * stride_table
-    key_ptr += kv_head.to(tl.int64) * stride_k_head
-    value_ptr += kv_head.to(tl.int64) * stride_v_head
+    key_ptr += kv_head.to(tl.int64) * stride_head
+    value_ptr += kv_head.to(tl.int64) * stride_head
     if WINDOW == 0:
         peak, total, acc = _attend_tiles(
             peak, total, acc, q, positions, begin, middle,
-            table_ptr, key_ptr, value_ptr, scale,
-            stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+            table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
             False, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
     peak, total, acc = _attend_tiles(
         peak, total, acc, q, positions, middle, end,
-        table_ptr, key_ptr, value_ptr, scale,
-        stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+        table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
         True, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
     )  # fmt: skip
 
+    # Rows are counted over the batch, so that nothing of them is known before the answer.
+    start, num_queries, num_rows, first_query = _find_queries(
+        tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
+    )
+    batch_rows = ((start + first_query) * GROUP + offs_m).to(tl.uint32)
+    tokens = batch_rows // GROUP
+    is_query = (tokens < start + num_queries)[:, None]
     out = tl.where(is_query, acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None], 0.0)
     out = narrow(out, out_ptr.dtype.element_ty)
-    out_rows = out_ptr + (rows * tl.num_programs(0) * GROUP + heads) * HEAD_DIM
-    stored = in_tile & (queries < num_rows)[:, None]
-    tl.store(out_rows[:, None] + offs_d[None, :], out, mask=stored)
+    # token * num_heads + head, where head is kv_head * GROUP + batch_row - token * GROUP.
+    other_heads = (tl.num_programs(0) - 1) * GROUP
+    out_rows = tokens.to(tl.int64) * other_heads + batch_rows + kv_head * GROUP
+    is_stored = tokens < start + tl.minimum(num_rows, first_query + BLOCK_Q)
+    stored = is_stored[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store((out_ptr + out_rows * HEAD_DIM)[:, None] + offs_d[None, :], out, mask=stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +228,8 @@ def choose_tile(
     """128 rows feed two warpgroups of wgmma; 64 feed one; 16 suffice for a few draft tokens.
 
     Five stages keep two tiles of K and V ahead (the pipeliner splits them between the block id
-    and the tile it leads to); where shared memory or registers are short, three keep one.
+    and the tile it leads to); where shared memory or registers are short, three keep one. Over an
+    FP8 cache five take fewer registers than three, and with wide heads room that nobody else has.
     Long chunks take the tile that was measured to be best, if one was (`_tiles`).
     """
     smallest = max(16, _host.next_power_of_2(group))
@@ -232,14 +247,15 @@ def choose_tile(
     tuned = tuned_tile("paged_attention_context", head_dim, group, name)
     if tuned is not None:
         return ContextTile(*tuned)
-    stages = 5 if is_hopper and not is_wide else 3
+    is_large = is_wide and cache_dtype != torch.float8_e4m3fn
+    stages = 5 if is_hopper and not is_large else 3
     return ContextTile(max(smallest, 128), block_n, stages=stages, num_warps=8)
 
 
 def paged_attention_context(
     query: torch.Tensor,  # [T, H, D] bfloat16, float16 or float32
     key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
-    value_cache: torch.Tensor,  # same shape
+    value_cache: torch.Tensor,  # same shape and strides
     block_tables: torch.Tensor,  # [S, max_blocks] int32; entries past a row's length are not read
     query_starts: torch.Tensor,  # [S + 1] int32, ascending from 0; [-1] <= T
     context_lengths: torch.Tensor,  # [S] int32: cached tokens plus this chunk
@@ -261,6 +277,11 @@ def paged_attention_context(
     check_attention(
         query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
     )
+    if value_cache.stride() != key_cache.stride():  # one offset finds a token in both
+        raise ValueError(
+            f"value_cache: must have the strides of key_cache, {key_cache.stride()}, "
+            f"got {value_cache.stride()}"
+        )
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = context_lengths.shape[0]
     _host.check_shape("query_starts", query_starts, (num_sequences + 1,))
@@ -299,6 +320,9 @@ def paged_attention_context(
         BLOCK_D=_host.next_power_of_2(head_dim),
         STAGES=tile.stages,
         num_warps=tile.num_warps,
-        **cache_strides(key_cache, value_cache),
+        stride_block=key_cache.stride(0),
+        stride_token=key_cache.stride(1),
+        stride_head=key_cache.stride(2),
+        TOKENS_PER_BLOCK=key_cache.shape[1],
     )
     return out

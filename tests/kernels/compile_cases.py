@@ -57,6 +57,7 @@ LLAMA_13B = Shape("13B", 40, 40, 128, 5120, 13824, 32000)
 HEAD_64 = Shape("head 64", 32, 8, 64)
 HEAD_80 = Shape("head 80", 32, 32, 80)
 HEAD_256 = Shape("head 256", 16, 8, 256)
+GROUP_8 = Shape("head 256 group of 8", 8, 1, 256)
 GROUP_5 = Shape("group of 5", 40, 8, 128)
 # The models that tests and the checks on the device make.
 HEAD_16 = Shape("head 16", 8, 2, 16)
@@ -104,7 +105,7 @@ def attention_cases() -> Iterator[Case]:
     generation op reads an FP8 cache in a way of its own, so it has more of those."""
     table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA_8B, 64, _BF16, _BOTH, {}),
-        (LLAMA_8B, 32, _BF16, _HOPPER, {}),  # the default
+        (LLAMA_8B, 32, _BF16, _BOTH, {}),  # the default
         (LLAMA_8B, 16, _BF16, _HOPPER, {}),
         (LLAMA_8B, 64, _FP8, _HOPPER, {}),
         (LLAMA_8B, 32, _FP8, _HOPPER, {}),
@@ -122,7 +123,13 @@ def attention_cases() -> Iterator[Case]:
         (HEAD_80, 64, _FP8, _HOPPER, {}),
         (HEAD_256, 64, _FP8, _HOPPER, {}),
     ]
-    for op, more in (("paged_attention_generation", words), ("paged_attention_context", [])):
+    # Within five of the 255 registers that a thread may have.
+    tight: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
+        (HEAD_256, 64, _FP8, _HOPPER, {}),
+        (HEAD_256, 32, _FP8, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
+        (GROUP_8, 32, _FP8, _HOPPER, {}),
+    ]
+    for op, more in (("paged_attention_generation", words), ("paged_attention_context", tight)):
         for shape, block, dtype, capabilities, options in (*table, *more):
             extra = "".join(f" {name}={value}" for name, value in options.items())
             label = f"{shape.name} {str(dtype).removeprefix('torch.')} blocks of {block}{extra}"

@@ -173,6 +173,10 @@ def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
     [
         ({"query_starts": torch.zeros(2, dtype=torch.int32)}, "query_starts: shape"),
         ({"query_starts": torch.zeros(3, dtype=torch.int64)}, "query_starts: dtype"),
+        (
+            {"value_cache": torch.zeros(4, 2, 16, 64).transpose(1, 2)},
+            "value_cache: must have the str",
+        ),
         ({"max_query_len": 0}, "max_query_len: must be greater than 0"),
         ({"query": torch.zeros(5, 3, 64)}, "query: num_heads must be a multiple"),
     ],
