@@ -40,9 +40,11 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
     load(model, "vllm_model", parameters)
 
     def send(
-        prompt: str = "1 2", settings: Any = None, parameters: Any = None, **flags: bool
+        prompt: str | None = "1 2", settings: Any = None, parameters: Any = None, **flags: bool
     ) -> FakeSender:
-        tensors: dict[str, Any] = {"text_input": np.array([prompt.encode()], dtype=object)}
+        tensors: dict[str, Any] = {}
+        if prompt is not None:
+            tensors["text_input"] = np.array([prompt.encode()], dtype=object)
         if settings is not None:
             text = json.dumps(settings).encode()
             tensors["sampling_parameters"] = np.array([text], dtype=object)

@@ -41,6 +41,9 @@ class Preprocessor:
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """See `inflight_backend.triton.text_model.Convert`."""
+        for name in ("QUERY", "REQUEST_OUTPUT_LEN"):  # Triton only counts what came
+            if name not in inputs:
+                raise InvalidRequest(f"'{name}' is missing")
         num_rows = len(inputs["QUERY"])
         pad_ids = _ids(inputs, "PAD_ID", num_rows, self._pad_id)
         input_ids, input_lengths = self._encode(inputs, "QUERY", pad_ids)

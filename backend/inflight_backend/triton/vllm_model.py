@@ -182,7 +182,9 @@ def read_question(
     log_probs = _log_probs(num_log_probs, codec) if has_log_probs else None
     tensors = dict(expand(settings, has_log_probs=True))
     num_answers = tensors.get("num_return_sequences", np.ones(1)).item()
-    prompt = inputs["text_input"]
+    prompt = inputs.get("text_input")
+    if prompt is None:  # Triton only counts what came
+        raise InvalidRequest("'text_input' is missing")
     tensors |= {
         "text_input": prompt[None],
         "stream": np.array([[is_streaming]]),

@@ -63,6 +63,15 @@ def test_what_is_not_asked_for_is_neutral() -> None:
     assert "OUT_PROMPT_TABLE_EXTRA_IDS" not in out
 
 
+@pytest.mark.parametrize("name", ["QUERY", "REQUEST_OUTPUT_LEN"])
+def test_a_missing_tensor_is_named(name: str) -> None:
+    """Triton counts the tensors of a request, so another one hides that this one is missing."""
+    inputs = query("12", END_ID=np.array([[1]], np.int32))
+    del inputs[name]
+    with pytest.raises(InvalidRequest, match=f"'{name}' is missing"):
+        PREPROCESS(inputs)
+
+
 def test_words_are_ids_and_ends() -> None:
     words = strings(["ab", "", "c"], ["d", "", ""])
     for name in ("STOP_WORDS", "BAD_WORDS"):

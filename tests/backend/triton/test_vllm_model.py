@@ -103,6 +103,7 @@ def test_settings_may_be_parameters_of_the_request(ask: Ask, server: Server) -> 
         ({"settings": {"n": 10**6}}, "'num_return_sequences' is 1000000, outside 1..4"),
         ({"settings": {"n": 0}}, "'num_return_sequences' is 0"),
         ({"prompt": ""}, "'text_input' is empty"),
+        ({"prompt": None, "stream": True}, "'text_input' is missing"),
         (
             {"stream": True, "exclude_input_in_output": False},
             "'exclude_input_in_output' must be true",
