@@ -169,6 +169,7 @@ def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
         "max_seq_len": server.engine.max_seq_len,
         "vocab_size": server.engine.vocab_size,
         "end_id": -1,
+        "stop_token_ids": [],
     }
     assert str(tmp_path) not in answer
 
