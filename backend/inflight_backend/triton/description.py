@@ -30,13 +30,20 @@ class ModelDescription:
     """
 
     def __init__(
-        self, name: str, folder: Path, limits: RequestLimits, codec: TextCodec | None
+        self,
+        name: str,
+        folder: Path,
+        limits: RequestLimits,
+        codec: TextCodec | None,
+        *,
+        takes_stop_tokens: bool = True,
     ) -> None:
+        """``takes_stop_tokens`` False: nobody can send any, so none are told."""
         self._name = name
         self._folder = folder
         self._limits = limits
         self._end_id = -1 if codec is None else codec.end_id
-        self._stop_token_ids = () if codec is None else codec.more_end_ids
+        self._stop_token_ids = codec.more_end_ids if codec and takes_stop_tokens else ()
         self._text = ""
         self._paths()
 
