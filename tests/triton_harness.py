@@ -15,6 +15,7 @@ from fakes import CountingEngine, FakeRequest, FakeSender
 
 from inflight_backend.status import stop_file_of
 from inflight_backend.triton_model import TritonPythonModel
+from inflight_client.protocol import INPUT_BY_NAME
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
@@ -68,7 +69,10 @@ class Server:
             "max_batch_size": "4",
             **parameters,
         }
-        config = {"parameters": {k: {"string_value": v} for k, v in parameters.items()}}
+        config = {
+            "input": [{"name": name} for name in INPUT_BY_NAME],
+            "parameters": {k: {"string_value": v} for k, v in parameters.items()},
+        }
         self.model = TritonPythonModel()
         self.model.initialize(
             {

@@ -153,7 +153,7 @@ class ActiveProcessors:
         if request.num_pending_tokens:
             tokens.append(latest[request.request_id])
         has_answer = len(tokens) > request.orig_prompt_len
-        if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] == request.end_id)):
+        if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] in request.end_ids)):
             return None
         bound = choice
 

@@ -124,7 +124,7 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
     params = read_beams(request, limits.max_beam_width, limits.vocab_size)
     if params.width > 1:
         check_with_beams(request, sampling, outputs)
-        beams = BeamSearch(params, max_new_tokens, end_id, stop_words)
+        beams = BeamSearch(params, max_new_tokens, end_id, stop_words, sampling.stop_token_ids)
     llm_request = LlmRequest(
         request.request_id,
         tokens,

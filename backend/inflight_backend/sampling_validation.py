@@ -13,7 +13,7 @@ import numpy as np
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import Array, InferenceRequest
 from inflight_backend.request_values import integer, number
-from inflight_scheduler import SamplingParams
+from inflight_scheduler import MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_WORDS = 1024
 """Stop words, or bad words, of one request."""
@@ -24,6 +24,7 @@ MAX_WORD_TOKENS = 128
 MAX_NGRAM_SIZE = 32
 """As in TensorRT-LLM (`cpp/tensorrt_llm/kernels/banRepeatNgram.cu`)."""
 
+_STOP_TOKEN_IDS = "stop_token_ids"
 _INT32_MAX = 2**31 - 1
 _INFINITY = float("inf")
 _SMALLEST = 1e-6  # a factor of 0 would make every logit the same, or none a number
@@ -53,7 +54,29 @@ def read_sampling(
         no_repeat_ngram_size=integer(request, "no_repeat_ngram_size", 0, 0, MAX_NGRAM_SIZE),
         bias=_read_bias(request, vocab_size),
         bad_words=read_words(request, "bad_words_list", vocab_size),
+        stop_token_ids=read_stop_token_ids(request, vocab_size),
     )
+
+
+def read_stop_token_ids(request: InferenceRequest, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end the answer beside the end id, sorted, each once; none if not sent.
+
+    As for the end id -1 is none: rows of one tensor may name different numbers of them.
+    Raises `InvalidRequest`.
+    """
+    if not request.has_tensor(_STOP_TOKEN_IDS):
+        return ()
+    ids: list[int] = request.get_tensor(_STOP_TOKEN_IDS).reshape(-1).tolist()
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"'{_STOP_TOKEN_IDS}' holds {len(ids)} ids, more than {MAX_STOP_TOKEN_IDS}"
+        )
+    wrong = next((token for token in ids if not -1 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"'{_STOP_TOKEN_IDS}' holds {wrong}, outside the vocabulary 0..{vocab_size - 1}"
+        )
+    return tuple(sorted(set(ids) - {-1}))  # equal sets are one for whoever looks for them
 
 
 def read_words(request: InferenceRequest, name: str, vocab_size: int) -> tuple[Word, ...]:

@@ -18,12 +18,18 @@ _MAX_OPEN_TOKENS = 3  # tokens of a character that is not whole yet
 _CONTEXT_TOKENS = 6  # tokens of the prompt a decoder looks at before the first new one
 _MAX_EMITTED_TOKENS = 8  # more context costs more time in each decoding
 _MAX_BYTES_PER_TOKEN = 128
+_MAX_END_IDS = 64  # that a checkpoint may name
 
 
 class TextCodec:
     """A tokenizer with the few facts the server needs. Thread-safe (tokenizers are)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path | None = None) -> None:
+        """The tokenizer in ``folder``, for the model in ``checkpoint`` if that is another folder.
+
+        ``end_id`` ends answers, -1 for none, and so do ``more_end_ids``, which the model names
+        beside it: a chat model may end its turn with one token and a text with another.
+        """
         path = find_file(folder, "tokenizer.json")
         if path is None:
             raise CheckpointError(f"tokenizer.json is missing in the folder '{folder.name}'")
@@ -34,6 +40,8 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self.end_id = self._find_id(folder, "eos")
+        ends = _read_end_ids(checkpoint or folder)
+        self.more_end_ids = tuple(token for token in ends if token != self.end_id)
         pad_id = self._find_id(folder, "pad")
         self.pad_id = pad_id if pad_id < self.vocab_size else -1  # some name one that is not there
 
@@ -41,7 +49,7 @@ class TextCodec:
     def load(cls, checkpoint: Path, tokenizer_dir: str | None) -> TextCodec | None:
         """The tokenizer of ``tokenizer_dir``, else the checkpoint's; None if it ships none."""
         if tokenizer_dir:
-            return cls(Path(tokenizer_dir))
+            return cls(Path(tokenizer_dir), checkpoint)
         return None if find_file(checkpoint, "tokenizer.json") is None else cls(checkpoint)
 
     @property
@@ -63,9 +71,9 @@ class TextCodec:
                 f"the tokenizer has {self.vocab_size} tokens, the model's embedding "
                 f"only {num_rows} rows: they do not belong together"
             )
-        if self.end_id >= num_rows:
+        if (end_id := max(self.end_id, *self.more_end_ids, -1)) >= num_rows:
             raise CheckpointError(
-                f"the checkpoint's end id, {self.end_id}, is outside the model's embedding, "
+                f"the checkpoint's end id, {end_id}, is outside the model's embedding, "
                 f"which has {num_rows} rows"
             )
 
@@ -245,6 +253,30 @@ def _context(codec: TextCodec, prompt_ids: Sequence[int]) -> list[int]:
         if not codec.decode(context).startswith(_REPLACEMENT):
             return context
     return contexts[0]
+
+
+def _read_end_ids(folder: Path) -> list[int]:
+    """All that the model in ``folder`` ends texts with, sorted; -1 stands for none.
+
+    As for `transformers`, generation_config.json says it, else config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(folder, name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if len(ids) > _MAX_END_IDS:
+            raise CheckpointError(
+                f"{name}: 'eos_token_id' holds {len(ids)} ids, more than {_MAX_END_IDS}"
+            )
+        wrong = [each for each in ids if type(each) is not int or each < -1]
+        if wrong:
+            raise CheckpointError(
+                f"{name}: 'eos_token_id' must be a token id, -1 for none, or a list of these, "
+                f"not {json.dumps(value)[:200]}"
+            )
+        return sorted(set(ids) - {-1})
+    return []
 
 
 def _read_json(folder: Path, name: str) -> dict[str, object]:

@@ -176,9 +176,16 @@ class TritonPythonModel:
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
         folder = Path(parameters.tokenizer_dir or checkpoint)
+        inputs = {each["name"] for each in config.get("input", ())}  # a config may be older than us
         self._frontend.start(
             self._manager,
-            ModelDescription(checkpoint.name, folder, self._manager.limits, codec),
+            ModelDescription(
+                checkpoint.name,
+                folder,
+                self._manager.limits,
+                codec,
+                takes_stop_tokens="stop_token_ids" in inputs,
+            ),
             self._why_not_ready,
         )
         metrics = TritonMetrics(

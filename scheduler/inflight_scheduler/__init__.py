@@ -39,7 +39,12 @@ from inflight_scheduler.resources import (
     WindowBlocks,
 )
 from inflight_scheduler.reuse import PrefixMatch
-from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams
+from inflight_scheduler.sampling import (
+    MAX_STOP_TOKEN_IDS,
+    NO_OUTPUTS,
+    OutputParams,
+    SamplingParams,
+)
 from inflight_scheduler.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
@@ -53,6 +58,7 @@ from inflight_scheduler.slot_pool import SlotPool
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",
+    "MAX_STOP_TOKEN_IDS",
     "NO_CANDIDATES",
     "NO_OUTPUTS",
     "ActiveRequests",

@@ -5,8 +5,8 @@ search follows (`cpp/tensorrt_llm/kernels/beamSearchKernels`), with its defaults
 One step of width W::
 
     scores      sum of log probabilities + diversity_rate * rank of the beam it continues
-    candidates  the 2W best continuations of all beams
-    end         of the W best of those: with the end id, a stop word, or at the last token there may
+    candidates  the 2W best continuations of all beams, (1 + n) W with n > 1 end ids
+    end         of the W best of those: with an end id, a stop word, or at the last token there may
                 be; kept if among the W best finished ones, score / tokens ** length_penalty
     go on       the W best of the others
 
@@ -26,7 +26,7 @@ from heapq import nlargest
 from typing import NamedTuple, Protocol
 
 from inflight_scheduler.request import FinishReason
-from inflight_scheduler.sampling import Word
+from inflight_scheduler.sampling import Word, all_end_ids, num_continuations
 
 Candidate = tuple[int, float]
 """A token and its log probability behind a beam."""
@@ -99,6 +99,7 @@ class BeamSearch:
         "_rows",
         "_running",
         "end_id",
+        "end_ids",
         "max_new_tokens",
         "params",
         "step",
@@ -111,10 +112,13 @@ class BeamSearch:
         max_new_tokens: int,
         end_id: int = -1,
         stop_words: Sequence[Word] = (),
+        stop_token_ids: tuple[int, ...] = (),
     ) -> None:
+        """``stop_token_ids`` end a beam as ``end_id`` does."""
         self.params = params
         self.max_new_tokens = max_new_tokens
         self.end_id = end_id
+        self.end_ids = all_end_ids(end_id, stop_token_ids)
         self.stop_words = tuple(stop_words)
         self.step: BeamStep | None
         self.reset()
@@ -149,8 +153,9 @@ class BeamSearch:
         text[prompt_len:] = best.tokens
 
     def advance(self, rows: Sequence[Sequence[Candidate]]) -> bool:
-        """Take a step: ``rows`` are the most likely 2 * width tokens behind each row (one row, of
-        the prompt, at first). False if no token could follow anywhere and nothing has finished.
+        """Take a step: ``rows`` are the most likely tokens behind each row (one row, of the prompt,
+        at first), `num_continuations` or more. False if no token could follow anywhere and nothing
+        has finished.
         """
         params, before = self.params, self._running
         rate = params.diversity_rate
@@ -160,7 +165,8 @@ class BeamSearch:
             for token, log_prob in rows[row]
             if math.isfinite(log_prob)
         ]
-        best = nlargest(2 * params.width, continuations, key=lambda one: one.score)
+        num_best = num_continuations(params.width, self.end_ids)
+        best = nlargest(num_best, continuations, key=lambda one: one.score)
         running: list[tuple[int, Hypothesis]] = []
         for place, one in enumerate(best):
             beam = _extended(before[one.rank], one)
@@ -181,7 +187,7 @@ class BeamSearch:
         return True
 
     def _reason(self, tokens: tuple[int, ...]) -> FinishReason:
-        if tokens[-1] == self.end_id:
+        if tokens[-1] in self.end_ids:
             return FinishReason.END_ID
         if any(tokens[-len(word) :] == word for word in self.stop_words):
             return FinishReason.STOP_WORDS

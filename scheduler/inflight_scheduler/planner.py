@@ -342,7 +342,7 @@ class BatchPlanner:
             prompt_len=request.orig_prompt_len,
             tokens=tuple(request.tokens) if request.sampling.looks_back else (),
             outputs=request.outputs,
-            num_candidates=0 if request.beams is None else 2 * request.beam_width,
+            num_candidates=request.num_candidates,
         )
         return set_up_rows(setup, request.num_rows)
 

@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol
 
-from inflight_scheduler.sampling import NO_OUTPUTS, OutputParams, SamplingParams, Word
+from inflight_scheduler.sampling import (
+    NO_OUTPUTS,
+    OutputParams,
+    SamplingParams,
+    Word,
+    all_end_ids,
+    num_continuations,
+)
 
 if TYPE_CHECKING:
     from inflight_scheduler.beam_search import Beams, Candidate
@@ -101,6 +108,8 @@ class LlmRequest:
     `set_draft_tokens`. ``num_chunk_drafts`` of them run with the last chunk of its context. In all,
     ``num_verified_drafts`` were verified and ``num_accepted_drafts`` of them became tokens.
 
+    ``end_ids`` has every token that ends it: ``end_id`` (-1: none) and those of its sampling.
+
     ``beams`` searches with ``beam_width`` beams: each generates in a row of its own, and ``tokens``
     is the prompt with the best of them. All of them have as many.
     """
@@ -116,6 +125,7 @@ class LlmRequest:
         "draft_tokens",
         "encoder_length",
         "end_id",
+        "end_ids",
         "exclude_input_in_output",
         "finish_reason",
         "is_streaming",
@@ -177,6 +187,7 @@ class LlmRequest:
         self.max_num_tokens = self.prompt_len + max_new_tokens  # a pause does not change the sum
         self.sampling = sampling or SamplingParams()
         self.end_id = end_id
+        self.end_ids = all_end_ids(end_id, self.sampling.stop_token_ids)
         self.pad_id = pad_id
         self.is_streaming = is_streaming
         self.exclude_input_in_output = exclude_input_in_output
@@ -337,9 +348,9 @@ class LlmRequest:
             self.tracker.drafts_changed(self, num_before)
 
     def add_new_token(self, token: int) -> None:
-        """Append a generated token and finish on ``end_id`` or at ``max_new_tokens``."""
+        """Append a generated token and finish on one of ``end_ids`` or at ``max_new_tokens``."""
         self.tokens.append(token)
-        if token == self.end_id:
+        if token in self.end_ids:
             self.finish(FinishReason.END_ID)
         elif len(self.tokens) >= self.max_num_tokens:
             self.finish(FinishReason.LENGTH)
@@ -362,7 +373,7 @@ class LlmRequest:
         """Put the drawn token in the place of the oldest pending one; it may end the request."""
         num_pending = self.num_pending_tokens
         self.tokens[-num_pending] = token
-        if token == self.end_id:
+        if token in self.end_ids:
             self.finish(FinishReason.END_ID)
         elif num_pending == 1 and self.state is _GENERATION_TO_COMPLETE:
             self.finish(FinishReason.LENGTH)
@@ -386,6 +397,11 @@ class LlmRequest:
     def num_rows(self) -> int:
         """Rows of a generation step that are its own."""
         return 1 if self.beams is None else self.beam_width
+
+    @property
+    def num_candidates(self) -> int:
+        """Likely tokens that its search wants to know of each row; 0 without one."""
+        return 0 if self.beams is None else num_continuations(self.beam_width, self.end_ids)
 
     def drop_pending_tokens(self) -> None:
         """Whatever running steps draw is not wanted any more."""

@@ -66,17 +66,17 @@ class GenerationLine(RequestLine):
         self.ids = array("Q")
         self.slots: list[int | None] = []
         self._texts: list[list[int]] = []
-        self._end_ids: list[int] = []
+        self._end_ids: list[frozenset[int]] = []
         self._base: list[LlmRequest] | None = None  # an earlier view, and what came after it
         self._changes: list[int] = []
 
     def insert(self, request: LlmRequest) -> int:
-        """As `RequestLine.insert`; slot, token list and end id stay those it has now."""
+        """As `RequestLine.insert`; slot, token list and end ids stay those it has now."""
         index = super().insert(request)
         self.ids.insert(index, request.request_id)
         self.slots.insert(index, request.seq_slot)
         self._texts.insert(index, request.tokens)
-        self._end_ids.insert(index, request.end_id)
+        self._end_ids.insert(index, request.end_ids)
         if len(self._changes) < MAX_CHANGES:
             self._changes += (index, request.request_id)
         return index
@@ -106,7 +106,7 @@ class GenerationLine(RequestLine):
             text.append(token)
 
     def with_end_id(self, tokens: Sequence[int]) -> list[LlmRequest]:
-        """Those whose token is the one that ends them."""
+        """Those whose token is one that ends them."""
         return with_end_id(self.requests, self._end_ids, tokens)
 
     def append_pending(self) -> AwaitedTokens:
@@ -118,9 +118,9 @@ class GenerationLine(RequestLine):
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the requests say the same; O(requests)."""
         assert self.ids.tolist() == [r.request_id for r in self.requests], "ids have drifted"
-        for request, slot, text, end_id in zip(
+        for request, slot, text, end_ids in zip(
             self.requests, self.slots, self._texts, self._end_ids, strict=True
         ):
             assert request.seq_slot in (None, slot), f"{request} has another slot"
             assert request.tokens is text, f"{request} has another text"
-            assert request.end_id == end_id, f"{request} has another end id"
+            assert request.end_ids == end_ids, f"{request} has other end ids"

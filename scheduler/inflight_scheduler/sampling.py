@@ -7,9 +7,13 @@ executor.h`); the arithmetic is in the kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 Word = tuple[int, ...]
 """A word as token ids; at least one."""
+
+MAX_STOP_TOKEN_IDS = 128
+"""Tokens that end one request beside its end id, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,8 @@ class SamplingParams:
     ``top_p_decay``: after each token top_p becomes max(top_p * decay, ``top_p_min``), and what it
     was at first after a token ``top_p_reset_id`` (-1: none). Penalties count the tokens of prompt
     and answer, presence and frequency not those of the first ``prompt_ignore_length`` of the
-    prompt. ``bias`` is added to the logits of tokens; ``bad_words`` must not be completed.
+    prompt. ``bias`` is added to the logits of tokens; ``bad_words`` must not be completed. Each of
+    ``stop_token_ids`` ends the answer as the end id does, and waits for ``min_length`` like it.
     """
 
     temperature: float = 1.0
@@ -38,6 +43,7 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[Word, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def is_greedy(self) -> bool:
@@ -87,3 +93,14 @@ class OutputParams:
 
 NO_OUTPUTS = OutputParams()
 """Tokens only."""
+
+
+@lru_cache(maxsize=1024)  # the requests of a model that end alike look at one set
+def all_end_ids(end_id: int, stop_token_ids: tuple[int, ...]) -> frozenset[int]:
+    """What ends a request; with an ``end_id`` of -1 a token that could not be drawn does, too."""
+    return frozenset((end_id, *stop_token_ids))
+
+
+def num_continuations(width: int, end_ids: frozenset[int]) -> int:
+    """Of how many continuations there are always ``width`` that do not end with ``end_ids``."""
+    return max(2, 1 + len(end_ids - {-1})) * width

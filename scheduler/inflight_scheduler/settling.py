@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import eq
+from operator import contains
 
 from inflight_scheduler.beam_planning import Candidates, search
 from inflight_scheduler.block_manager import BlockManager
@@ -19,7 +19,7 @@ class AwaitedTokens:
     __slots__ = ("_end_ids", "_texts", "requests")
 
     def __init__(
-        self, requests: list[LlmRequest], texts: list[list[int]], end_ids: list[int]
+        self, requests: list[LlmRequest], texts: list[list[int]], end_ids: list[frozenset[int]]
     ) -> None:
         self.requests = requests
         self._texts = texts
@@ -73,12 +73,12 @@ def settle_tokens(
 
 
 def with_end_id(
-    requests: Sequence[LlmRequest], end_ids: Sequence[int], tokens: Sequence[int]
+    requests: Sequence[LlmRequest], end_ids: Sequence[frozenset[int]], tokens: Sequence[int]
 ) -> list[LlmRequest]:
-    """Those of ``requests`` whose token is the one that ends them."""
-    if not any(map(eq, tokens, end_ids)):
+    """Those of ``requests`` whose token is one that ends them."""
+    if not any(map(contains, end_ids, tokens)):
         return []
-    matches = map(eq, tokens, end_ids)
+    matches = map(contains, end_ids, tokens)
     return [request for request, is_end in zip(requests, matches, strict=True) if is_end]
 
 

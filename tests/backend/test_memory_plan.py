@@ -115,7 +115,7 @@ def test_what_slots_take_is_in_the_plan(gpu_memory: int | None) -> None:
     assert made.slot_bytes == taken
     if gpu_memory is not None:
         tables = engine._adjustments._tables
-        assert sum(table.nbytes for table in tables.values()) == 8 * (8 * engine.vocab_size + 400)
+        assert sum(table.nbytes for table in tables.values()) == 8 * (8 * engine.vocab_size + 912)
 
 
 def is_tensor(value: object) -> bool:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -197,6 +198,11 @@ def test_tokenizer_and_embedding_must_match(codec: TextCodec) -> None:
         ('{"eos_token_id": true}', "'eos_token_id' must be a token id, or -1 for none, not true"),
         ('{"eos_token_id": -7}', "'eos_token_id' must be a token id, or -1 for none, not -7"),
         ('{"pad_token_id": false}', "'pad_token_id' must be a token id, or -1 for none, not false"),
+        ('{"eos_token_id": [5, 300]}', "end id, 300, is outside .* 257 rows"),
+        ('{"eos_token_id": [5, true]}', r"a token id, -1 for none, or a list .* not \[5, true\]"),
+        ('{"eos_token_id": [5, -2]}', r"a token id, -1 for none, or a list .* not \[5, -2\]"),
+        ('{"eos_token_id": "</s>"}', 'a token id, -1 for none, or a list of these, not "</s>"'),
+        (json.dumps({"eos_token_id": [*range(65)]}), "holds 65 ids, more than 64"),
         ("[" * 100_000, "generation_config.json cannot be read"),
     ],
 )
@@ -205,6 +211,40 @@ def test_an_impossible_end_id_is_found_at_load(tmp_path: Path, content: str, mes
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         TextCodec(tmp_path).check_fits(257)
+
+
+@pytest.mark.parametrize(
+    ("files", "end_id", "more"),
+    [
+        ({"generation_config": [9, 7, 9, 8]}, 9, (7, 8)),
+        ({"generation_config": 9, "config": [9, 7]}, 9, ()),
+        ({"generation_config": None, "config": [9, 7]}, 9, (7,)),
+        ({"generation_config": [7, 9], "eos_token": "<eos>"}, 256, (7, 9)),
+        ({"generation_config": [7, 256], "eos_token": "<eos>"}, 256, (7,)),
+        ({"config": -1, "eos_token": "<eos>"}, 256, ()),
+        ({"config": [-1, 5], "eos_token": "<eos>"}, 256, (5,)),
+        ({"eos_token": "<eos>"}, 256, ()),
+    ],
+)
+def test_a_checkpoint_may_end_texts_with_several_tokens(
+    tmp_path: Path, files: dict[str, Any], end_id: int, more: tuple[int, ...]
+) -> None:
+    """The tokenizer's is the first; the model's are in its own folder."""
+    tokenizer, model = tmp_path / "tokenizer", tmp_path / "model"
+    tokenizer.mkdir()
+    model.mkdir()
+    _byte_level().save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "config.json").write_text('{"eos_token_id": 9}')
+    for name, value in files.items():
+        if name == "eos_token":
+            content = json.dumps({"eos_token": value})
+            (tokenizer / "tokenizer_config.json").write_text(content)
+        else:
+            (model / f"{name}.json").write_text(json.dumps({"eos_token_id": value}))
+    codec = TextCodec.load(model, str(tokenizer))
+    assert codec is not None
+    codec.check_fits(257)
+    assert (codec.end_id, codec.more_end_ids) == (end_id, more)
 
 
 def test_a_pad_id_that_is_not_there_is_none(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ _FLAGS = st.booleans()
 # Values that are mostly allowed, each with one that never is where there is such a one.
 _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "end_id": st.integers(-1, _VOCAB_SIZE),
+    "stop_token_ids": st.lists(st.integers(-1, _VOCAB_SIZE), max_size=3),
     "pad_id": st.integers(-1, _VOCAB_SIZE),
     "beam_width": st.integers(1, 4),
     "num_return_sequences": st.integers(1, 3),

@@ -26,12 +26,12 @@ from inflight_backend.engine.to_device import to_device
 from inflight_kernels.reference import COUNT_UNIT
 from inflight_scheduler import SamplingParams, SlotSetup
 
-PENALTIES, BIAS, NGRAMS, WORDS, DECAY, MIN_P = 1, 2, 4, 8, 16, 32
+PENALTIES, BIAS, NGRAMS, WORDS, DECAY, MIN_P, ENDS = 1, 2, 4, 8, 16, 32, 64
 _NEEDS_HISTORY = NGRAMS | WORDS
 
 
 class Adjustments:
-    """Owner of counts, biases, texts and words of the slots (the padding slot has a row, too)."""
+    """Owner of counts, biases, texts, words and ends of the slots; the padding slot has a row."""
 
     def __init__(
         self, num_slots: int, vocab_size: int, max_seq_len: int, device: str, ops: Ops
@@ -63,6 +63,8 @@ class Adjustments:
                 self._table("history")[slot, : len(text)] = self._send(text)
             if (features | before) & WORDS:
                 self._set_words(setup)
+            if (features | before) & ENDS:
+                self._set_ends(setup)
         if setups:
             self._is_used = bool(self._features.any())
 
@@ -103,6 +105,8 @@ class Adjustments:
             self._ops.ban_words(
                 logits, row_of_slot, sampling.positions, words, lengths, owners, history
             )
+        if features & ENDS:
+            self._forbid_ends(logits, sampling)
 
     def record(
         self, sampling: SamplingInputs, tokens: Tensor, features: int, parameters: Tensor
@@ -169,6 +173,23 @@ class Adjustments:
             self._slot_to_words[setup.slot] = words
         self._words = self._send_words()
 
+    def _set_ends(self, setup: SlotSetup) -> None:
+        """The ids, and the first one again up to the width of the table; all -1 for none."""
+        table = self._table("ends")
+        ids = setup.sampling.stop_token_ids
+        row = np.full(table.shape[1], ids[0] if ids else -1, dtype=np.int32)
+        row[: len(ids)] = ids
+        table[setup.slot] = self._send(row)
+
+    def _forbid_ends(self, logits: Tensor, sampling: SamplingInputs) -> None:
+        """Put -inf at ``stop_token_ids`` of rows whose next token comes before their minimum; the
+        end id itself is looked after by `drawing.restrict`."""
+        ends = self._tables["ends"][sampling.slots].long()  # [N, MAX_STOP_TOKEN_IDS]
+        is_early = (sampling.positions < sampling.min_end_positions)[:, None]
+        places = ends.clamp(min=0)
+        kept = logits.gather(1, places)  # an id that comes twice gets the same value twice
+        logits.scatter_(1, places, kept.masked_fill(is_early & (ends >= 0), -torch.inf))
+
     def _send_words(self) -> tuple[Tensor, Tensor, Tensor]:
         words, lengths, slots = _pack_words(self._slot_to_words)
         return self._send(words), self._send(lengths), self._send(slots)
@@ -177,7 +198,8 @@ class Adjustments:
         if name not in self._tables:
             shape, _ = self._shapes[name]
             dtype = torch.float32 if name == "bias" else torch.int32
-            self._tables[name] = torch.zeros(shape, dtype=dtype, device=self._device)
+            fill = -1 if name == "ends" else 0
+            self._tables[name] = torch.full(shape, fill, dtype=dtype, device=self._device)
         return self._tables[name]
 
     def _send(self, values: npt.NDArray[np.generic]) -> Tensor:
@@ -198,6 +220,8 @@ def features_of(sampling: SamplingParams) -> int:
         features |= DECAY
     if sampling.min_p > 0:
         features |= MIN_P
+    if sampling.stop_token_ids and sampling.min_length:
+        features |= ENDS
     return features
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from math import prod
 
+from inflight_scheduler import MAX_STOP_TOKEN_IDS
+
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Name -> shape and bytes of one number."""
 
@@ -25,6 +27,7 @@ def adjustment_shapes(num_slots: int, vocab_size: int, max_seq_len: int) -> Shap
         "counts": ((rows, vocab_size), 4),
         "bias": ((rows, vocab_size), 4),
         "history": ((rows, max_seq_len), 4),
+        "ends": ((rows, MAX_STOP_TOKEN_IDS), 4),
     }
 
 

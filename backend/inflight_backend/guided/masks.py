@@ -108,7 +108,7 @@ class AnswerGuides:
         tokens = request.tokens[start : request.num_drawn_tokens]
         if request.num_pending_tokens:
             tokens.append(latest[request.request_id])
-        if tokens and (tokens[-1] == request.end_id or tokens[-1] < 0):
+        if tokens and (tokens[-1] in request.end_ids or tokens[-1] < 0):
             return False
         if tokens:
             answer.num_read += len(tokens)

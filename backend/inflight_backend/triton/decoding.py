@@ -124,14 +124,28 @@ def make_request(
             raise UnsupportedRequest("'text_input' needs a tokenizer, and the checkpoint has none")
         ids = codec.encode(text, limits.max_input_len)
         request.set_tensor("input_ids", np.array([ids], dtype=np.int32))
-        if not request.has_tensor("end_id") and codec.end_id >= 0:
-            request.set_tensor("end_id", np.array([codec.end_id], dtype=np.int32))
+        if not request.has_tensor("end_id"):
+            set_end_ids(request, codec)
     set_text_tensors(request, inputs, codec, limits.vocab_size)
     if has_beams(inputs):
         set_beam_tensors(request, inputs, stop_texts, codec, limits.vocab_size)
     elif stop_texts and codec is not None:
         add_special_words(request, stop_texts, codec, limits.vocab_size)
     return request
+
+
+def set_end_ids(request: InferenceRequest, codec: TextCodec) -> None:
+    """End the answer where the checkpoint ends texts, beside what the client has named."""
+    if codec.end_id >= 0:
+        request.set_tensor("end_id", np.array([codec.end_id], dtype=np.int32))
+    if codec.more_end_ids:
+        more = np.array([codec.more_end_ids], dtype=np.int32)
+        if request.has_tensor("stop_token_ids"):
+            named = request.get_tensor("stop_token_ids")
+            if named.dtype != np.int32:
+                return  # validation says so
+            more = np.concatenate((named.reshape(1, -1), more), axis=1)
+        request.replace_tensor("stop_token_ids", more)
 
 
 def names_none(requested: frozenset[str]) -> bool:

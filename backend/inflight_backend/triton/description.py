@@ -19,7 +19,8 @@ TOKENIZER_FILES = (
 
 
 class ModelDescription:
-    """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, and ``files``.
+    """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, the
+    ``stop_token_ids`` that end answers beside it, and ``files``.
 
     The limits are those of one request alone, whatever sets them: more is always refused.
 
@@ -29,12 +30,20 @@ class ModelDescription:
     """
 
     def __init__(
-        self, name: str, folder: Path, limits: RequestLimits, codec: TextCodec | None
+        self,
+        name: str,
+        folder: Path,
+        limits: RequestLimits,
+        codec: TextCodec | None,
+        *,
+        takes_stop_tokens: bool = True,
     ) -> None:
+        """``takes_stop_tokens`` False: nobody can send any, so none are told."""
         self._name = name
         self._folder = folder
         self._limits = limits
         self._end_id = -1 if codec is None else codec.end_id
+        self._stop_token_ids = codec.more_end_ids if codec and takes_stop_tokens else ()
         self._text = ""
         self._paths()
 
@@ -48,6 +57,7 @@ class ModelDescription:
                 "max_seq_len": longest,
                 "vocab_size": self._limits.vocab_size,
                 "end_id": self._end_id,
+                "stop_token_ids": self._stop_token_ids,
                 "files": {p.name: p.read_text(encoding="utf-8") for p in self._paths()},
             }
             self._text = json.dumps(content)

@@ -58,6 +58,7 @@ _NEUTRAL: Mapping[str, Any] = {
 ``best_of`` and ``logprobs``."""
 _DRAW = np.array([[1.0]], dtype=np.float32)  # vLLM's top_p when none is given
 _MAX_STOP_STRINGS = 64
+_INT32_MAX = 2**31 - 1
 _IGNORED = "prompt_ignore_length"
 _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
 
@@ -162,12 +163,14 @@ def _read_object(tensor: Array) -> dict[str, Any]:
 def _expand(key: str, value: Any) -> tuple[str, Array]:
     if key == "stop":
         return "stop_words", _strings(value)
+    if key == "stop_token_ids":
+        return key, _ids(value)
     if key == "ignore_eos":
         if value is not True:
             raise InvalidRequest(f"'{_NAME}': ignore_eos must be true or false")
         return "end_id", np.array([[-1]], dtype=np.int32)
     if key not in _KEY_TO_TENSOR:
-        known = ", ".join([*_KEY_TO_TENSOR, "stop", "ignore_eos"])
+        known = ", ".join([*_KEY_TO_TENSOR, "stop", "stop_token_ids", "ignore_eos"])
         value_only = f", but for {json.dumps(_NEUTRAL[key])}" if key in _NEUTRAL else ""
         raise InvalidRequest(
             f"'{_NAME}': {key[:100]!r} is not supported{value_only}; known are {known}"
@@ -195,6 +198,13 @@ def _number(key: str, dtype: str, value: Any) -> Array:
         if not limits.min <= number <= limits.max:
             raise InvalidRequest(f"'{_NAME}': {key} is outside {limits.min}..{limits.max}")
     return np.array([[number]], dtype=kind)
+
+
+def _ids(value: Any) -> Array:
+    is_list = isinstance(value, list) and all(type(each) is int for each in value)
+    if not is_list or any(abs(each) > _INT32_MAX for each in value):
+        raise InvalidRequest(f"'{_NAME}': stop_token_ids must be a list of token ids")
+    return np.array([value], dtype=np.int32)
 
 
 def _strings(value: Any) -> Array:

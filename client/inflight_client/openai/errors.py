@@ -36,6 +36,7 @@ TENSOR_TO_FIELD = {
     "min_length": "min_tokens",
     "request_output_len": "max_tokens",
     "stop_words": "stop",
+    "stop_token_ids": "stop_token_ids",
     "embedding_bias": "logit_bias",
     "num_return_sequences": "n",
     "return_log_probs": "logprobs",

@@ -191,8 +191,7 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     seed = body.integer("seed", -_INT64_MAX - 1, _INT64_MAX)
     if seed is not None:
         values["random_seed"] = seed % 2**64
-    if not body.flag("ignore_eos"):
-        values["end_id"] = reader.limits.end_id
+    values |= _ends(body, reader)
     if stop := _stop_strings(body.take("stop")):
         values["stop_words"] = stop
     if (salt := body.text("cache_salt")) is not None:
@@ -226,6 +225,27 @@ def _stop_strings(value: Any) -> list[str]:
     if "" in strings:
         raise bad_field("stop", "an empty string would stop everything")
     return [checked_text("stop", each) for each in strings]
+
+
+def _ends(body: Body, reader: PromptReader) -> dict[str, object]:
+    """The tokens that end the answer: those of the model, unless they are to be ignored, and those
+    the client names, as vLLM's may."""
+    limits, values = reader.limits, dict[str, object]()
+    stop_token_ids = _stop_token_ids(body.take("stop_token_ids", []), limits.vocab_size)
+    if not body.flag("ignore_eos"):
+        values["end_id"] = limits.end_id
+        stop_token_ids |= set(limits.stop_token_ids)
+    if stop_token_ids:
+        values["stop_token_ids"] = sorted(stop_token_ids)
+    return values
+
+
+def _stop_token_ids(ids: Any, vocab_size: int) -> set[int]:
+    if not isinstance(ids, list) or not all(_is_id(i) and 0 <= i < vocab_size for i in ids):
+        raise bad_field(
+            "stop_token_ids", f"expected a list of token ids from 0 to {vocab_size - 1}"
+        )
+    return set(ids)
 
 
 def _guide(value: Any) -> dict[str, object]:

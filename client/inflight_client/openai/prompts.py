@@ -17,12 +17,14 @@ _MAX_BYTES_PER_TOKEN = 128
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server allows, in tokens, and the token that ends an answer (-1: none)."""
+    """What the server allows, in tokens, and the token that ends an answer (-1: none), with those
+    that do so beside it."""
 
     max_input_len: int
     max_seq_len: int
     vocab_size: int
     end_id: int
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class PromptReader:
@@ -93,8 +95,13 @@ def make_prompt_reader(
         raise InvalidArgument(f"tokenizer.json of the server cannot be read: {error}.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    keys = ("max_input_len", "max_seq_len", "vocab_size", "end_id")
-    limits = Limits(*(int(description[key]) for key in keys))
+    limits = Limits(
+        int(description["max_input_len"]),
+        int(description["max_seq_len"]),
+        int(description["vocab_size"]),
+        int(description["end_id"]),
+        tuple(map(int, description.get("stop_token_ids", ()))),  # an older server tells none
+    )
     if chat_template is None:
         template = find_template(files)
     else:

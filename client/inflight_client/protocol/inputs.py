@@ -156,6 +156,7 @@ INPUTS: tuple[TensorSpec, ...] = (
             "tell of each new token how many are at least as likely",
         )
     ),
+    honoured(ragged("stop_token_ids", "INT32", (-1,), "tokens that end the answer as end_id does")),
     # Ours: text in and out of the same model, and the live feed of statistics.
     TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
     TensorSpec(

@@ -12,10 +12,21 @@ from typing import Any
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
-from triton_harness import WAIT, Gate, Server, error_of, ids_of, wait_until, wait_until_queued
+from triton_harness import (
+    WAIT,
+    Gate,
+    Server,
+    error_of,
+    ids_of,
+    text_of,
+    wait_until,
+    wait_until_queued,
+)
 
 from inflight_backend.status import read_status
+from inflight_backend.text import TextCodec
 from inflight_backend.triton import inspection
+from inflight_backend.triton.description import ModelDescription
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
@@ -169,8 +180,23 @@ def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
         "max_seq_len": server.engine.max_seq_len,
         "vocab_size": server.engine.vocab_size,
         "end_id": -1,
+        "stop_token_ids": [],
     }
     assert str(tmp_path) not in answer
+
+
+def test_describe_tells_every_end_of_the_checkpoint(
+    make_server: MakeServer, tokenizer: None, tmp_path: Path
+) -> None:
+    """But the first alone where the model's config is older, with no input for the others."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8, 7]}')
+    server = make_server(CountingEngine())
+    description = json.loads(answer_of(server.ask(describe=True), "description"))
+    assert (description["end_id"], description["stop_token_ids"]) == (9, [7, 8])
+    assert text_of(server.ask(text_input="5", max_tokens=5)) == "5 6"
+    codec, limits = TextCodec(tmp_path), server.model._manager.limits
+    old = ModelDescription("m", tmp_path, limits, codec, takes_stop_tokens=False)
+    assert json.loads(old.to_json())["stop_token_ids"] == []
 
 
 @pytest.mark.parametrize(

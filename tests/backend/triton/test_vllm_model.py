@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,3 +127,43 @@ def test_errors_keep_their_code(ask: Ask, server: Server, parameters: Any, prefi
     message, code = error_of(ask(parameters=parameters))
     assert message.startswith(f"{prefix}the server is shutting down")
     assert code == FakePbUtils.TritonError.UNAVAILABLE
+
+
+@pytest.fixture
+def ends(tmp_path: Path, tokenizer: None) -> None:
+    """The model of this folder ends texts with 8 or 9, its tokenizer with 99."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 8]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "99"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer", "reason"),
+    [
+        ({}, b" 3 4 5 6 7", b"stop"),
+        ({"ignore_eos": True}, b" 3 4 5 6 7 8 9 10", b"length"),
+        ({"stop_token_ids": [6, 7]}, b" 3 4 5", b"stop"),
+        ({"stop_token_ids": [10], "ignore_eos": True}, b" 3 4 5 6 7 8 9", b"stop"),
+        ({"stop_token_ids": ["6"]}, None, b"must be a list of token ids"),
+        ({"stop_token_ids": [1000]}, None, b"outside the vocabulary"),
+    ],
+)
+def test_ends_of_the_checkpoint_and_of_the_client(
+    ends: None, ask: Ask, settings: dict[str, Any], answer: bytes | None, reason: bytes
+) -> None:
+    sender = ask(
+        settings={"max_tokens": 8, "temperature": 0, **settings},
+        stream=False,
+        exclude_input_in_output=True,
+        return_finish_reason=True,
+        return_num_output_tokens=True,
+    )
+    if answer is None:
+        assert reason.decode() in error_of(sender)[0]
+        return
+    assert tensors_of(sender) == [
+        {
+            "text_output": [answer],
+            "finish_reason": [reason],
+            "num_output_tokens": [len(answer.split())],
+        }
+    ]

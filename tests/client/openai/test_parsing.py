@@ -77,6 +77,8 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"stop": []}, {}),
         ({"n": 3}, {"num_return_sequences": 3}),
         ({"ignore_eos": True}, {"end_id": None}),
+        ({"stop_token_ids": [9, 7, 9]}, {"stop_token_ids": [7, 9]}),
+        ({"stop_token_ids": []}, {}),
         ({"response_format": {"type": "text"}}, {}),
         (
             {"response_format": {"type": "json_object"}},

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 from client.openai.front import DESCRIPTION
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import BPE
 
+from inflight_client.openai.errors import ApiError
+from inflight_client.openai.fields import Body
+from inflight_client.openai.parsing import parse_completion
 from inflight_client.openai.prompts import make_prompt_reader
 
 
@@ -24,3 +30,26 @@ def test_the_text_of_a_token_of_the_demo_model() -> None:
     reader = make_prompt_reader(DESCRIPTION, None, None)
     ids = reader.encode("a b", "prompt", add_special_tokens=False)
     assert [reader.token(token).text for token in ids] == ["a", " ", "b"]
+
+
+def test_an_answer_ends_with_all_that_the_server_names() -> None:
+    """A client may name more, and ignore those of the model alone."""
+    description = DESCRIPTION | {"stop_token_ids": [7, 9]}
+    reader = make_prompt_reader(description, None, None)
+    for fields, wanted in (
+        ({}, {"end_id": 1, "stop_token_ids": [7, 9]}),
+        ({"stop_token_ids": [5, 9]}, {"end_id": 1, "stop_token_ids": [5, 7, 9]}),
+        ({"ignore_eos": True}, {}),
+        ({"ignore_eos": True, "stop_token_ids": [5]}, {"stop_token_ids": [5]}),
+    ):
+        body = Body(json.dumps({"model": "demo", "prompt": "1", **fields}).encode())
+        values = dict(parse_completion(body, reader).values)
+        assert values.pop("runtime_top_p") == 1.0
+        assert values == wanted
+    for bad in (5, ["5"], [258], [-1], [True]):
+        body = Body(json.dumps({"model": "demo", "prompt": "1", "stop_token_ids": bad}).encode())
+        with pytest.raises(
+            ApiError, match="stop_token_ids: expected a list of token ids"
+        ) as caught:
+            parse_completion(body, reader)
+        assert caught.value.param == "stop_token_ids"
