@@ -38,7 +38,9 @@ class TextCodec:
         except Exception as error:  # the library raises bare Exception for a bad file
             raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._id_to_special = {
+            number: token.content for number, token in added.items() if token.special
+        }
         self.end_id = self._find_id(folder, "eos")
         ends = _read_end_ids(checkpoint or folder)
         self.more_end_ids = tuple(token for token in ends if token != self.end_id)
@@ -102,9 +104,13 @@ class TextCodec:
         """Token ids of a word inside a text: nothing is added to it."""
         return self.encode_raw(text, add_special_tokens=False)
 
-    def has_special(self, ids: Sequence[int]) -> bool:
-        """True if a text of ``ids`` leaves some of them out: special tokens have none."""
-        return not self._special_ids.isdisjoint(ids)
+    def names_special(self, text: str, ids: Sequence[int]) -> bool:
+        """True if ``text``, which is ``ids`` as tokens, names a special one: those have no text.
+
+        That for unknown words, which stands in ``ids`` for what it does not name, does not count.
+        """
+        names = (self._id_to_special.get(number) for number in ids)
+        return any(name is not None and name in text for name in names)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of some tokens."""

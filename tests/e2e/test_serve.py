@@ -386,15 +386,22 @@ def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: Ser
     """The kernel and Triton take all that is sent: only the age of a connection ends it over gRPC,
     and a limit of the request's own over HTTP."""
     running = serve(options=["--max-restarts=0", "--max-connection-seconds=1.5"])
-    is_over = threading.Event()
+    is_over, is_cut = threading.Event(), threading.Event()
+
+    def hold(result: object, error: object) -> None:
+        is_over.wait()
+        if error is not None:
+            is_cut.set()
+
     client = grpc.InferenceServerClient(running.grpc_url)
-    client.start_stream(callback=lambda result, error: is_over.wait())
+    client.start_stream(callback=hold)
     values = make_inputs({"text_input": PROMPT, "max_tokens": LONG})
     client.async_stream_infer("tensorrt_llm", grpc_inputs(values))
     with unread(running, {"text_input": PROMPT, "max_tokens": LONG, "stream": True}):
         wait_until_active(running, 2)
         wait_until_active(running, 0)
     is_over.set()
+    assert is_cut.wait(20), "the limit of the request leaves the gRPC stream open"
     client.stop_stream(cancel_requests=True)
     client.close()
     running.kill_tritonserver()

@@ -68,8 +68,8 @@ def add_special_words(
     request: InferenceRequest, texts: Sequence[str], codec: TextCodec, vocab_size: int
 ) -> None:
     """Add the stop words among ``texts`` that no text can show: those with a special token."""
-    encoded = map(codec.encode_word, texts)
-    if found := [ids for ids in encoded if codec.has_special(ids)]:
+    words = [(text, codec.encode_word(text)) for text in texts]
+    if found := [ids for text, ids in words if codec.names_special(text, ids)]:
         _add(request, "stop_words_list", found, vocab_size)
 
 

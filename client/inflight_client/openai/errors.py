@@ -119,10 +119,11 @@ def _from_server(error: ServerError) -> ApiError:
         _logger.warning("the server failed a request: %s", message)
     if error.status is None:
         return ApiError(503, "the inference server cannot take requests now")
-    found = _TENSOR.search(message) if status == 400 else None
+    is_refused = status == 400  # a server that is full tells its KV blocks, too
+    found = _TENSOR.search(message) if is_refused else None
     return ApiError(
         status,
         _TENSOR.sub(lambda match: TENSOR_TO_FIELD[match[1]], message),
         TENSOR_TO_FIELD[found[1]] if found else None,
-        TOO_LONG if _LIMIT_OF_LENGTH.search(message) else None,
+        TOO_LONG if is_refused and _LIMIT_OF_LENGTH.search(message) else None,
     )

@@ -16,6 +16,7 @@ import pytest
 from backend.serve.logs import without_grpc
 
 from inflight_backend.serve import launcher, log
+from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.launcher import Run
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.scratch import BackendScratch
@@ -112,6 +113,35 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
     with Workspace() as workspace, BackendScratch(workspace.scratch_note) as scratch:
         scratch.release()  # this server makes none, and others want to start
         yield Story(tmp_path, workspace, scratch)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "parameters", "limit", "age"),
+    [
+        (60.0, {}, "120.0", ["60000", "60000"]),
+        (60.0, {"max_run_seconds": "5"}, "5", ["60000", "60000"]),
+        (60.0, {"max_run_seconds": ""}, "", ["60000", "60000"]),  # no limit
+        (0.0, {}, "${max_run_seconds}", []),
+    ],
+)
+def test_the_limit_of_requests_follows_the_age_of_connections_unless_it_is_set(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    parameters: dict[str, str],
+    limit: str,
+    age: list[str],
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    settings = ServeSettings(max_connection_seconds=seconds, parameters=parameters)
+    install = TritonInstall(tmp_path, tmp_path, tmp_path, (), is_embedded=False)
+    with Workspace() as workspace:
+        command = launcher._prepare(settings, install, workspace)
+        config = (workspace.models / "tensorrt_llm" / "config.pbtxt").read_text()
+    _, _, entry = config.partition('key: "max_run_seconds"')
+    assert entry.split('"')[1] == limit
+    told = [each.partition("=")[2] for each in command if each.startswith("--grpc-max-connection")]
+    assert told == age
 
 
 @pytest.mark.case(100)

@@ -341,6 +341,20 @@ def test_a_text_that_does_not_fit_has_the_code_that_clients_look_for(
     assert from_upstream(ServerError(message, "INVALID_ARG")).code == code
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Maximum queue size of 4096 has been reached (max_queue_size); try again later; 8 of 8 "
+        "places are taken, 0 of those requests wait, and 0 of 64 KV blocks are free",
+        "not started before its deadline: place 1 of 1 in the queue, and 8 of 8 places are taken, "
+        "0 of those requests wait, and 0 of 64 KV blocks are free",
+    ],
+)
+def test_a_server_that_is_full_asks_nobody_for_a_shorter_text(message: str) -> None:
+    error = from_upstream(ServerError(message, "UNAVAILABLE"))
+    assert (error.status, error.code) == (503, None)
+
+
 def test_a_text_too_long_to_be_read_has_that_code_as_well(reader: PromptReader) -> None:
     for parse, fields in (
         (completion, {"prompt": "x" * 20_000}),
