@@ -140,10 +140,10 @@ class Relaying:
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Relaying]:
-    """Over the demo model, which knows log probabilities."""
+    """Over the demo model, which knows log probabilities; with room for several answers beside."""
     engine, steps = stepped_demo()
     steps.let_go()
-    with loaded(engine, tokenizer_dir=str(DEMO_MODEL)) as server:
+    with loaded(engine, tokenizer_dir=str(DEMO_MODEL), max_queue_size="16") as server:
         relaying = Relaying(vllm_model.TritonPythonModel(), server, gpt_model_path=str(DEMO_MODEL))
         yield relaying
         relaying.model.finalize()

@@ -247,8 +247,7 @@ def loaded(engine: Any, **parameters: str) -> Iterator[Server]:
             engine,
             enable_chunked_context="true",
             enable_kv_cache_reuse="true",
-            max_queue_size="3",
-            **parameters,
+            **{"max_queue_size": "3", **parameters},
         )
 
 
