@@ -182,7 +182,12 @@ def test_context_attention_uses_warpgroup_products_on_hopper(reports: list[Repor
 
 def test_context_attention_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
     kernels = with_wide_heads(of_kernel(reports, "_paged_attention_context_kernel"))
-    assert refused(kernels, lambda report: report["num_async_copies_16"] >= 12) == []
+    # Of FP8 beside a window there are fewer: it is half as wide, and one loop takes all tiles.
+    few = [r for r in kernels if "float8" in r["label"] and "sliding_window" in r["label"]]
+    many = [report for report in kernels if report not in few]
+    assert few
+    assert refused(many, lambda report: report["num_async_copies_16"] >= 16) == []
+    assert refused(few, lambda report: report["num_async_copies_16"] >= 12) == []
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []  # the query
 
 
