@@ -31,8 +31,9 @@ SERVED_TWICE = "duplicate came late"
 
 _QUESTION_SECONDS = 120.0
 _PROBE_SECONDS = 20.0
-# What a server says that stops, hangs, or has lost its model process; and one that is full.
-HARM = ("shutting down", "makes no progress", "not healthy")
+# What a server says that stops, hangs, or has lost its model process (the last to who came through
+# a relay); and one that is full.
+HARM = ("shutting down", "makes no progress", "not healthy", "has ended")
 _REFUSALS = ("Maximum queue size", *HARM)
 # Share of requests by kind; three in ten are cancelled.
 _KINDS = {
@@ -239,7 +240,7 @@ class Traffic:
                 values = {"text_input": "7", "max_tokens": 4, "stream": True}
                 second.append(await self.read(name, values))
 
-        values = self._values(300)
+        values = self._values(600)
         answer = await self.read(name, values, again)
         is_refused = await self._judge("completed beside a duplicate", values, answer, is_whole)
         if second and not any("still being processed" in error for error in second[0].errors):
