@@ -7,7 +7,7 @@ from typing import Any
 
 from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.logits_processors import ActiveProcessors, LogitsPostProcessor
-from inflight_backend.step_loop import PendingStep
+from inflight_backend.step_engine import PendingStep
 from inflight_backend.step_outputs import EditSource, LogitsEdits, MaskSource, TokenMasks
 from inflight_scheduler import LlmRequest
 

@@ -44,7 +44,7 @@ from inflight_backend.inference_request import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
-from inflight_backend.inflight_batcher import InflightBatcher, StepEngine, load_engine
+from inflight_backend.inflight_batcher import InflightBatcher, load_engine
 from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.private_log import get_logger
@@ -52,6 +52,7 @@ from inflight_backend.questions import Questions
 from inflight_backend.request_intake import RequestIntake
 from inflight_backend.response_tensors import HeldResponse, make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
+from inflight_backend.step_engine import StepEngine
 from inflight_backend.stop_words import StopWordWatch
 from inflight_backend.token_lengths import TokenLengths
 from inflight_backend.why import Waits, describe_load, describe_wait, expiry_error

@@ -7,19 +7,20 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from inflight_backend.beam_validation import check_engine
 from inflight_backend.drafting.drafter import Drafter
 from inflight_backend.drafting.tally import DraftTally
 from inflight_backend.draw_rules import DrawRules
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.iteration_stats import IterationStats, MemoryUsage, StaticBatchStats
+from inflight_backend.iteration_stats import IterationStats, StaticBatchStats
 from inflight_backend.memory_plan import check_pool
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.request_outputs import OutputGatherer
 from inflight_backend.request_validation import RequestLimits
-from inflight_backend.step_loop import OverlappedSteps, PendingStep, PlainSteps
+from inflight_backend.step_engine import PendingStep, StepEngine
+from inflight_backend.step_loop import OverlappedSteps, PlainSteps
 from inflight_backend.step_outputs import StepOutputs
 from inflight_backend.user_scheduler import (
     Decision,
@@ -50,51 +51,6 @@ if TYPE_CHECKING:
 
 
 _NOBODY: Decision = ([], [], [])
-
-
-class StepEngine(Protocol):
-    """What the batch manager needs of an engine; `inflight_backend.engine.Engine` is one."""
-
-    @property
-    def device_name(self) -> str:
-        """Where it runs, for people."""
-
-    @property
-    def dtype_name(self) -> str:
-        """Type of weights and KV, for people."""
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks of the pool."""
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens of one block."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """Prompt plus new tokens of a request, at most."""
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Tokens of one plan, at most."""
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """True when `submit` returns before the step has run."""
-
-    def execute(self, batch: ScheduledBatch) -> list[int]:
-        """Run a plan; one token per last context chunk, then one per generation slot."""
-
-    def submit(self, batch: ScheduledBatch) -> PendingStep:
-        """Start a step; at most two may be unread, and they are read in order."""
-
-    def memory_usage(self) -> MemoryUsage:
-        """Bytes in use now; cheap enough for every iteration."""
 
 
 def load_engine(

@@ -19,7 +19,8 @@ from inflight_backend.beam_validation import check_with_beams, read_beams
 from inflight_backend.drafting.drafter import can_verify
 from inflight_backend.drafting.validation import read_drafts
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
-from inflight_backend.guided.guide import TYPE_FIELD, Guide, read_guide
+from inflight_backend.guide_validation import read_guide
+from inflight_backend.guided.guide import TYPE_FIELD, Guide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.logits_processors import FIELD as PROCESSOR_FIELD
 from inflight_backend.logits_processors import read_processor_name

@@ -24,20 +24,21 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from inflight_backend.private_log import get_logger
+from inflight_backend.step_engine import PendingStep, StepEngine
 from inflight_backend.step_outputs import StepOutputs
 from inflight_scheduler import (
     NO_CANDIDATES,
+    ActiveRequests,
+    BatchPlanner,
     Candidates,
     LlmRequest,
     LlmRequestState,
     ScheduledBatch,
 )
-
-if TYPE_CHECKING:
-    from inflight_backend.inflight_batcher import InflightBatcher, StepEngine
+from inflight_scheduler.recording.recorder import FlightRecorder
 
 _logger = get_logger(__name__)
 
@@ -56,13 +57,6 @@ class OverlapScheduler(Enum):
         if self is OverlapScheduler.AUTO:
             return engine.is_asynchronous
         return self is OverlapScheduler.ON
-
-
-class PendingStep(Protocol):
-    """A step that may still run."""
-
-    def read(self) -> list[int]:
-        """Wait for it; its tokens as `StepEngine.execute` returns them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +88,38 @@ class StepOutcome:
         return [each for each in self.advanced if each.is_streaming or each.state is done]
 
 
+class StepSource(Protocol):
+    """What a loop asks for: who decides, plans and runs its steps. `InflightBatcher` is one."""
+
+    engine: StepEngine
+    planner: BatchPlanner
+    active: ActiveRequests
+    recorder: FlightRecorder
+    num_paused: int
+    """By the last decision."""
+
+    @property
+    def wants_drafts(self) -> bool:
+        """True when the next step may verify drafts, so that nothing can be planned beside it."""
+
+    def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
+        """The next plan, empty if nobody can run; without ``may_pause`` nobody is paused for it."""
+
+    def prepare_draw(
+        self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
+    ) -> None:
+        """Before ``batch`` runs: who may draw what, given the step ``before``, not yet read."""
+
+    def take_outputs(self) -> StepOutputs | None:
+        """What the plan executed last brought beside tokens; None if no request asked."""
+
+
 class PlainSteps:
     """Every step is awaited before the next one is decided."""
 
     is_running = False
 
-    def __init__(self, batcher: InflightBatcher) -> None:
+    def __init__(self, batcher: StepSource) -> None:
         self._batcher = batcher
 
     def abandon(self) -> None:
@@ -127,7 +147,7 @@ class PlainSteps:
 class OverlappedSteps:
     """A step is decided and submitted while the one before it runs, whose tokens come after."""
 
-    def __init__(self, batcher: InflightBatcher) -> None:
+    def __init__(self, batcher: StepSource) -> None:
         self._batcher = batcher
         self._plain = PlainSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None

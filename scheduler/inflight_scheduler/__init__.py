@@ -30,7 +30,8 @@ from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_le
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
 from inflight_scheduler.planner import BatchPlanner
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.prefix_match import PrefixMatch
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.resources import (
     CrossBlocks,
     Forecast,
@@ -38,7 +39,6 @@ from inflight_scheduler.resources import (
     Resource,
     WindowBlocks,
 )
-from inflight_scheduler.reuse import PrefixMatch
 from inflight_scheduler.sampling import (
     MAX_STOP_TOKEN_IDS,
     NO_OUTPUTS,
@@ -55,6 +55,7 @@ from inflight_scheduler.scheduler import (
     make_scheduler,
 )
 from inflight_scheduler.slot_pool import SlotPool
+from inflight_scheduler.states import FinishReason, LlmRequestState
 
 __all__ = [
     "DEFAULT_PRIORITY_SPAN",

@@ -30,9 +30,10 @@ from operator import attrgetter
 from typing import overload
 
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import FinishReason, LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.request_lines import GenerationLine, RequestLine
 from inflight_scheduler.settling import AwaitedTokens
+from inflight_scheduler.states import FinishReason, LlmRequestState
 from inflight_scheduler.step_calendar import StepCalendar
 
 DEFAULT_PRIORITY_SPAN = 1000

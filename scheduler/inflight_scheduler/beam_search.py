@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import NamedTuple, Protocol
 
-from inflight_scheduler.request import FinishReason
 from inflight_scheduler.sampling import Word, all_end_ids, num_continuations
+from inflight_scheduler.states import FinishReason
 
 Candidate = tuple[int, float]
 """A token and its log probability behind a beam."""

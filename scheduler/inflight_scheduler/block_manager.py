@@ -30,8 +30,9 @@ from itertools import chain
 from inflight_scheduler.beam_tables import BeamTables
 from inflight_scheduler.blocks import BlockPool
 from inflight_scheduler.cache_state import CacheContent, CacheState, array_of
+from inflight_scheduler.prefix_match import NO_MATCH, PrefixMatch
 from inflight_scheduler.request import LlmRequest
-from inflight_scheduler.reuse import NO_MATCH, PrefixMatch, ReuseIndex
+from inflight_scheduler.reuse import ReuseIndex
 
 
 @dataclass(frozen=True, slots=True)

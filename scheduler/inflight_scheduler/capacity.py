@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import SchedulerError
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.resources import Books, Resource, check_resources
+from inflight_scheduler.states import LlmRequestState
 
 
 class CapacityResult(tuple[list[LlmRequest], list[LlmRequest]]):

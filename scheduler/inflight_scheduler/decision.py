@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 from inflight_scheduler.block_manager import BlockManager
 from inflight_scheduler.errors import InvalidDecision
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.resources import Books, Resource
+from inflight_scheduler.states import LlmRequestState
 
 
 def check_decision(

@@ -23,9 +23,10 @@ from inflight_scheduler.capacity import (
 )
 from inflight_scheduler.decision import count_step_tokens
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.resources import Books, Lack
 from inflight_scheduler.scheduler import RequestScheduler, SimpleScheduler
+from inflight_scheduler.states import LlmRequestState
 
 Lists = tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
 """Context, generation and paused requests: a decision."""

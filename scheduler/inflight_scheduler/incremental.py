@@ -20,7 +20,8 @@ from inflight_scheduler.capacity import (
 )
 from inflight_scheduler.forecast import BlockForecast
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import LlmRequestState
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.errors import ContextTooLong
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import LlmRequestState
 
 
 class MicroBatchScheduler:

@@ -15,9 +15,10 @@ The life of the token list (beam width 1)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from inflight_scheduler.beam_search import Beams, Candidate
+from inflight_scheduler.prefix_match import PrefixMatch
 from inflight_scheduler.sampling import (
     NO_OUTPUTS,
     OutputParams,
@@ -26,28 +27,7 @@ from inflight_scheduler.sampling import (
     all_end_ids,
     num_continuations,
 )
-
-if TYPE_CHECKING:
-    from inflight_scheduler.beam_search import Beams, Candidate
-    from inflight_scheduler.reuse import PrefixMatch
-
-
-class LlmRequestState(IntEnum):
-    """Where a request stands; the order is the chronology, so states compare with ``<``."""
-
-    UNKNOWN = 0
-    ENCODER_INIT = 1
-    DISAGG_GENERATION_INIT = 8
-    DISAGG_GENERATION_TRANS_IN_PROGRESS = 9
-    CONTEXT_INIT = 10
-    DISAGG_CONTEXT_INIT_AND_TRANS = 11
-    DISAGG_GENERATION_TRANS_COMPLETE = 12
-    GENERATION_IN_PROGRESS = 13
-    GENERATION_TO_COMPLETE = 14
-    GENERATION_COMPLETE = 20
-    DISAGG_CONTEXT_TRANS_IN_PROGRESS = 21
-    DISAGG_CONTEXT_COMPLETE = 22
-
+from inflight_scheduler.states import FinishReason, LlmRequestState
 
 # The loops of the scheduler read states some thousand times per iteration.
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT
@@ -60,17 +40,6 @@ _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 PENDING_TOKEN = -2
 """Stands in the token list, at its end, for a token that a running step will draw. No token that
 is known has this value."""
-
-
-class FinishReason(IntEnum):
-    """Why a request ended (values of the Executor API)."""
-
-    NOT_FINISHED = 0
-    END_ID = 1
-    STOP_WORDS = 2
-    LENGTH = 3
-    TIMED_OUT = 4
-    CANCELLED = 5
 
 
 class PhaseTracker(Protocol):

@@ -23,8 +23,9 @@ from inflight_scheduler.capacity import (
 )
 from inflight_scheduler.chunking import ContextChunking
 from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.resources import Resource
+from inflight_scheduler.states import LlmRequestState
 
 
 class TrtGptModelType(IntEnum):

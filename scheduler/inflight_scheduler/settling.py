@@ -7,7 +7,8 @@ from operator import contains
 
 from inflight_scheduler.beam_planning import Candidates, search
 from inflight_scheduler.block_manager import BlockManager
-from inflight_scheduler.request import PENDING_TOKEN, FinishReason, LlmRequest
+from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.states import FinishReason
 
 
 class AwaitedTokens:

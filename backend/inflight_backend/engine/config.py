@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from inflight_backend.engine.attention import ATTENTION_BACKENDS
+from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.model_limits import (
     HEAD_DIM_STEP,

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.adjustments import MIN_P, Adjustments
-from inflight_backend.engine.attention import ATTENTION_BACKENDS, AttentionBackend
+from inflight_backend.engine.attention import AttentionBackend
+from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
 from inflight_backend.engine.beams import BeamRows
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
@@ -34,7 +35,7 @@ from inflight_backend.engine.largest_step import largest_batch
 from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
-from inflight_backend.engine.ops import make_ops
+from inflight_backend.engine.op_tables import make_ops
 from inflight_backend.engine.parameters import (
     decoder_parameters,
     duplicate_names,

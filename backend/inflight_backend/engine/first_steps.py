@@ -9,12 +9,12 @@ each. What they compute does not matter: all write to block 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from inflight_backend.engine.config import EngineConfig
-from inflight_backend.step_outputs import TokenMasks
+from inflight_backend.step_outputs import MaskSource, TokenMasks
 from inflight_scheduler import (
     BlockAssignment,
     ContextChunk,
@@ -23,9 +23,6 @@ from inflight_scheduler import (
     SlotSetup,
     VerifiedSlot,
 )
-
-if TYPE_CHECKING:
-    from inflight_backend.engine.engine import Engine
 
 _LONGEST = 256
 """Tokens: above 64 query rows no tile is larger, and above 128 tokens a generation may split."""
@@ -40,7 +37,25 @@ _KINDS = (
 _PLAIN = SamplingParams(top_k=2, top_p=0.9)
 
 
-def run_first_steps(engine: Engine, largest: ScheduledBatch) -> None:
+class FirstStepsEngine(Protocol):
+    """What runs them; `Engine` is one."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """With the sizes that loading has chosen."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+
+    def enqueue(self, batch: ScheduledBatch) -> object:
+        """Start a step; nobody reads it."""
+
+    def mask_next(self, masks: MaskSource) -> None:
+        """What the rows of the step behind may draw."""
+
+
+def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
     """The small ones, then ``largest``, which also sets slots up anew that those have used."""
     for batch in _batches(engine.config):
         engine.enqueue(batch)

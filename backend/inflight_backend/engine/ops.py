@@ -7,13 +7,12 @@ The decoder hands it from the op that made it to the layer and never looks insid
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from inflight_backend.engine.layers import Activation, Fp8Linear, Linear, Quantized, quantize
-from inflight_kernels import reference
+from inflight_backend.engine.layers import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,70 +39,3 @@ class Ops:
     ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
     ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
     mask_logits: Callable[[Tensor, Tensor], None]
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-TORCH_OPS = Ops(
-    rms_norm=reference.rms_norm,
-    add_rms_norm=reference.add_rms_norm,
-    final_norm=reference.add_rms_norm,
-    silu_mul=reference.silu_mul,
-    to_activation=_identity,
-    make_linear=Linear,
-    make_head=Linear,
-    greedy=reference.greedy,
-    sample=reference.sample,
-    sample_with_log_probs=reference.sample_with_log_probs,
-    adjust_logits=reference.adjust_logits,
-    ban_repeated_ngrams=reference.ban_repeated_ngrams,
-    ban_words=reference.ban_words,
-    mask_logits=reference.mask_logits,
-)
-
-
-def make_ops(backend: str, quantization: str, *, is_deterministic: bool = False) -> Ops:
-    """The table for an attention backend ("torch", "triton") and quantization ("none", "fp8");
-    ``is_deterministic`` (triton only): with linears whose rows do not depend on the batch.
-
-    `ConfigurationError` if compiled kernels would lie where others can write.
-    """
-    if backend == "triton":  # only then is it needed
-        from inflight_backend.engine.kernel_cache import check_kernel_cache
-        from inflight_backend.engine.triton_ops import FP8_TRITON_OPS, TRITON_OPS
-
-        check_kernel_cache()
-        ops = FP8_TRITON_OPS if quantization == "fp8" else TRITON_OPS
-        if is_deterministic:
-            from inflight_backend.engine.deterministic import with_invariant_linears
-
-            ops = with_invariant_linears(ops, is_fp8=quantization == "fp8")
-        return ops
-    return FP8_TORCH_OPS if quantization == "fp8" else TORCH_OPS
-
-
-def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
-    return quantize(reference.rms_norm(x, weight, eps))
-
-
-def _add_rms_norm_fp8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Quantized, Tensor]:
-    normed, residual = reference.add_rms_norm(x, residual, weight, eps)
-    return quantize(normed), residual
-
-
-def _silu_mul_fp8(gate_up: Tensor) -> Quantized:
-    return quantize(reference.silu_mul(gate_up))
-
-
-FP8_TORCH_OPS = replace(
-    TORCH_OPS,
-    rms_norm=_rms_norm_fp8,
-    add_rms_norm=_add_rms_norm_fp8,
-    silu_mul=_silu_mul_fp8,
-    to_activation=quantize,
-    make_linear=Fp8Linear,
-)

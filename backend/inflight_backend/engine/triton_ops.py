@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from inflight_backend.engine.layers import Fp8Linear, Quantized
-from inflight_backend.engine.ops import TORCH_OPS
+from inflight_backend.engine.torch_ops import TORCH_OPS
 from inflight_kernels import adjust_logits as adjusting
 from inflight_kernels import ban_tokens as banning
 from inflight_kernels import mask_logits as masking

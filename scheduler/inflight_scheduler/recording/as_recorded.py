@@ -14,7 +14,8 @@ from inflight_scheduler.recording.beams import Moves
 from inflight_scheduler.recording.records import Drafts
 from inflight_scheduler.recording.simulation import Simulation
 from inflight_scheduler.recording.workload import Job
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import LlmRequestState
 
 _GENERATION = LlmRequestState.GENERATION_IN_PROGRESS
 

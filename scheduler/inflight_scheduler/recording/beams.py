@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from inflight_scheduler.beam_search import BeamStep, Candidate
 from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.request import FinishReason, LlmRequest
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import FinishReason
 
 MAX_BEAM_ENTRIES = 2**24
 """Entries of the block tables of all beams in flight, at most: these share blocks, so the size of

@@ -21,8 +21,9 @@ from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.in_force import Lists, scheduler_of, stand_in
 from inflight_scheduler.recording.records import Iteration, Settings
 from inflight_scheduler.recording.simulation import Simulation
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import RequestScheduler
+from inflight_scheduler.states import LlmRequestState
 
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 

@@ -53,7 +53,8 @@ from inflight_scheduler.recording.segment import (
     pack_states,
 )
 from inflight_scheduler.recording.texts import CacheMark, RecordedTexts
-from inflight_scheduler.request import FinishReason, LlmRequest
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import FinishReason
 
 SEGMENT_ITERATIONS = 512
 SEGMENT_BYTES = 2**21

@@ -37,8 +37,9 @@ from inflight_scheduler.recording.records import (
 )
 from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step, drawn_tokens
 from inflight_scheduler.recording.text_book import TextBook
-from inflight_scheduler.request import LlmRequest, LlmRequestState
+from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import RequestScheduler
+from inflight_scheduler.states import LlmRequestState
 
 MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
 """A scheduler for the settings, over the blocks and slots of the planner."""

@@ -34,7 +34,8 @@ from inflight_scheduler.recording.simulation import MakeScheduler, Simulation, d
 from inflight_scheduler.recording.steps import Step
 from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.recording.workload import Job, check_jobs
-from inflight_scheduler.request import FinishReason, LlmRequest
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import FinishReason
 
 MIN_STEPS = 2**19
 """Steps that any prediction may take, some ten seconds: iterations, and requests in each."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.engine.ops import make_ops
+from inflight_backend.engine.op_tables import make_ops
 from inflight_backend.errors import ConfigurationError
 
 triton = pytest.importorskip("triton")

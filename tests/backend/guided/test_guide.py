@@ -11,14 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.guide_validation import MAX_GUIDE_BYTES, MAX_GUIDE_DEPTH, read_guide
 from inflight_backend.guided.bounds import check_schema, unrolled_size
-from inflight_backend.guided.guide import (
-    MAX_GUIDE_BYTES,
-    MAX_GUIDE_DEPTH,
-    Guide,
-    GuideType,
-    read_guide,
-)
+from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.serve.settings import DEMO_MODEL
 
