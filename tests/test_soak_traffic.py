@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from soak_parts.answers import continuation
 from soak_parts.places import count_forgotten
-from soak_parts.traffic import Tally, Traffic
+from soak_parts.traffic import LONG_ENOUGH, Tally, Traffic
 
 RIGHT = "the right token"
 
@@ -155,7 +155,7 @@ def test_a_second_request_of_an_id_with_three_finals_is_found() -> None:
 
     async def script(each: Any) -> AsyncIterator[Any]:
         if next(is_first):
-            yield response(pieces_of(each, 300))
+            yield response(pieces_of(each, LONG_ENOUGH))
         else:
             yield response(error="a request with this id is still being processed")
             yield response(is_final=True)

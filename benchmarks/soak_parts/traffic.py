@@ -54,6 +54,8 @@ _PLAIN = {"text_input", "max_tokens", "stream"}  # asks for an answer of which e
 _MAX_WRONG = 1000  # texts of what is wrong; the rest is only counted
 LONG = 2000
 """Tokens of answers that are not to be read to their end."""
+LONG_ENOUGH = 600
+"""Tokens of an answer that still runs when a second request of its id arrives."""
 
 _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"text_input": "", "max_tokens": 5}, "'text_input' is empty"),
@@ -240,7 +242,7 @@ class Traffic:
                 values = {"text_input": "7", "max_tokens": 4, "stream": True}
                 second.append(await self.read(name, values))
 
-        values = self._values(600)
+        values = self._values(LONG_ENOUGH)
         answer = await self.read(name, values, again)
         is_refused = await self._judge("completed beside a duplicate", values, answer, is_whole)
         if second and not any("still being processed" in error for error in second[0].errors):
