@@ -59,9 +59,8 @@ class RequestLimits:
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
     Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
     ``guided_end_id`` and ``guided_more_end_ids`` end the answers of guided requests that send no
-    ``end_id``. At most
-    ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits processors that are
-    not there.
+    ``end_id``. At most ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits
+    processors that are not there.
     """
 
     vocab_size: int
