@@ -299,11 +299,18 @@ def test_token_clients_end_at_what_they_name(server: PlainServer) -> None:
         assert found["sequence_length"].item() == length, named
 
 
+@pytest.fixture
+def front(server: PlainServer, tmp_path: Path) -> Iterator[FrontProcess]:
+    running = FrontProcess(tmp_path, server.grpc_url)
+    try:
+        yield running.wait_until_ready()
+    finally:
+        code = running.stop()
+    assert code == 0, running.output
+
+
 @pytest.mark.parametrize("server", ["--decoupled"], indirect=True)
-def test_answers_of_the_openai_front_end_at_further_end_ids(
-    server: PlainServer, tmp_path: Path
-) -> None:
-    front = FrontProcess(tmp_path, server.grpc_url).wait_until_ready()
+def test_answers_of_the_openai_front_end_at_further_end_ids(front: FrontProcess) -> None:
     with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
         for more, answer in ENDS:
             asked: Any = {"model": "demo_model", "max_tokens": 40, "temperature": 0}
@@ -313,4 +320,3 @@ def test_answers_of_the_openai_front_end_at_further_end_ids(
             chunks = list(client.completions.create(prompt=COUNTDOWN, stream=True, **asked))
             assert "".join(each.choices[0].text for each in chunks) == answer
             assert chunks[-1].choices[0].finish_reason == "stop"
-    assert front.stop() == 0, front.output
