@@ -54,8 +54,10 @@ class Server:
         folder: Path,
         engine: CountingEngine,
         model_name: str = "tensorrt_llm",
+        without: str = "",
         **parameters: str,
     ) -> None:
+        """``without``: the input that its config, of an older version, does not have."""
         self.engine = engine
         self.status_file = folder / "status.json"
         self.drain_file = folder / "drain"
@@ -70,7 +72,7 @@ class Server:
             **parameters,
         }
         config = {
-            "input": [{"name": name} for name in INPUT_BY_NAME],
+            "input": [{"name": name} for name in INPUT_BY_NAME if name != without],
             "parameters": {k: {"string_value": v} for k, v in parameters.items()},
         }
         self.model = TritonPythonModel()

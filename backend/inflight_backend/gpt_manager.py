@@ -133,6 +133,7 @@ class GptManager:
             may_stream=not is_v1,
             start_guide=self._guide_service.start,
             guided_end_id=self._guide_service.end_id,
+            guided_more_end_ids=self._guide_service.more_end_ids,
         )
         self._intake = RequestIntake(
             self.limits,

@@ -59,9 +59,9 @@ class RequestLimits:
     ``is_observable``: the engine tells log probabilities and logits. ``refusal_reason`` says why a
     request, valid in itself, could never finish here (KV pool, token budget); None if it can.
     Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
-    ``guided_end_id`` ends the answers of guided requests that send no ``end_id``. At most
-    ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits processors that are
-    not there.
+    ``guided_end_id`` and ``guided_more_end_ids`` end the answers of guided requests that send no
+    ``end_id``. At most ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits
+    processors that are not there.
     """
 
     vocab_size: int
@@ -76,6 +76,7 @@ class RequestLimits:
     max_run_seconds: float | None = None
     start_guide: Callable[[Guide], PendingGuide] = _guides_nothing
     guided_end_id: int = -1
+    guided_more_end_ids: tuple[int, ...] = ()
     max_draft_len: int = 0
     check_processor: Callable[[InferenceRequest], None] = _has_none
 
@@ -118,7 +119,10 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         limits.vocab_size,
         is_observable=limits.is_observable,
     )
-    sampling = read_sampling(request, max_new_tokens, limits.vocab_size)
+    more_end_ids = (
+        () if guide is None or request.has_tensor("end_id") else limits.guided_more_end_ids
+    )
+    sampling = read_sampling(request, max_new_tokens, limits.vocab_size, more_end_ids)
     end_id = _read_end_id(request, limits, is_guided=guide is not None)
     stop_words = read_words(request, "stop_words_list", limits.vocab_size)
     beams = None

@@ -33,9 +33,12 @@ Word = tuple[int, ...]
 
 
 def read_sampling(
-    request: InferenceRequest, max_new_tokens: int, vocab_size: int
+    request: InferenceRequest,
+    max_new_tokens: int,
+    vocab_size: int,
+    more_end_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
-    """All about the draw; raises `InvalidRequest`."""
+    """All about the draw; raises `InvalidRequest`. ``more_end_ids`` are ``stop_token_ids``, too."""
     top_k = integer(request, "runtime_top_k", 0, 0, _INT32_MAX)
     return SamplingParams(
         temperature=number(request, "temperature", 1.0, 0.0, _INFINITY),
@@ -54,22 +57,25 @@ def read_sampling(
         no_repeat_ngram_size=integer(request, "no_repeat_ngram_size", 0, 0, MAX_NGRAM_SIZE),
         bias=_read_bias(request, vocab_size),
         bad_words=read_words(request, "bad_words_list", vocab_size),
-        stop_token_ids=read_stop_token_ids(request, vocab_size),
+        stop_token_ids=read_stop_token_ids(request, vocab_size, more_end_ids),
     )
 
 
-def read_stop_token_ids(request: InferenceRequest, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end the answer beside the end id, sorted, each once; none if not sent.
+def read_stop_token_ids(
+    request: InferenceRequest, vocab_size: int, more: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """The tokens that end the answer beside the end id, those sent and ``more``: sorted, each once.
 
     As for the end id -1 is none: rows of one tensor may name different numbers of them.
     Raises `InvalidRequest`.
     """
-    if not request.has_tensor(_STOP_TOKEN_IDS):
-        return ()
-    ids: list[int] = request.get_tensor(_STOP_TOKEN_IDS).reshape(-1).tolist()
+    ids = list(more)
+    if request.has_tensor(_STOP_TOKEN_IDS):
+        ids += request.get_tensor(_STOP_TOKEN_IDS).reshape(-1).tolist()
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
-            f"'{_STOP_TOKEN_IDS}' holds {len(ids)} ids, more than {MAX_STOP_TOKEN_IDS}"
+            f"'{_STOP_TOKEN_IDS}' holds {len(ids)} ids, more than {MAX_STOP_TOKEN_IDS}; those that "
+            "the checkpoint ends texts with count when no 'end_id' is sent"
         )
     wrong = next((token for token in ids if not -1 <= token < vocab_size), None)
     if wrong is not None:

@@ -95,6 +95,9 @@ def generate(
     stop_word: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="Token that ends the answer; may be repeated.")
+    ] = None,
     bad_word: Annotated[
         list[str] | None, typer.Option(help="Text not to be said; may be repeated.")
     ] = None,
@@ -124,6 +127,7 @@ def generate(
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "stop_words": stop_word or None,
+        "stop_token_ids": stop_token_id or None,
         "bad_words": bad_word or None,
         "priority": priority,
         "cache_salt": cache_salt,

@@ -63,6 +63,7 @@ class GenerateOptions(TypedDict, total=False):
     no_repeat_ngram_size: int
     stop_words: Sequence[str]
     bad_words: Sequence[str]
+    stop_token_ids: Sequence[int]
     min_tokens: int
     end_id: int
     pad_id: int
@@ -89,6 +90,7 @@ OPTION_TO_INPUT: dict[str, str] = {
     "no_repeat_ngram_size": "no_repeat_ngram_size",
     "stop_words": "stop_words",
     "bad_words": "bad_words",
+    "stop_token_ids": "stop_token_ids",
     "min_tokens": "min_tokens",
     "end_id": "end_id",
     "pad_id": "pad_id",
@@ -153,7 +155,7 @@ def generate_call(
             "stream": is_streaming,
         }
     else:
-        outputs, token_ids = TOKEN_OUTPUTS, _clean_tokens(prompt)
+        outputs, token_ids = TOKEN_OUTPUTS, _clean_tokens("prompt", prompt, "text (str) or ")
         values = {
             "input_ids": token_ids,
             "input_lengths": len(token_ids),
@@ -326,10 +328,10 @@ class AnswerCollector:
         return "length" if self._num_tokens == limit else "stop"
 
 
-def _clean_tokens(prompt: Sequence[int]) -> list[int]:
-    if not isinstance(prompt, Iterable):
-        raise InvalidArgument(f"prompt = {prompt!r}: give text (str) or a sequence of token ids.")
-    return [_clean_integer("prompt", "INT32", token) for token in prompt]
+def _clean_tokens(name: str, values: Sequence[int], otherwise: str = "") -> list[int]:
+    if not isinstance(values, Iterable):
+        raise InvalidArgument(f"{name} = {values!r}: give {otherwise}a sequence of token ids.")
+    return [_clean_integer(name, "INT32", token) for token in values]
 
 
 def _clean_value(argument: str, tensor: str, value: Any) -> object:
@@ -345,6 +347,8 @@ def _clean_value(argument: str, tensor: str, value: Any) -> object:
         if not isinstance(value, str):
             raise InvalidArgument(f"{argument} = {value!r}: give a string.")
         return _clean_text(argument, value)
+    if dtype == "INT32" and dims == (-1,):
+        return _clean_tokens(argument, value)
     if issubclass(DTYPE_TO_NUMPY[dtype], np.integer):
         return _clean_integer(argument, dtype, value)
     return _clean_float(argument, value)

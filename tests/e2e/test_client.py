@@ -82,6 +82,15 @@ def test_stop_words(caller: Caller) -> None:
     assert (result.text, result.finish) == (" 4 5 6 7 8 ", "stop")
 
 
+@pytest.mark.parametrize(("stops", "text"), [("79", " 4 5 6 "), ("9", " 4 5 6 7 8 ")])
+def test_stop_token_ids(caller: Caller, stops: str, text: str) -> None:
+    ids = demo_tokenizer().encode(stops, add_special_tokens=False).ids
+    result = caller.generate(PROMPT, 200, stop_token_ids=ids)
+
+    assert (result.text, result.finish) == (text, "stop")
+    assert caller.generate(PROMPT, 9, stop_token_ids=[]).text == " 4 5 6 7 "
+
+
 def test_whole_answer(caller: Caller) -> None:
     result = caller.generate(PROMPT, 40, request_id="whole")
 

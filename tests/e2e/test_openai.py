@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import httpx
 import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
-from e2e.harness import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
+from e2e.front import FrontProcess
+from e2e.harness import HOST, ServeProcess, assert_counts, free_ports
 
 from inflight_client import InflightClient
 
@@ -25,42 +26,6 @@ pytestmark = pytest.mark.e2e
 
 MODEL = "demo_model"
 WAIT = 30.0
-
-
-class FrontProcess:
-    """One run of ``inflight openai`` on a free port."""
-
-    def __init__(self, folder: Path, url: str, options: Sequence[str] = ()) -> None:
-        [self.port] = free_ports(1)
-        self._log = folder / f"front-{self.port}"
-        command = [str(Path(sys.executable).parent / "inflight"), "openai", f"--url={url}"]
-        with self._log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, f"--port={self.port}", *options],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def wait_until_ready(self) -> FrontProcess:
-        deadline = time.monotonic() + START_SECONDS
-        while "is ready" not in self.output:
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
-        return self
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=WAIT)
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,39 @@
 """The public clients' own calls, one imitation each: what they send, and how they read it.
 
-What they read is read as they do: ``output[0].decode()`` and ``[0][0]``, never flattened.
+What they read is read as they do: ``output[0].decode()`` and ``[0][0]``, never flattened. The model
+is the demo as chat models are: what ends its texts is a further end id, not ``eos_token``.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as grpcclient
+from e2e.front import FrontProcess
 from e2e.harness import assert_counts
 from e2e.plain import PlainServer, infer, repository_server, stream_infer
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
+from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_backend.text import TextCodec
 
 pytestmark = pytest.mark.e2e
 
 WAIT = 60.0
 PROMPT = "1 2 3"
 NUM_TOKENS = 6
+COUNTDOWN, REST = "5 4 3", " 2 1 0"
+NEVER_SAID = "Ā"  # how the tokenizer writes a zero byte
+CODEC = TextCodec(DEMO_MODEL)
 NUMBERS = (
     "kv_cache_alloc_new_blocks",
     "kv_cache_reused_blocks",
@@ -38,10 +48,23 @@ NUMBERS = (
 )
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ends") / "demo_model"
+    shutil.copytree(DEMO_MODEL, folder)
+    for name, change in (
+        ("tokenizer_config.json", {"eos_token": NEVER_SAID}),
+        ("generation_config.json", {"eos_token_id": [*CODEC.encode_word("~"), CODEC.end_id]}),
+    ):
+        content = json.loads((DEMO_MODEL / name).read_text())
+        (folder / name).write_text(json.dumps(content | change))
+    return folder
+
+
 @pytest.fixture(scope="module", params=["--decoupled", "--no-decoupled"])
-def server(request: pytest.FixtureRequest) -> Iterator[PlainServer]:
+def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[PlainServer]:
     options = [*(f"--add={name}" for name in OPTIONAL_MODELS), "--set", "max_beam_width=3"]
-    with repository_server(request.param, *options) as running:
+    with repository_server(request.param, f"--model={checkpoint}", *options) as running:
         yield running
 
 
@@ -232,3 +255,68 @@ def test_tritons_openai_frontend(server: PlainServer, is_decoupled: bool, model:
         assert_counts(PROMPT, texts.decode(), NUM_TOKENS)
         counts = [int(response["num_output_tokens"].reshape(-1)[0]) for response in responses]
         assert sum(counts) == NUM_TOKENS
+
+
+ONE = CODEC.encode_word("1")
+ENDS: list[tuple[dict[str, Any], str]] = [({}, REST), ({"stop_token_ids": ONE}, " 2 ")]
+"""What is asked for -> the answer to `COUNTDOWN`, which neither a limit nor a stop word ends."""
+
+
+@pytest.mark.parametrize(("more", "answer"), ENDS)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls", "vllm_model"])
+def test_answers_end_at_further_end_ids(
+    server: PlainServer, is_decoupled: bool, model: str, more: dict[str, Any], answer: str
+) -> None:
+    values: dict[str, Any] = {"text_input": COUNTDOWN, "stream": is_decoupled}
+    values |= {"exclude_input_in_output": True, "return_finish_reason": True}
+    if model == "vllm_model":
+        asked: dict[str, Any] = {name: [value] for name, value in values.items()}
+        settings = {"max_tokens": 40, "temperature": 0, **more}
+        asked["sampling_parameters"] = [json.dumps(settings)]
+    else:
+        asked = {name: [[value]] for name, value in values.items()}
+        asked |= {"max_tokens": [[40]], **{name: [value] for name, value in more.items()}}
+    responses = stream_infer(server, model, asked)
+    text = b"".join(each["text_output"].item() for each in responses).decode()
+    reason = responses[-1]["finish_reason"].item()
+    assert (text, reason) == (answer, b"stop" if model == "vllm_model" else b"end_id")
+
+
+def test_token_clients_end_at_what_they_name(server: PlainServer) -> None:
+    """One that names nothing is ended by no token; preprocessing has all there is to be named."""
+    made = infer(server, "preprocessing", QUERY=[[COUNTDOWN]], REQUEST_OUTPUT_LEN=[[40]])
+    assert made["OUT_END_ID"].item() != CODEC.end_id
+    prompt = {"input_ids": made["INPUT_ID"], "request_output_len": made["REQUEST_OUTPUT_LEN"]}
+    prompt["exclude_input_in_output"] = [[True]]
+    first = {"end_id": made["OUT_END_ID"]}
+    for named, length in (
+        ({}, 40),
+        (first, 40),
+        ({**first, "stop_token_ids": made["OUT_STOP_TOKEN_IDS"]}, len(REST)),
+        ({"stop_token_ids": [ONE]}, len(" 2 ")),
+    ):
+        (found,) = stream_infer(server, "tensorrt_llm", {**prompt, **named})
+        assert found["sequence_length"].item() == length, named
+
+
+@pytest.fixture
+def front(server: PlainServer, tmp_path: Path) -> Iterator[FrontProcess]:
+    running = FrontProcess(tmp_path, server.grpc_url)
+    try:
+        yield running.wait_until_ready()
+    finally:
+        code = running.stop()
+    assert code == 0, running.output
+
+
+@pytest.mark.parametrize("server", ["--decoupled"], indirect=True)
+def test_answers_of_the_openai_front_end_at_further_end_ids(front: FrontProcess) -> None:
+    with openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        for more, answer in ENDS:
+            asked: Any = {"model": "demo_model", "max_tokens": 40, "temperature": 0}
+            asked["extra_body"] = more
+            done = client.completions.create(prompt=COUNTDOWN, **asked).choices[0]
+            assert (done.text, done.finish_reason) == (answer, "stop")
+            chunks = list(client.completions.create(prompt=COUNTDOWN, stream=True, **asked))
+            assert "".join(each.choices[0].text for each in chunks) == answer
+            assert chunks[-1].choices[0].finish_reason == "stop"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,10 @@ from inflight_backend.step_outputs import TokenMasks
 from inflight_scheduler import LlmRequest
 
 _NOTHING_FORCED = -1
+_NOTHING = f"'{GUIDE_FIELD}' allows no token here, not even the end"
+_NOTHING_BUT_ENDS = (
+    f"'{GUIDE_FIELD}' allows nothing here but 'end_id' or 'stop_token_ids' as text, and no end yet"
+)
 _MIN_PARALLEL = 4  # masks below that are made sooner than threads are woken
 
 
@@ -87,16 +92,16 @@ class AnswerGuides:
         """What ``rows`` may draw now; ``latest`` has the tokens that are drawn and not settled, by
         request id."""
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
-        open_rows: list[tuple[int, _Answer, int]] = []
+        open_rows: list[tuple[int, _Answer, LlmRequest]] = []
         for index, (_, request) in enumerate(rows):
             answer = self._answers.get(request.request_id)
             if answer is None or not self._read(answer, request, latest):
                 bits[index] = -1  # it has ended: whatever it draws is dropped
             elif not answer.error:
-                open_rows.append((index, answer, request.end_id))
+                open_rows.append((index, answer, request))
         self._fill([(answer.matcher, index) for index, answer, _ in open_rows], bits)
-        for index, answer, end_id in open_rows:
-            self._set_end(bits[index], answer, end_id)
+        for index, answer, request in open_rows:
+            self._set_ends(bits[index], answer, request)
         masks = np.empty((len(rows), 2 + bits.shape[1]), dtype=np.int32)
         masks[:, 0], masks[:, 2:] = [row for row, _ in rows], bits
         masks[:, 1] = _forced_tokens(bits)
@@ -129,20 +134,44 @@ class AnswerGuides:
             self._executor = LLExecutor()
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, num_bytes, len(bits))
 
-    def _set_end(self, bits: npt.NDArray[np.int32], answer: _Answer, end_id: int) -> None:
-        """Allow the end of this request where the grammar allows one."""
+    def _set_ends(self, bits: npt.NDArray[np.int32], answer: _Answer, request: LlmRequest) -> None:
+        """Allow every end of this request where the grammar allows one, and none elsewhere.
+
+        Where nothing else is left there is only the first: a single token is drawn at any rate.
+        """
         if answer.matcher.is_error():
             answer.error = _too_much(answer.matcher)
             bits[:] = 0
             return
         _set_bit(bits, max(self.tokenizer_end_id, 0), False)
-        _set_bit(bits, end_id, answer.matcher.is_accepting())
-        if not bits.any():
-            answer.error = f"'{GUIDE_FIELD}' allows no token here, not even the end"
+        places, ends = _end_words(request.end_ids)
+        words = bits.view(np.uint32)
+        as_text = words[places] & ends
+        words[places] &= ~ends
+        is_left = bits.any()
+        if answer.matcher.is_accepting():
+            if is_left:
+                words[places] |= ends
+            else:
+                _set_bit(bits, request.end_id, True)
+        elif not is_left:
+            answer.error = _NOTHING_BUT_ENDS if as_text.any() else _NOTHING
 
 
 def _too_much(matcher: Matcher) -> str:
     return f"'{GUIDE_FIELD}' cannot be followed any further: {matcher.get_error()[:300]}"
+
+
+@lru_cache(maxsize=256)  # the requests of a model end alike
+def _end_words(
+    end_ids: frozenset[int],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]]:
+    """The words of a row of masks that have bits of ``end_ids``, each once, and these bits."""
+    ids = np.array(sorted(end_ids))
+    places, owners = np.unique(ids // 32, return_inverse=True)
+    bits = np.zeros(len(places), dtype=np.uint32)
+    np.bitwise_or.at(bits, owners, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return places, bits
 
 
 def _set_bit(bits: npt.NDArray[np.int32], token: int, value: bool) -> None:

@@ -45,6 +45,7 @@ class GuideService:
     ) -> None:
         """``can_mask``: the engine can. `ConfigurationError` if llguidance is asked for in vain."""
         self.end_id = -1
+        self.more_end_ids: tuple[int, ...] = ()
         self._compiler: GuideCompiler | None = None
         folder = Path(config.tokenizer_dir) if config.tokenizer_dir else checkpoint
         self._refusal = _refusal(config, folder, can_mask=can_mask)
@@ -55,8 +56,9 @@ class GuideService:
         from inflight_backend.guided.compiler import GuideCompiler  # needs llguidance
         from inflight_backend.text import TextCodec  # needs tokenizers
 
-        codec = TextCodec(folder)
+        codec = TextCodec(folder, checkpoint)
         self.end_id = codec.end_id
+        self.more_end_ids = tuple(each for each in codec.more_end_ids if each < vocab_size)
         self._compiler = GuideCompiler(codec.to_json, vocab_size, codec.end_id)
         if config.backend == "llguidance":
             try:

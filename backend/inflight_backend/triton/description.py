@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 from inflight_backend.checkpoint_files import find_file
+from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, longest_text
 from inflight_backend.text import TextCodec
+
+_logger = get_logger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,12 +41,23 @@ class ModelDescription:
         *,
         takes_stop_tokens: bool = True,
     ) -> None:
-        """``takes_stop_tokens`` False: nobody can send any, so none are told."""
+        """``takes_stop_tokens`` False: nobody can send any; none are told, and the log says so."""
         self._name = name
         self._folder = folder
         self._limits = limits
         self._end_id = -1 if codec is None else codec.end_id
-        self._stop_token_ids = codec.more_end_ids if codec and takes_stop_tokens else ()
+        self._stop_token_ids = () if codec is None else codec.more_end_ids
+        if self._stop_token_ids and not takes_stop_tokens:
+            _logger.warning(
+                "config.pbtxt of this model is of an older version, without the input "
+                "stop_token_ids: `inflight openai` and others that send token ids can end answers "
+                "at %d alone, not at %s, where the checkpoint %s ends them as well; write it anew "
+                "with `inflight model-repository --force`",
+                self._end_id,
+                list(self._stop_token_ids),
+                name,
+            )
+            self._stop_token_ids = ()
         self._text = ""
         self._paths()
 

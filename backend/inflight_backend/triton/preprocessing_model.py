@@ -57,6 +57,7 @@ class Preprocessor:
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
             "OUT_END_ID": _ids(inputs, "END_ID", num_rows, self._codec.end_id),
             "OUT_PAD_ID": pad_ids,
+            "OUT_STOP_TOKEN_IDS": self._more_ends(num_rows, has_own="END_ID" in inputs),
         }
         if "PROMPT_TABLE_EXTRA_ID" in inputs:  # marks rows of a prompt table; a text has none
             outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.zeros(input_ids.shape, dtype=np.uint64)
@@ -80,6 +81,12 @@ class Preprocessor:
         for target, row in zip(ids, rows, strict=True):
             target[: len(row)] = row
         return ids, lengths
+
+    def _more_ends(self, num_rows: int, *, has_own: bool) -> Array:
+        """What the checkpoint ends texts with beside ``OUT_END_ID`` ``[num_rows, n]``, n = 0 for a
+        client with an end id of its own."""
+        ends = () if has_own else self._codec.more_end_ids
+        return np.repeat(np.array([ends], dtype=np.int32), num_rows, axis=0)
 
     def _decoder(self, inputs: Mapping[str, Array], pad_ids: Array) -> dict[str, Array]:
         ids, lengths = pad_ids, np.ones_like(pad_ids)

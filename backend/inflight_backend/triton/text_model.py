@@ -43,8 +43,11 @@ def parameters_of(args: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_codec(parameters: Mapping[str, str]) -> TextCodec:
-    """The tokenizer of ``tokenizer_dir``, else of ``gpt_model_path``."""
-    return TextCodec(Path(parameters.get("tokenizer_dir") or parameters["gpt_model_path"]))
+    """The tokenizer of ``tokenizer_dir``, else of ``gpt_model_path``, whose end ids it has."""
+    folder, checkpoint = (parameters.get(key) for key in ("tokenizer_dir", "gpt_model_path"))
+    if not folder:
+        return TextCodec(Path(parameters["gpt_model_path"]))
+    return TextCodec(Path(folder), Path(checkpoint) if checkpoint else None)
 
 
 def read_switch(parameters: Mapping[str, str], key: str, default: bool) -> bool:

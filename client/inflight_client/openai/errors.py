@@ -56,6 +56,7 @@ TOO_LONG = "context_length_exceeded"
 
 _LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV blocks)\b")
 _TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
+_UNKNOWN_INPUT = re.compile(r"^unexpected inference input '(\w+)'")  # Triton's own words
 
 
 class ApiError(Exception):
@@ -118,6 +119,10 @@ def _from_server(error: ServerError) -> ApiError:
     if status >= 500:
         _logger.warning("the server failed a request: %s", message)
     if error.status is None:
+        unknown = _UNKNOWN_INPUT.search(message)
+        if unknown and unknown[1] in TENSOR_TO_FIELD:
+            field = TENSOR_TO_FIELD[unknown[1]]
+            return bad_field(field, "the inference server, or its config.pbtxt, is too old for it")
         return ApiError(503, "the inference server cannot take requests now")
     is_refused = status == 400  # a server that is full tells its KV blocks, too
     found = _TENSOR.search(message) if is_refused else None

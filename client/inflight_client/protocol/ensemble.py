@@ -47,6 +47,7 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "logits_post_processor_name": "logits_post_processor_name",
     "num_top_log_probs": "num_top_log_probs",
     "return_log_prob_ranks": "return_log_prob_ranks",
+    "stop_token_ids": "stop_token_ids",
     "priority": "priority",
     "cache_salt": "cache_salt",
     "max_queue_time_ms": "max_queue_time_ms",

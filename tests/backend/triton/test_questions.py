@@ -24,9 +24,7 @@ from triton_harness import (
 )
 
 from inflight_backend.status import read_status
-from inflight_backend.text import TextCodec
 from inflight_backend.triton import inspection
-from inflight_backend.triton.description import ModelDescription
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 from inflight_scheduler.recording.files import RecordingReader
@@ -186,17 +184,22 @@ def test_describe_tells_the_limits_and_the_tokenizer_but_no_path(
 
 
 def test_describe_tells_every_end_of_the_checkpoint(
-    make_server: MakeServer, tokenizer: None, tmp_path: Path
+    make_server: MakeServer, tokenizer: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """But the first alone where the model's config is older, with no input for the others."""
+    """But the first alone where the model's config is older, with no input for the others: then
+    the log says what to do."""
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 8, 7]}')
     server = make_server(CountingEngine())
     description = json.loads(answer_of(server.ask(describe=True), "description"))
     assert (description["end_id"], description["stop_token_ids"]) == (9, [7, 8])
     assert text_of(server.ask(text_input="5", max_tokens=5)) == "5 6"
-    codec, limits = TextCodec(tmp_path), server.model._manager.limits
-    old = ModelDescription("m", tmp_path, limits, codec, takes_stop_tokens=False)
-    assert json.loads(old.to_json())["stop_token_ids"] == []
+    assert "stop_token_ids" not in caplog.text
+    old = make_server(CountingEngine(), without="stop_token_ids")
+    description = json.loads(answer_of(old.ask(describe=True), "description"))
+    assert (description["end_id"], description["stop_token_ids"]) == (9, [])
+    assert text_of(old.ask(text_input="5", max_tokens=5)) == "5 6"
+    for part in ("without the input stop_token_ids", "at 9 alone, not at [7, 8]", "--force"):
+        assert part in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -241,24 +241,47 @@ def test_what_is_too_much_is_named(inputs: dict[str, Any], message: str) -> None
         PREPROCESS(inputs)
 
 
+def load(monkeypatch: pytest.MonkeyPatch, **parameters: Path) -> Preprocessing:
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
+    block = {"parameters": {key: {"string_value": str(v)} for key, v in parameters.items()}}
+    model = Preprocessing()
+    model.initialize({"model_config": json.dumps(block), "model_name": "preprocessing"})
+    return model
+
+
+def answer(model: Preprocessing, inputs: dict[str, Any]) -> dict[str, Any]:
+    [response] = model.execute([FakeRequest(inputs)])
+    return {each.name(): each.as_numpy() for each in response.output_tensors}
+
+
 @pytest.mark.parametrize("num_more", [0, 57])
 def test_a_bias_is_as_long_as_the_models_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_more: int
 ) -> None:
     """A checkpoint may have more embeddings than its tokenizer has tokens: a padded vocabulary."""
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     config = {"vocab_size": CODEC.vocab_size + num_more}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    parameters = {"tokenizer_dir": str(DEMO_MODEL), "gpt_model_path": str(tmp_path)}
-    model = Preprocessing()
-    block = {"parameters": {key: {"string_value": text} for key, text in parameters.items()}}
-    model.initialize({"model_config": json.dumps(block), "model_name": "preprocessing"})
+    model = load(monkeypatch, tokenizer_dir=DEMO_MODEL, gpt_model_path=tmp_path)
     words = {"EMBEDDING_BIAS_WORDS": strings(["7"])}
     words["EMBEDDING_BIAS_WEIGHTS"] = np.ones((1, 1), dtype=np.float32)
-    [response] = model.execute([FakeRequest(query("1", **words))])
-    [bias] = [each for each in response.output_tensors if each.name() == "EMBEDDING_BIAS"]
-    assert bias.as_numpy().shape == (1, CODEC.vocab_size + num_more)
-    assert bias.as_numpy().sum() == 1
+    bias = answer(model, query("1", **words))["EMBEDDING_BIAS"]
+    assert bias.shape == (1, CODEC.vocab_size + num_more)
+    assert bias.sum() == 1
+
+
+def test_the_checkpoints_other_ends_come_beside_the_end_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the model, wherever its tokenizer lies; a client's own end id is the only one."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, END, 8]}))
+    model = load(monkeypatch, tokenizer_dir=DEMO_MODEL, gpt_model_path=tmp_path)
+    found = answer(model, query("12", "1"))
+    assert found["OUT_END_ID"].tolist() == [[END], [END]]
+    assert found["OUT_STOP_TOKEN_IDS"].tolist() == [[8, 9], [8, 9]]
+    found = answer(model, query("12", "1", END_ID=np.array([[END], [5]], dtype=np.int32)))
+    assert found["OUT_STOP_TOKEN_IDS"].shape == (2, 0)
+    alone = load(monkeypatch, tokenizer_dir=DEMO_MODEL)
+    assert answer(alone, query("1"))["OUT_STOP_TOKEN_IDS"].shape == (1, 0)
 
 
 @pytest.mark.case(122)

@@ -315,6 +315,15 @@ def test_a_feature_that_the_server_lacks_is_a_bad_request() -> None:
     assert (error.status, error.param) == (400, "seed")
 
 
+def test_a_field_that_an_older_config_has_no_input_for_is_a_bad_request() -> None:
+    """Triton names the input; other errors of its own say nothing about the request."""
+    words = "unexpected inference input '{}' for model 'tensorrt_llm'"
+    error = from_upstream(ServerError(words.format("stop_token_ids")))
+    assert (error.status, error.param) == (400, "stop_token_ids")
+    assert "its config.pbtxt, is too old" in error.message
+    assert from_upstream(ServerError(words.format("what"))).status == 503
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
     [
