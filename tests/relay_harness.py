@@ -54,8 +54,10 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
         assert request.sender.is_final.wait(WAIT)
         return request.sender
 
-    yield send
-    model.finalize()
+    try:
+        yield send
+    finally:
+        model.finalize()
 
 
 @contextmanager
@@ -70,8 +72,10 @@ def answering(
         way_back.send(flags=1)
 
     listener = RelayListener(model, accept, on_room=lambda: None)
-    yield listener
-    listener.close()
+    try:
+        yield listener
+    finally:
+        listener.close()
 
 
 def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:

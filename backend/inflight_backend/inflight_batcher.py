@@ -319,8 +319,11 @@ class InflightBatcher:
         sink = None
         try:
             if params.record_file:
-                set_aside(Path(params.record_file))
-                sink = RecordingFile(Path(params.record_file))
+                path = Path(params.record_file)
+                if path.exists() and not path.is_file():  # a FIFO would wait for who reads it
+                    raise ConfigurationError(f"record_file = '{path}' is no regular file")
+                set_aside(path)
+                sink = RecordingFile(path)
         except OSError as error:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"

@@ -51,6 +51,7 @@ def test_template_as_it_stands_is_all_defaults() -> None:
         ("context_chunking_policy", "equal_progress", "equal_progress"),
         ("context_chunk_unit", "64", 64),
         ("priority_span", "0", 0.0),
+        ("max_queue_size", "0", 0),
         ("max_queue_seconds", "2.5", 2.5),
         ("max_run_seconds", "", None),
         ("max_seq_len", "${max_seq_len}", None),

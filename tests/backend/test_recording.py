@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 from collections.abc import Collection, Sequence
@@ -197,6 +198,19 @@ def test_a_file_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
         running(Recorder(), params=params),
     ):
         pass
+
+
+def test_what_is_no_file_fails_the_start(tmp_path: Path) -> None:
+    """A FIFO that nobody reads held the load up for ever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for each in (path, tmp_path):
+        params = TrtGptModelOptionalParams(record_file=str(each))
+        with (
+            pytest.raises(ConfigurationError, match=r"record_file = '.*' is no regular file"),
+            running(Recorder(), params=params),
+        ):
+            pass
 
 
 class BrokenOnce(RequestScheduler):

@@ -55,6 +55,7 @@ def compile_cases(
         output = folder / "results.json"
         environment = {
             **os.environ,
+            "INFLIGHT_EARLY_LAUNCH": "0",
             "TRITON_INTERPRET": "0",
             "TRITON_CACHE_DIR": str(cache),
             "PYTHONPATH": os.pathsep.join(filter(None, search)),

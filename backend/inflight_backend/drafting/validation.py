@@ -22,9 +22,9 @@ def read_drafts(
 ) -> tuple[int, ...]:
     """The drafts of ``request`` that its last context step verifies; none if it sent none.
 
-    Cut, with a warning, to what fits behind the prompt (``max_input_len``; rule of TensorRT-LLM's
-    `llmRequest.h`), and to what can become tokens: the last token is drawn, not guessed. Raises
-    `InvalidRequest` for more than ``max_draft_len`` and for ids outside the vocabulary.
+    Cut to what fits behind the prompt (``max_input_len``; rule of TensorRT-LLM's `llmRequest.h`),
+    and to what can become tokens: the last token is drawn, not guessed. Raises `InvalidRequest` for
+    more than ``max_draft_len`` and for ids outside the vocabulary.
     """
     if not request.has_tensor(FIELD):
         return ()
@@ -47,7 +47,7 @@ def read_drafts(
         raise InvalidRequest(f"'{FIELD}' holds {wrong}, outside the vocabulary 0..{vocab_size - 1}")
     num_fitting = max(min(max_input_len - prompt_len, max_new_tokens - 1), 0)
     if len(drafts) > num_fitting:
-        _logger.warning(
+        _logger.debug(  # what a client may do with every request writes nothing by default
             "request %d: %d of %d draft tokens are cut off: the prompt has %d tokens, at most %d "
             "are generated, and max_input_len is %d",
             request.request_id,

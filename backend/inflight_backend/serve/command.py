@@ -15,7 +15,15 @@ from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_ove
 
 _DEFAULT = ServeSettings()
 _HIGHEST_PORT = 65535
+_MIN_CONNECTION_SECONDS = 0.001
 _MAX_CONNECTION_SECONDS = 2_000_000.0  # gRPC counts milliseconds in 31 bits
+
+
+def _at_least_a_millisecond(seconds: float) -> float:
+    """``seconds``, of which Triton counts thousandths."""
+    if 0 < seconds < _MIN_CONNECTION_SECONDS:
+        raise typer.BadParameter(f"{seconds:g} is neither 0 nor at least {_MIN_CONNECTION_SECONDS}")
+    return seconds
 
 
 def _port(what: str) -> typer.models.OptionInfo:
@@ -48,6 +56,7 @@ def serve(
         typer.Option(
             min=0.0,
             max=_MAX_CONNECTION_SECONDS,
+            callback=_at_least_a_millisecond,
             help="Age at which a gRPC connection takes no new streams; open ones may last as long "
             "again, and any request twice as long (--set max_run_seconds=...). It ends streams "
             "that nobody reads; 0: never.",

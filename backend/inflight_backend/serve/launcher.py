@@ -145,10 +145,11 @@ class Run:
         grace_seconds = 0.0  # while loading there is nothing to finish
         try:
             status = self._wait_until_ready()
-            if status is None:
+            if status is not None:
+                self._announce(status)
+                self._watch(status)
+            elif not self._may_have_clients():
                 return
-            self._announce(status)
-            self._watch(status)
             self._drain()
             grace_seconds = _GRACE_SECONDS
         finally:
@@ -177,6 +178,11 @@ class Run:
                     return status
                 time.sleep(_POLL_SECONDS)
         return None
+
+    def _may_have_clients(self) -> bool:
+        """True for a server that may have told them that it is ready before we have seen that."""
+        status = read_status(self._workspace.status_file)
+        return status is not None and status.phase == "ready"
 
     def _watch(self, status: ModelStatus) -> None:
         while not self._signals.is_asked():

@@ -39,9 +39,13 @@ class Workspace:
         sweep_abandoned()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         unlocked = self.path / f"{_LOCK}.new"
-        self._lock = unlocked.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
+        try:
+            self._lock = unlocked.open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
+        except OSError:  # no room: nobody would remove a folder without a lock
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
         self._folder = _kept_from_cleaners(self.path)
         self._lifeline = _lifeline_in(self.path)
 

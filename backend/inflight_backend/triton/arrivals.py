@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
 from inflight_backend.inference_request import InferenceRequest
+from inflight_client.protocol import MAX_QUEUE_SIZE
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, rank_at_arrival
 
 _MIN_CLEAN = 64  # deadlines kept before those of requests that have left are looked for
@@ -40,7 +41,8 @@ class ArrivalQueue:
     """
 
     def __init__(self, max_size: int, priority_span: float = DEFAULT_PRIORITY_SPAN) -> None:
-        self._max_size = max_size
+        """``max_size`` 0: as many as `MAX_QUEUE_SIZE`."""
+        self._max_size = max_size or MAX_QUEUE_SIZE
         self._priority_span = priority_span
         self._num_arrivals = 0
         self._order: list[_Entry] = []

@@ -235,12 +235,20 @@ class RelayListener:
         self._is_writing = False  # first: what is posted from now on asks again
         while self._posted:
             connection, message = self._posted.popleft()
-            if not connection.is_gone:
-                connection.writer.write(message)
-            if connection.writer.transport.get_write_buffer_size() and not connection.is_behind:
-                connection.is_behind = True
-                self._start(self._wait_for_room(connection))
+            try:
+                self._write_to(connection, message)
+            except BaseException:  # as MemoryError: the relay must not take the rest for all
+                _logger.exception("a part of an answer could not be written; its relay is cut off")
+                connection.is_gone = True
+                connection.writer.transport.abort()
             connection.num_written += 1  # last, for `is_done`
+
+    def _write_to(self, connection: RelayConnection, message: bytes) -> None:
+        if not connection.is_gone:
+            connection.writer.write(message)
+        if connection.writer.transport.get_write_buffer_size() and not connection.is_behind:
+            connection.is_behind = True
+            self._start(self._wait_for_room(connection))
 
     async def _wait_for_room(self, connection: RelayConnection) -> None:
         try:

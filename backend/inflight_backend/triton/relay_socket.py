@@ -30,6 +30,7 @@ _VERSION = "1"  # of the messages; others have other addresses
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MIN_DESCRIPTORS = 2**13
 _CONNECT_SECONDS = 1.0  # while a model is loaded again nobody listens for some 0.05 s
+_QUEUE_SECONDS = 10.0  # where very many connect at once; by default Linux lets 4096 wait
 _CONNECT_PAUSE = 0.02
 
 
@@ -51,21 +52,25 @@ def is_sibling(connection: socket.socket) -> bool:
 
 
 def connect(connection: socket.socket, model: str) -> None:
-    """Connect to ``model``; `CapacityExceeded` if it is not there.
+    """Connect to ``model``; `CapacityExceeded` if it is not there, or lets nobody in.
 
-    Tries for a second: it may be loaded anew just now.
+    Tries for a second: it may be loaded anew just now. A call that may wait would do so for ever
+    before a frozen process whose queue is full.
     """
-    deadline = time.monotonic() + _CONNECT_SECONDS
+    started, timeout = time.monotonic(), connection.gettimeout()
+    connection.setblocking(False)
     while True:
         try:
             connection.connect(address_of(model))
             break
         except ConnectionRefusedError:
-            if time.monotonic() > deadline:
-                raise CapacityExceeded(
-                    f"the model '{model}' is not loaded, or the server is shutting down"
-                ) from None
+            limit, what = _CONNECT_SECONDS, "is not loaded, or the server is shutting down"
+        except BlockingIOError:
+            limit, what = _QUEUE_SECONDS, "takes no requests just now; try again later"
+        if time.monotonic() > started + limit:
+            raise CapacityExceeded(f"the model '{model}' {what}")
         time.sleep(_CONNECT_PAUSE)
+    connection.settimeout(timeout)
     if not is_sibling(connection):
         raise CapacityExceeded(f"the model '{model}' has gone, or another process is in its place")
 

@@ -41,7 +41,7 @@ _KEY_TO_TENSOR = {
 }
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
-    "length_penalty": 1,
+    "length_penalty": 1.0,
     "stop_token_ids": [],
     "bad_words": [],
     "logit_bias": {},
@@ -60,6 +60,7 @@ _DRAW = np.array([[1.0]], dtype=np.float32)  # vLLM's top_p when none is given
 _MAX_STOP_STRINGS = 64
 _INT32_MAX = 2**31 - 1
 _IGNORED = "prompt_ignore_length"
+_MAX_PENALTY = 2.0  # vLLM's and OpenAI's
 _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
 
 
@@ -130,21 +131,44 @@ def with_request_parameters(
 
 
 def _translate_penalties(tensors: dict[str, Array], names: Sequence[str]) -> None:
-    """Have those of ``names``, which are vLLM's, count and weigh as they do there."""
+    """Have those of ``names``, which are vLLM's, count and weigh as they do there.
+
+    `InvalidRequest` names one outside vLLM's bounds: scaled, it would be a number nobody sent.
+    """
     values = {name: tensors[name].item() for name in names}
+    for name, value in values.items():
+        if abs(value) > _MAX_PENALTY:
+            raise InvalidRequest(
+                f"'{_NAME}': {name} is {value:g}, outside {-_MAX_PENALTY:g}..{_MAX_PENALTY:g}"
+            )
     temperature = tensors.get("temperature")
     if temperature is not None and temperature.size == 1 and temperature.dtype == np.float32:
         values["temperature"] = temperature.item()  # else validation names what is wrong with it
-    for name, value in penalties.to_wire(values).items():
-        if name != _IGNORED or name not in tensors:
-            tensors[name] = np.array([[value]], dtype=DTYPE_TO_NUMPY[INPUT_BY_NAME[name].dtype])
+    translated = penalties.to_wire(values)
+    if _IGNORED in tensors:
+        translated.pop(_IGNORED, None)
+    elif _IGNORED in translated:
+        _check_no_other_penalty(tensors, names)
+    for name, value in translated.items():
+        tensors[name] = np.array([[value]], dtype=DTYPE_TO_NUMPY[INPUT_BY_NAME[name].dtype])
+
+
+def _check_no_other_penalty(tensors: Mapping[str, Array], names: Sequence[str]) -> None:
+    """Refuse one sent as a tensor, which counts the prompt, where it is to be left out."""
+    for name in penalties.NAMES:
+        if name not in names and name in tensors and tensors[name].any():
+            raise InvalidRequest(
+                f"'{name}' counts the prompt, {names[0]} of '{_NAME}' does not: give both in "
+                f"'{_NAME}', or 'prompt_ignore_length' for both"
+            )
 
 
 def _is_neutral(key: str, value: Any) -> bool:
     neutral = _NEUTRAL.get(key)
-    if type(neutral) is int:  # a number, which may be a string
+    if type(neutral) in (int, float):  # which may be a string: vLLM's backend calls that kind
         try:
-            return bool(_number(key, "INT32", value) == neutral)
+            dtype = "INT32" if type(neutral) is int else "FP32"
+            return bool(_number(key, dtype, value) == neutral)
         except InvalidRequest:
             return False
     # Not 0 for false or the reverse: ``"logprobs": 0`` asks for log probabilities.

@@ -23,7 +23,12 @@ from inflight_client.protocol.metrics import (
     MetricFamilySpec,
 )
 from inflight_client.protocol.outputs import OUTPUT_BY_NAME, OUTPUTS
-from inflight_client.protocol.parameters import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS
+from inflight_client.protocol.parameters import (
+    MAX_QUEUE_SIZE,
+    PARAMETER_BY_NAME,
+    PARAMETERS,
+    TRITON_PARAMETERS,
+)
 from inflight_client.protocol.specs import (
     AT_MOST_ONE,
     DTYPE_TO_NUMPY,
@@ -46,6 +51,7 @@ __all__ = [
     "INPUT_BY_NAME",
     "INPUT_LENGTHS",
     "LLM_MODEL_NAME",
+    "MAX_QUEUE_SIZE",
     "METRICS",
     "NOT_IN_FLIGHT",
     "ONLY_ZEROS",

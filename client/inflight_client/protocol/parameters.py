@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from inflight_client.protocol.specs import ParameterSpec
 
+MAX_QUEUE_SIZE = 10**7
+"""Of `max_queue_size`, and what its 0 stands for."""
+
 PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec(
         "gpt_model_type",
@@ -57,9 +60,9 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "max_queue_size",
         "int",
         "4096",
-        "requests that may wait for a place",
-        minimum=1,
-        maximum=10**7,
+        "requests that may wait for a place; 0, no limit at the peer, is the highest number",
+        minimum=0,
+        maximum=MAX_QUEUE_SIZE,
     ),
     ParameterSpec("tokens_per_block", "int", "32", "tokens of a KV block", minimum=1, maximum=1024),
     ParameterSpec(

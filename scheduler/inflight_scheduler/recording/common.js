@@ -35,12 +35,22 @@ function endsOf(data) {  // iterations after which nobody was in flight: when th
   return new Map(data.pauses_after.map(([index, us]) => [index, (us - data.start_us[0]) / 1000]));
 }
 
+function addChip(parent, sign, text) {
+  const chip = document.createElement("span");
+  chip.className = "chip"; chip.append(sign, text); parent.append(chip);
+}
+
 function addLegend(parent, data) {
   for (const activity of data.shown) {
-    const chip = document.createElement("span"), box = document.createElement("i");
-    chip.className = "chip"; box.style.background = data.colours[activity]; chip.append(box, data.activities[activity]);
-    parent.append(chip);
+    const box = document.createElement("i");
+    box.style.background = data.colours[activity]; addChip(parent, box, data.activities[activity]);
   }
+}
+
+function addCrosses(parent, data) {  // only where they are drawn
+  if (!data.crosses) return;
+  const cross = document.createElement("b");
+  cross.style.color = data.error_colour; cross.textContent = "\u2715"; addChip(parent, cross, data.crosses);
 }
 
 function tellSpan(say, data, times, ends, row, k) {  // what a span means, line by line

@@ -11,7 +11,13 @@ from importlib.resources import files
 from typing import Any
 
 from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History, assign_lanes
-from inflight_scheduler.recording.palette import COLOURS, ERROR_COLOUR, shown_activities, title
+from inflight_scheduler.recording.palette import (
+    COLOURS,
+    ERROR_COLOUR,
+    crosses,
+    shown_activities,
+    title,
+)
 from inflight_scheduler.recording.records import BAD_ENDS
 
 MAX_ROWS = 1000
@@ -74,6 +80,7 @@ def history_data(history: History) -> dict[str, Any]:
         "shown": [int(activity) for activity in shown_activities(history)],
         "rows": rows,
         "lanes": _lanes(history),
+        "crosses": crosses(history),
         "bad": [texts.index(reason) for reason in sorted(BAD_ENDS)],
         "reasons": texts.texts,
         "iterations": history.numbers.tolist(),

@@ -7,6 +7,7 @@ a pause. The five can be told apart with each of the common colour deficiencies.
 from __future__ import annotations
 
 from inflight_scheduler.recording.history import ACTIVITY_NAMES, Activity, History
+from inflight_scheduler.recording.records import BAD_ENDS
 
 COLOURS = {
     Activity.WAITING: "#d5dae1",
@@ -36,6 +37,12 @@ def shown_activities(history: History) -> list[Activity]:
     """Activities that occur, in the order of the legend."""
     present = {span.activity for row in history.rows for span in row.spans}
     return [activity for activity in ACTIVITY_NAMES if activity in present]
+
+
+def crosses(history: History) -> str:
+    """What a cross means, for the legend; "" where there is none."""
+    is_any = any(row.end_reason in BAD_ENDS for row in history.rows)
+    return "stopped, failed or expired" if is_any else ""
 
 
 def count(number: int, what: str) -> str:

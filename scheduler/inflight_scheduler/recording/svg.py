@@ -15,6 +15,7 @@ from inflight_scheduler.recording.palette import (
     COLOURS,
     ERROR_COLOUR,
     count,
+    crosses,
     seconds,
     shown_activities,
     title,
@@ -81,9 +82,9 @@ def _legend(history: History) -> Iterator[str]:
         yield _rect(x, 45, 12, 12, COLOURS[activity], ' rx="2"/>')
         yield f'<text class="label" x="{x + 18:.0f}" y="55">{name}</text>'
         x += 18 + 6.7 * len(name) + 22
-    if any(row.end_reason in BAD_ENDS for row in history.rows):
+    if name := crosses(history):
         yield _cross(x + 5, 51, 4)
-        yield f'<text class="label" x="{x + 16:.0f}" y="55">stopped, failed or expired</text>'
+        yield f'<text class="label" x="{x + 16:.0f}" y="55">{name}</text>'
 
 
 def _cross(x: float, y: float, size: float) -> str:

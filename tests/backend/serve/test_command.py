@@ -66,6 +66,7 @@ def test_two_equal_ports_are_refused(tmp_path: Path) -> None:
         ["--drain-seconds", "-1"],
         ["--max-connection-seconds", "inf"],
         ["--max-connection-seconds", "1e10"],
+        ["--max-connection-seconds", "0.0009"],
     ],
 )
 def test_numbers_out_of_range_are_refused(arguments: list[str]) -> None:

@@ -24,7 +24,7 @@ from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.supervisor import Attempt
 from inflight_backend.serve.workspace import Workspace
-from inflight_backend.status import StatusWriter, stop_file_of
+from inflight_backend.status import Phase, StatusWriter, stop_file_of
 
 # Says that it is ready, and how it was ended.
 SERVER = """
@@ -84,12 +84,13 @@ class Story:
         """What the server has printed."""
         return without_grpc(self._log.read_text())
 
-    def run(self, interfere: Callable[[], None]) -> None:
+    def run(self, interfere: Callable[[], None] | None = None) -> None:
         """Run until it ends; when it is ready, ``interfere`` on another thread."""
 
         def wait() -> None:
-            wait_until(lambda: self.attempt.ready_at is not None)
-            interfere()
+            if interfere is not None:
+                wait_until(lambda: self.attempt.ready_at is not None)
+                interfere()
 
         thread = threading.Thread(target=wait)
         thread.start()
@@ -157,6 +158,24 @@ def test_a_stop_that_nobody_hears_of_is_a_drain(
         story.run(drain)
     assert not stop_file_of(story.workspace.drain_file).exists()
     assert story.said.endswith("asked to end\n")
+
+
+@pytest.mark.case(100)
+@pytest.mark.parametrize("phase", ["ready", "loading"])
+def test_a_stop_before_we_have_seen_that_it_is_ready_is_a_drain_where_clients_may_have(
+    story: Story, phase: Phase
+) -> None:
+    """Its streams were cut: who asks Triton itself may be served before we have asked."""
+    is_served = phase == "ready"
+    if not is_served:
+        story.model = StatusWriter(story.workspace.status_file)
+        story.model.write(phase)
+    story.signals.count = 1
+    began = time.monotonic()
+    story.run()
+    assert story.workspace.drain_file.exists() == is_served
+    assert (time.monotonic() - began > DRAIN) == is_served
+    assert story.said.endswith("asked to end\n") == is_served
 
 
 def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -52,6 +53,20 @@ def test_folder_is_private_and_goes_with_its_shared_memory(temporary_folder: Pat
 def test_folder_goes_when_the_run_fails(temporary_folder: Path) -> None:
     with pytest.raises(RuntimeError), Workspace():
         raise RuntimeError
+    assert list(temporary_folder.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_locked_does_not_stay(
+    temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a disk that has room for a folder and for no file in it."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="No space left"):
+        Workspace()
     assert list(temporary_folder.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ from inflight_backend.errors import CapacityExceeded, RequestInFlight
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import RequestLimits, validate
+from inflight_backend.triton import arrivals as arrivals_module
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 
@@ -50,6 +51,13 @@ def test_equal_priorities_leave_in_order_of_arrival_and_as_many_as_asked_for() -
     assert taken(arrivals, 3) == [0, 1, 2]
     assert taken(arrivals) == [3]
     assert len(arrivals) == 0
+
+
+def test_a_queue_of_size_0_is_as_long_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals_module, "MAX_QUEUE_SIZE", 3)
+    arrivals = queue_of(0.5, 0.5, 0.5, max_size=0)
+    with pytest.raises(CapacityExceeded, match="Maximum queue size of 3"):
+        arrivals.put(request(4))
 
 
 def test_priority_decides_within_the_span() -> None:

@@ -39,7 +39,6 @@ def relay(monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonPythonModel]:
     """``tensorrt_llm_bls`` with three threads."""
     monkeypatch.setattr(module, "_MAX_REQUESTS", 3)
     monkeypatch.setattr(module, "_CANCEL_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(relay_socket, "_CONNECT_SECONDS", 0.2)
     model = TritonPythonModel()
     load(model, "tensorrt_llm_bls", {})
     yield model
@@ -87,6 +86,18 @@ class SlowSender(FakeSender):
 
     def send(self, response: Any = None, flags: int = 0) -> None:
         time.sleep(0.02)
+        super().send(response, flags)
+
+
+class WaitingSender(FakeSender):
+    """Sends nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_send = threading.Event()
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        assert self.may_send.wait(WAIT)
         super().send(response, flags)
 
 
@@ -164,12 +175,15 @@ def test_a_relay_that_is_slower_than_the_engine_gets_all_in_fewer_parts(
     relay: TritonPythonModel, llm: Server
 ) -> None:
     """What it has no room for travels together: it has never much before it."""
-    sender = send(relay, 200, sender=SlowSender())
+    sender = WaitingSender()
+    send(relay, 300, sender)
+    wait_until(lambda: len(llm.engine.batches) == 300)
+    sender.may_send.set()
     assert sender.is_final.wait(WAIT)
-    assert ids_of(sender) == list(range(2, 202))
+    assert ids_of(sender) == list(range(2, 302))
     sizes = [response.output_tensors[0].as_numpy().size for response in sender.responses]
-    assert len(sizes) < 100
-    assert sizes[:10] == [1] * 10
+    assert len(sizes) < 150
+    assert sizes[0] == 1
     assert max(sizes) > 20
     wait_for_rest(relay, llm)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import resource
 import socket
 import subprocess
@@ -10,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine
 from triton_harness import WAIT, Gate, Server, wait_until
 
+from inflight_backend.errors import CapacityExceeded
 from inflight_backend.triton import relay_socket
 from inflight_backend.triton.relay_messages import (
     Message,
@@ -120,6 +123,26 @@ def test_what_is_no_request_ends_its_connection_only(server: Server, message: by
     assert ids_in(answer_to(packed(3))) == [2, 3, 4]
 
 
+def test_a_part_that_cannot_be_written_ends_its_connection(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the relay would pass on the rest as if that were all."""
+    write, calls = asyncio.StreamWriter.write, itertools.count(1)
+
+    def fail_once(writer: asyncio.StreamWriter, data: bytes) -> None:
+        if next(calls) == 2:  # there are two at least: the first token leaves at once
+            raise MemoryError
+        write(writer, data)
+
+    monkeypatch.setattr(asyncio.StreamWriter, "write", fail_once)
+    with asking(packed(30)) as connection:
+        came = list(read_messages(connection))
+    assert not any(isinstance(each, RelayedEnd) for each in came)
+    assert ids_in(came) == list(range(2, 2 + len(ids_in(came))))
+    wait_until(lambda: server.model._relays.num_open == 0)
+    assert ids_in(answer_to(packed(3))) == [2, 3, 4]
+
+
 def test_a_frozen_relay_costs_a_few_messages(make_server: MakeServer, gate: Gate) -> None:
     """The tokens it has no room for are kept as numbers, and sent when it goes on."""
     server = make_server(
@@ -181,6 +204,20 @@ def test_who_takes_the_place_of_the_model_is_not_asked(monkeypatch: pytest.Monke
         listening.listen()
         with pytest.raises(Exception, match="has gone, or another process is in its place"):
             connect(connection, "tensorrt_llm")
+
+
+def test_a_model_that_lets_nobody_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_socket, "_QUEUE_SECONDS", 0.1)
+    with ExitStack() as stack:
+        listening, first, second = (
+            stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(3)
+        )
+        listening.bind(address_of("tensorrt_llm"))
+        listening.listen(0)
+        connect(first, "tensorrt_llm")
+        with pytest.raises(CapacityExceeded, match="'tensorrt_llm' takes no requests just now"):
+            connect(second, "tensorrt_llm")
+        assert first.gettimeout() is None
 
 
 def test_a_model_that_is_loaded_again_takes_over(make_server: MakeServer) -> None:

@@ -40,6 +40,7 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
         ({"ignore_eos": False, "seed": None}, {}),
         ({"best_of": 1, "use_beam_search": False, "skip_special_tokens": True}, {}),
         ({"best_of": "1"}, {}),
+        ({"length_penalty": "1.0"}, {}),
         ({"logprobs": False}, {}),
         ({"stop_token_ids": [], "bad_words": [], "logit_bias": {}, "detokenize": True}, {}),
         (
@@ -95,6 +96,22 @@ def test_penalties_heed_what_is_sent_as_a_tensor() -> None:
     assert odd["presence_penalty"].tolist() == [[1.0]], "validation says what is wrong with it"
 
 
+def test_a_penalty_that_counts_the_prompt_stands_beside_no_other() -> None:
+    """One number of the request says for both how much of the prompt counts."""
+    one = np.array([[1.0]], dtype=np.float32)
+    with pytest.raises(InvalidRequest, match="'presence_penalty' counts the prompt, frequency_pe"):
+        expand(request({"frequency_penalty": 1}, presence_penalty=one))
+    length = np.array([[3]], dtype=np.int32)
+    for more in (
+        {"presence_penalty": one, "prompt_ignore_length": length},
+        {"presence_penalty": one * 0},
+    ):
+        assert expand(request({"frequency_penalty": 1}, **more)).items() >= more.items()
+    assert "prompt_ignore_length" not in expand(
+        request({"frequency_penalty": 0}, presence_penalty=one)
+    )
+
+
 def test_a_filter_sent_as_a_tensor_counts() -> None:
     given = np.array([[0.25]], dtype=np.float32)
     assert expand(request({"temperature": 2}, runtime_top_p=given))["runtime_top_p"] is given
@@ -118,6 +135,9 @@ def test_requests_without_settings_pass_untouched() -> None:
         ({"surprise": 1}, "'surprise' is not supported; known are"),
         ({"best_of": 2}, "'best_of' is not supported, but for 1"),
         ({"best_of": "2"}, "'best_of' is not supported, but for 1"),
+        ({"best_of": "1.0"}, "'best_of' is not supported, but for 1"),
+        ({"length_penalty": "1.5"}, "'length_penalty' is not supported, but for 1.0"),
+        ({"presence_penalty": 2.5, "temperature": 1e-5}, "presence_penalty is 2.5, outside -2..2"),
         ({"best_of": True}, "'best_of' is not supported, but for 1"),
         ({"best_of": [1]}, "'best_of' is not supported, but for 1"),
         ({"logprobs": "0"}, "'logprobs' is not supported, but for false"),

@@ -251,6 +251,7 @@ def test_who_did_not_end_well_is_crossed_out(reason: str, is_bad: bool) -> None:
     assert (ERROR_COLOUR in write_svg(history)) == is_bad
     data = page.history_data(history)
     assert (data["rows"][0][6] in data["bad"]) == is_bad
+    assert data["crosses"] == ("stopped, failed or expired" if is_bad else "")
 
 
 @pytest.mark.parametrize("write", [write_page, lambda history: [write_svg(history)]])
