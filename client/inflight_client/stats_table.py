@@ -18,6 +18,8 @@ _GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("Active Request Count", "{} active"),
         ("Max Request Count", "{} at most"),
         ("Scheduled Requests", "{} scheduled"),
+    ),
+    "held up": (
         ("Waiting Requests", "{} waiting"),
         ("Paused Requests", "{} paused"),
     ),

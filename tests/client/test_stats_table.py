@@ -54,8 +54,8 @@ def test_fractions_are_rounded() -> None:
 def test_nothing_is_cut_off_on_80_columns() -> None:
     stats = {**STATS, "Scheduled Requests": 239, "Waiting Requests": 7, "Paused Requests": 3}
     text = render({**stats, "KV cache transfer time": 0}, width=80)
-    assert "7 waiting" in text
-    assert "3 paused" in text
+    assert "256 at most  239 scheduled" in text
+    assert "7 waiting  3 paused" in text
     assert {len(line) for line in text.splitlines()[1:]} == {80}
 
 
