@@ -72,7 +72,7 @@ def _tensor_row(spec: TensorSpec) -> tuple[str, ...]:
 def _parameter_row(spec: ParameterSpec) -> tuple[str, ...]:
     values = ", ".join(spec.choices) or spec.kind
     if spec.minimum is not None and spec.maximum is not None:
-        values = f"{spec.kind}, {spec.minimum:g} to {spec.maximum:g}"
+        values = f"{spec.kind}, {spec.minimum:.15g} to {spec.maximum:.15g}"
     meaning = spec.meaning if spec.is_honoured else f"{spec.meaning}: only the default is accepted"
     return (f"`{spec.name}`", spec.default or "not set", values, meaning)
 

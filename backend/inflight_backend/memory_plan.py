@@ -23,6 +23,7 @@ from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.slot_memory import reserved_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.private_log import get_logger
+from inflight_backend.weight_files import DTYPE_TO_BYTES
 from inflight_backend.weight_headers import read_weight_headers
 
 if TYPE_CHECKING:
@@ -141,6 +142,11 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
             raise CheckpointError(
                 f"{headers[name].file}: {name} has shape {list(headers[name].shape)}, "
                 f"config.json asks for {list(shape)}"
+            )
+        if headers[name].dtype not in DTYPE_TO_BYTES:
+            raise CheckpointError(
+                f"{headers[name].file}: {name} is {headers[name].dtype}, "
+                f"supported are {', '.join(DTYPE_TO_BYTES)}"
             )
     dtype = _resolve_dtype(settings, model)
     max_seq_len = choose_seq_len(settings.max_seq_len, model)

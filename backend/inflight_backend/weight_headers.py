@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError
+from inflight_backend.weight_files import damage, weight_files
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound that the safetensors library itself sets."""
@@ -37,40 +38,39 @@ class TensorHeader:
 
 
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Every tensor of the ``.safetensors`` files in ``folder``, by name.
+    """Every tensor of the weight files in ``folder``, by name.
 
     `CheckpointError` names the file that is missing, damaged or cut off.
     """
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    paths = [path for name in names if (path := find_file(folder, name)) is not None]
-    if not paths:
-        raise CheckpointError(f"{folder}: no .safetensors file")
     headers: dict[str, TensorHeader] = {}
-    for path in paths:
+    for name in weight_files(folder):
+        path = find_file(folder, name)
+        if path is None:
+            raise CheckpointError(f"{name}: no such file")
         try:
             with path.open("rb") as file:
-                content, num_data_bytes = _read_header(file, path.name)
+                content, num_data_bytes = _read_header(file, path)
         except OSError as error:
             raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
-        for name, fields in content.items():
-            if name != "__metadata__":
-                headers[name] = _tensor(path.name, name, fields, num_data_bytes)
+        for tensor, fields in content.items():
+            if tensor != "__metadata__":
+                headers[tensor] = _tensor(path.name, tensor, fields, num_data_bytes)
     return headers
 
 
-def _read_header(file: BinaryIO, name: str) -> tuple[dict[str, Any], int]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     """The JSON of the header and the bytes that follow it."""
     length = int.from_bytes(file.read(8), "little")
     size = file.seek(0, 2)
     if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(f"{name}: not a whole safetensors file, truncated or damaged")
+        raise CheckpointError(damage(path))
     file.seek(8)
     try:
         content = json.loads(file.read(length))
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{name}: the header is damaged") from None
+        raise CheckpointError(f"{path.name}: the header is damaged") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{name}: the header is damaged")
+        raise CheckpointError(f"{path.name}: the header is damaged")
     return content, size - 8 - length
 
 

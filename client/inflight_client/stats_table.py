@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 _BAR_WIDTH = 30
+_VALUES_WIDTH = 51  # with the longest heading and the frame, 80 columns; steady when followed
 
 # Heading -> (key of the statistics, its place among words). Keys: TensorRT-LLM's batch manager.
 _GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -17,6 +18,8 @@ _GROUPS: dict[str, tuple[tuple[str, str], ...]] = {
         ("Active Request Count", "{} active"),
         ("Max Request Count", "{} at most"),
         ("Scheduled Requests", "{} scheduled"),
+    ),
+    "held up": (
         ("Waiting Requests", "{} waiting"),
         ("Paused Requests", "{} paused"),
     ),
@@ -45,7 +48,7 @@ def stats_table(stats: Mapping[str, Any], source: str) -> Table:
     """One row per subject; keys this client does not know come last, so nothing is hidden."""
     table = Table(title=f"statistics of {source}", box=box.ROUNDED, show_header=False)
     table.add_column(style="bold", no_wrap=True)
-    table.add_column(min_width=56)
+    table.add_column(min_width=_VALUES_WIDTH)
     if not stats:
         table.add_row("iteration", "none so far")
     for heading, group in _GROUPS.items():

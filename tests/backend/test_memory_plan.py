@@ -303,6 +303,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         (["--max-seq-len", 100_000], "max_seq_len (100000) is above the checkpoint's max_positi"),
         (["--max-seq-len", 10**11], "max_seq_len (100000000000) is above the checkpoint's"),
         (["--gpu-memory", "9" * 400], "is above 1 EiB"),
+        (["--gpu-memory", "80"], "--gpu-memory 80 is 80 bytes: write 80GiB"),
         (["--reserve", "9" * 400], "is above 1 EiB"),
         (["--kv-cache-dtype", "fp8"], "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or"),
         (["--gpu-memory", "8g", "--quantization", "fp8"], "fp8 needs dtype bfloat16, not float32"),
@@ -393,6 +394,7 @@ def damaged(content: bytes) -> list[tuple[bytes, str]]:
         (struct.pack("<Q", 2**63) + content[8:], "not a whole safetensors file"),
         (content[:-1], "is not whole"),
         (struct.pack("<Q", 2) + b"[]", "the header is damaged"),
+        (b"version https://git-lfs.github.com/spec/v1", "a pointer of Git LFS"),
         (struct.pack("<Q", 4) + b"\xff\xff{]" + content, "the header is damaged"),
         (struct.pack("<Q", len(text)) + text + content, f"the header of '{name}' is damaged"),
     ]
@@ -417,4 +419,23 @@ def test_a_missing_tensor_and_a_wrong_shape(tmp_path: Path) -> None:
         make_plan(folder)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match=r"missing tensor model.layers.2"):
+        make_plan(folder)
+
+
+def test_a_plan_reads_the_files_that_a_server_reads(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, num_shards=2)
+    planned = make_plan(folder)
+    shard = next(iter(folder.glob("model-*.safetensors")))
+    (folder / "consolidated.safetensors").write_bytes(shard.read_bytes())
+    assert make_plan(folder) == planned
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors\.index\.json, only cons"):
+        make_plan(folder)
+
+
+def test_quantised_weights_are_not_planned(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data.replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(CheckpointError, match="is I32, supported are F32, F16, BF16"):
         make_plan(folder)

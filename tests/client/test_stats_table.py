@@ -24,9 +24,9 @@ STATS: dict[str, Any] = {
 }
 
 
-def render(stats: dict[str, Any]) -> str:
+def render(stats: dict[str, Any], width: int = 120) -> str:
     output = StringIO()
-    Console(width=120, file=output).print(stats_table(stats, "a test"))
+    Console(width=width, file=output).print(stats_table(stats, "a test"))
     return output.getvalue()
 
 
@@ -49,6 +49,14 @@ def test_fractions_are_rounded() -> None:
     text = render({**STATS, "KV cache hit rate": 2 / 3, "Acceptance Length": 7 / 3})
     assert "0.667 " in text
     assert "2.33 " in text
+
+
+def test_nothing_is_cut_off_on_80_columns() -> None:
+    stats = {**STATS, "Scheduled Requests": 239, "Waiting Requests": 7, "Paused Requests": 3}
+    text = render({**stats, "KV cache transfer time": 0}, width=80)
+    assert "256 at most  239 scheduled" in text
+    assert "7 waiting  3 paused" in text
+    assert {len(line) for line in text.splitlines()[1:]} == {80}
 
 
 def test_before_the_first_iteration() -> None:

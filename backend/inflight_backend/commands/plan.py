@@ -61,7 +61,7 @@ def plan(
 
     with reported_errors():
         settings = PlanSettings(
-            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
+            gpu_memory=None if gpu_memory is None else _gpu_memory(gpu_memory),
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
@@ -93,6 +93,13 @@ def parse_size(text: str) -> int:
     if num_bytes > _MAX_BYTES:  # also infinitely many
         raise ConfigurationError(f"the size {text[:40]!r} is above 1 EiB")
     return int(num_bytes)
+
+
+def _gpu_memory(text: str) -> int:
+    num_bytes = parse_size(text)
+    if num_bytes < _UNITS["mi"]:  # a number without its unit
+        raise ConfigurationError(f"--gpu-memory {text} is {num_bytes} bytes: write {text}GiB")
+    return num_bytes
 
 
 def format_size(num_bytes: int) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight_backend.checkpoint_files import find_file
+from inflight_backend.checkpoint_files import find_config
 from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.models import ARCHITECTURE_TO_TRAITS
 from inflight_backend.engine.models.traits import ModelTraits
-from inflight_backend.errors import CheckpointError
 
 # Keys of one `rope_type`; of other types we would compute wrong positions, so they are refused.
 _ROPE_KEYS = {
@@ -73,12 +72,7 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
         """Read ``config.json``; `CheckpointError` names the key that is missing or unsupported."""
-        path = find_file(folder, "config.json")
-        if path is None:
-            raise CheckpointError(
-                f"{folder}: no config.json; give a Hugging Face checkpoint folder"
-            )
-        return cls.from_reader(JsonReader.from_file(path))
+        return cls.from_reader(JsonReader.from_file(find_config(folder)))
 
     @classmethod
     def from_reader(cls, reader: JsonReader) -> ModelConfig:

@@ -12,11 +12,12 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
-from inflight_backend.checkpoint_files import find_file
+from inflight_backend.checkpoint_files import find_config, find_file
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.settings import PATH_KEYS, ServeSettings
 from inflight_backend.stub_checks import check_numpy
+from inflight_backend.weight_files import weight_files
 
 _LOADER_FAILED = 127
 _STUB_SECONDS = 20
@@ -62,19 +63,14 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 def check_checkpoint(model: Path) -> None:
     """`CheckpointError` unless ``model`` looks like a Hugging Face checkpoint folder."""
-    if not model.is_dir():
-        raise CheckpointError(f"the model folder {model} does not exist")
-    config = find_file(model, "config.json")
-    if config is None:
-        raise CheckpointError(f"{model} has no config.json: it is not a Hugging Face checkpoint")
+    config = find_config(model)
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{config} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{config} cannot be read: it holds no JSON object")
-    if not any(model.glob("*.safetensors")):
-        raise CheckpointError(f"{model} has no *.safetensors file (no other format is loaded)")
+    weight_files(model)
 
 
 def has_tokenizer(settings: ServeSettings) -> bool:

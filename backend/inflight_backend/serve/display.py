@@ -62,6 +62,7 @@ def ready_block(settings: ServeSettings, status: ModelStatus) -> str:
     host = settings.local_host
     http = f"http://{host}:{settings.http_port}"
     tokens = fields["num_blocks"] * fields["tokens_per_block"]
+    scheduler = settings.parameters.get("scheduler_class") or fields["policy"]
     note = f"  (listening on {settings.host}: open to other machines)" if settings.is_public else ""
     return f"""
 inflight is ready{note}
@@ -71,16 +72,26 @@ inflight is ready{note}
   gRPC       {host}:{settings.grpc_port}
   metrics    http://{host}:{settings.metrics_port}/metrics
   KV cache   {fields["num_blocks"]} blocks x {fields["tokens_per_block"]} = {tokens} tokens
-  scheduler  {fields["policy"]}, max batch {fields["max_batch_size"]}, \
+  scheduler  {scheduler}, max batch {fields["max_batch_size"]}, \
 up to {fields["max_seq_len"]} tokens per request
 
 {_next_steps(settings, http)}
 Ctrl-C stops the server."""
 
 
+def _without_tokenizer(settings: ServeSettings) -> str:
+    if not (settings.tokenizer_dir / "tokenizer.model").is_file():
+        return "send token ids (input_ids) to tensorrt_llm"
+    # One from before tokenizer.json.
+    return (
+        "send token ids (input_ids) to tensorrt_llm,\nor convert its tokenizer.model: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
+
+
 def _next_steps(settings: ServeSettings, http: str) -> str:
     if not has_tokenizer(settings):
-        return "The model has no tokenizer.json: send token ids (input_ids) to tensorrt_llm.\n"
+        return f"The model has no tokenizer.json: {_without_tokenizer(settings)}.\n"
     prompt = "1 2 3 4" if settings.is_demo else "Hello"
     is_default = settings.grpc_port == _DEFAULT_GRPC_PORT
     url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"

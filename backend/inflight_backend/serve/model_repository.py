@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -43,4 +44,7 @@ def model_repository(
         raise typer.Exit(1) from None
     if not folder.is_dir():
         typer.echo(f"note: {folder} is not on this machine; the server must find it", err=True)
-    typer.echo(f"Written. Start: tritonserver --model-repository={out_dir}")
+    typer.echo(
+        "Written. Start: tritonserver "
+        f"--model-repository={shlex.quote(str(out_dir))} --disable-auto-complete-config"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -61,7 +62,7 @@ async def _run(settings: FrontSettings) -> None:
         runner = make_runner(settings, Front(settings, upstream, reader))
         await runner.setup()
         try:
-            await web.TCPSite(runner, settings.host, settings.port).start()
+            await _listen(runner, settings)
             say(_ready_block(settings, upstream, reader))
             await stop.wait()
             say(
@@ -74,6 +75,17 @@ async def _run(settings: FrontSettings) -> None:
             await runner.cleanup()
     finally:
         await upstream.close()
+
+
+async def _listen(runner: web.AppRunner, settings: FrontSettings) -> None:
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise OSError(
+            f"--port {settings.port} cannot be used on {settings.host} ({reason}): "
+            "stop what uses it or choose another port"
+        ) from None
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:

@@ -246,4 +246,4 @@ def test_files_that_are_refused(tmp_path: Path, content: str | bytes, complaint:
 @pytest.mark.case(103)
 def test_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        ModelConfig.from_folder(tmp_path / "nowhere")
+        ModelConfig.from_folder(tmp_path)

@@ -56,7 +56,33 @@ def test_unreadable_config(checkpoint: Path, text: str) -> None:
 
 def test_folder_without_safetensors(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors file"):
+    with pytest.raises(CheckpointError, match=r"^pytorch_model\.bin: .*convert it"):
+        check_checkpoint(checkpoint)
+    (checkpoint / "pytorch_model.bin").rename(checkpoint / "model-Q4.gguf")
+    with pytest.raises(CheckpointError, match=r"^model-Q4\.gguf: GGUF is not read"):
+        check_checkpoint(checkpoint)
+
+
+def test_what_people_give_instead_of_a_folder(tmp_path: Path, checkpoint: Path) -> None:
+    """A name on the Hub, its cache, a file, an adapter: the error says what to give."""
+    with pytest.raises(CheckpointError, match="nothing is fetched by name: hf download NAME"):
+        check_checkpoint(tmp_path / "Qwen/Qwen3-8B")
+    snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    checkpoint.rename(snapshot)
+    with pytest.raises(CheckpointError, match=rf"has no config\.json: give {snapshot}$"):
+        check_checkpoint(snapshot.parent.parent)
+    with pytest.raises(CheckpointError, match="is a file; give the checkpoint folder it is in"):
+        check_checkpoint(snapshot / "model.safetensors")
+    (snapshot / "config.json").rename(snapshot / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"adapter \(LoRA\), which is not supported"):
+        check_checkpoint(snapshot)
+
+
+def test_a_snapshot_mounted_without_its_blobs(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    (checkpoint / "config.json").symlink_to("../../blobs/abc")
+    with pytest.raises(CheckpointError, match=r"^config\.json: no such file behind this link"):
         check_checkpoint(checkpoint)
 
 

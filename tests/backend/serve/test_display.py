@@ -40,6 +40,20 @@ def test_block_names_endpoints_model_cache_and_policy() -> None:
         assert part in block
 
 
+def test_a_scheduler_of_ones_own_is_named() -> None:
+    settings = ServeSettings(parameters={"scheduler_class": "mine:ShortestFirst"})
+    block = ready_block(settings, READY)
+    assert "scheduler  mine:ShortestFirst, max batch 256" in block
+    assert "guaranteed_no_evict" not in block
+
+
+def test_who_has_an_old_tokenizer_alone_is_told_how_to_convert_it(tmp_path: Path) -> None:
+    settings = ServeSettings(model=tmp_path)
+    assert "tokenizer.model" not in ready_block(settings, READY)
+    (tmp_path / "tokenizer.model").touch()
+    assert "or convert its tokenizer.model: AutoTokenizer" in ready_block(settings, READY)
+
+
 def test_demo_is_told_what_to_type(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     settings = ServeSettings(parameters={"tokenizer_dir": str(tmp_path)})

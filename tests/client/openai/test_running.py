@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -150,3 +151,16 @@ def test_why_it_cannot_start_is_one_line(free_port: int) -> None:
     assert (ended.returncode, ended.stdout) == (1, b"")
     assert ended.stderr.startswith(b"error: no server answers at ")
     assert ended.stderr.count(b"\n") == 1
+
+
+def test_a_port_in_use_is_named(local_grpc: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", describe)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*COMMAND, f"--url={local_grpc.url}", f"--port={port}"]
+        ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr.decode() == (
+        f"error: --port {port} cannot be used on 127.0.0.1 (Address already in use): "
+        "stop what uses it or choose another port\n"
+    )

@@ -1,0 +1,65 @@
+"""Which files of a checkpoint folder hold the weights, for whoever reads them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from inflight_backend.checkpoint_files import find_file
+from inflight_backend.engine.json_reader import JsonReader
+from inflight_backend.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""The types that weights may have, by their names in safetensors."""
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def weight_files(folder: Path) -> dict[str, set[str] | None]:
+    """Weight file -> the tensors the index promises in it, None where there is no index.
+
+    `CheckpointError` says what the folder holds instead, and the way out.
+    """
+    if (path := find_file(folder, INDEX)) is not None:
+        index = JsonReader.from_file(path).section("weight_map")
+        files: dict[str, set[str] | None] = {}
+        for tensor in index:
+            file = index.text(tensor)
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                index.fail(tensor, f"must name a .safetensors file of the folder, not {file!r}")
+            promised = files.setdefault(file, set())
+            assert promised is not None
+            promised.add(tensor)
+        if not files:
+            raise CheckpointError(f"{INDEX}: weight_map is empty")
+        return dict(sorted(files.items()))
+    if find_file(folder, SINGLE) is not None:
+        return {SINGLE: None}
+    raise CheckpointError(_what_else(folder))
+
+
+def damage(path: Path) -> str:
+    """What to say of a file that is no safetensors file."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return f"{path.name}: a pointer of Git LFS, not the weights; run git lfs pull"
+    return f"{path.name}: not a whole safetensors file, truncated or damaged"
+
+
+def _what_else(folder: Path) -> str:
+    if pickles := _names(folder, *_PICKLES):
+        return (
+            f"{pickles[0]}: only safetensors are read, a pickle could run code; convert it "
+            f"(transformers: save_pretrained writes {SINGLE})"
+        )
+    if quantised := _names(folder, "*.gguf"):
+        return f"{quantised[0]}: GGUF is not read; give the model's safetensors"
+    found = ", ".join(_names(folder, "*.safetensors")[:2])
+    return f"{folder}: no {SINGLE} and no {INDEX}" + (f", only {found}" if found else "")
+
+
+def _names(folder: Path, *patterns: str) -> list[str]:
+    return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
