@@ -21,9 +21,9 @@ from inflight_backend.engine.model_limits import (
 )
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.slot_memory import reserved_bytes
+from inflight_backend.engine.weight_files import DTYPE_TO_BYTES
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.private_log import get_logger
-from inflight_backend.weight_files import DTYPE_TO_BYTES
 from inflight_backend.weight_headers import read_weight_headers
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from inflight_backend.checkpoint_files import find_file
+from inflight_backend.engine.weight_files import damage, weight_files
 from inflight_backend.errors import CheckpointError
-from inflight_backend.weight_files import damage, weight_files
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound that the safetensors library itself sets."""

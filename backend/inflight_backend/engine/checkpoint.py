@@ -22,8 +22,8 @@ from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.loading import make_target
 from inflight_backend.engine.parameters import ParameterSpec, Source
+from inflight_backend.engine.weight_files import DTYPE_TO_BYTES, INDEX, damage, weight_files
 from inflight_backend.errors import CheckpointError
-from inflight_backend.weight_files import DTYPE_TO_BYTES, INDEX, damage, weight_files
 
 _SHOWN_NAMES = 3
 

@@ -13,11 +13,11 @@ from importlib import metadata
 from pathlib import Path
 
 from inflight_backend.checkpoint_files import find_config, find_file
+from inflight_backend.engine.weight_files import weight_files
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.settings import PATH_KEYS, ServeSettings
 from inflight_backend.stub_checks import check_numpy
-from inflight_backend.weight_files import weight_files
 
 _LOADER_FAILED = 127
 _STUB_SECONDS = 20
