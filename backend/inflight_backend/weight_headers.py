@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError
+from inflight_backend.weight_files import weight_files
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound that the safetensors library itself sets."""
@@ -37,16 +38,15 @@ class TensorHeader:
 
 
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Every tensor of the ``.safetensors`` files in ``folder``, by name.
+    """Every tensor of the checkpoint's weight files, by name.
 
     `CheckpointError` names the file that is missing, damaged or cut off.
     """
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    paths = [path for name in names if (path := find_file(folder, name)) is not None]
-    if not paths:
-        raise CheckpointError(f"{folder}: no .safetensors file")
     headers: dict[str, TensorHeader] = {}
-    for path in paths:
+    for file_name in weight_files(folder):
+        path = find_file(folder, file_name)
+        if path is None:
+            raise CheckpointError(f"{file_name}: no such file")
         try:
             with path.open("rb") as file:
                 content, num_data_bytes = _read_header(file, path.name)

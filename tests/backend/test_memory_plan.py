@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from backend.commands.harness import run
 from backend.engine.test_device_memory import FREE_BYTES, STEP_BYTES, CountedMemory, make_engine
 from checkpoints import VARIANTS, write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from inflight_backend import memory_plan
 from inflight_backend.commands.plan import format_size, parse_size, plan
@@ -417,4 +419,27 @@ def test_a_missing_tensor_and_a_wrong_shape(tmp_path: Path) -> None:
         make_plan(folder)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match=r"missing tensor model.layers.2"):
+        make_plan(folder)
+
+
+def test_a_type_that_no_server_loads_is_refused_in_its_words(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    weights = folder / "model.safetensors"
+    wide = {name: tensor.to(torch.float64) for name, tensor in load_file(weights).items()}
+    save_file(wide, weights)
+    message = r"model.safetensors: .* is F64, supported are F32, F16, BF16"
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(folder, EngineConfig(device="cpu"))
+    with pytest.raises(CheckpointError, match=message):
+        make_plan(folder)
+
+
+def test_the_files_are_those_that_the_server_loads(tmp_path: Path) -> None:
+    """Not all of the folder: some have the weights a second time, under other names."""
+    folder = write_checkpoint(tmp_path, num_shards=2)
+    num_bytes = make_plan(folder).file_bytes
+    save_file({"tok_embeddings.weight": torch.zeros(9)}, folder / "consolidated.safetensors")
+    assert make_plan(folder).file_bytes == num_bytes
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no model.safetensors and no model.safetensors.ind"):
         make_plan(folder)

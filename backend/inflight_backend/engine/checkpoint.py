@@ -19,16 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from inflight_backend.checkpoint_files import find_file
-from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.loading import make_target
 from inflight_backend.engine.parameters import ParameterSpec, Source
 from inflight_backend.errors import CheckpointError
+from inflight_backend.weight_files import INDEX, WEIGHT_TYPE_TO_BYTES, check_weight, weight_files
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SHOWN_NAMES = 3
 
 OnProgress = Callable[[int, int], None]
@@ -45,7 +41,7 @@ class _Entry:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * _DTYPE_TO_BYTES.get(self.dtype, 1)
+        return prod(self.shape) * WEIGHT_TYPE_TO_BYTES.get(self.dtype, 1)
 
 
 class Checkpoint:
@@ -60,7 +56,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         """Open all files and read their headers; `CheckpointError` names the file."""
         with ExitStack() as stack:
-            for name, expected in _weight_files(self._folder).items():
+            for name, expected in weight_files(self._folder).items():
                 opened = _open(self._folder, name, stack)
                 self._files[name] = opened
                 self._add_entries(name, opened, expected)
@@ -127,7 +123,7 @@ class Checkpoint:
         names = set(opened.keys())
         if expected is not None and names != expected:
             odd = sorted(names ^ expected)
-            raise CheckpointError(f"{file}: does not hold what {_INDEX} says ({_names(odd)})")
+            raise CheckpointError(f"{file}: does not hold what {INDEX} says ({_names(odd)})")
         for name in names:
             if name in self._entries:
                 raise CheckpointError(f"{file}: {name} is also in {self._entries[name].file}")
@@ -155,33 +151,7 @@ class Checkpoint:
         return tensor
 
     def _where(self) -> str:
-        return _INDEX if len(self._files) > 1 else next(iter(self._files))
-
-
-def _weight_files(folder: Path) -> dict[str, set[str] | None]:
-    """Weight file -> the tensors the index promises in it, None where there is no index."""
-    if (path := find_file(folder, _INDEX)) is not None:
-        index = JsonReader.from_file(path).section("weight_map")
-        files: dict[str, set[str] | None] = {}
-        for tensor in index:
-            file = index.text(tensor)
-            if Path(file).name != file or not file.endswith(".safetensors"):
-                index.fail(tensor, f"must name a .safetensors file of the folder, not {file!r}")
-            promised = files.setdefault(file, set())
-            assert promised is not None
-            promised.add(tensor)
-        if not files:
-            raise CheckpointError(f"{_INDEX}: weight_map is empty")
-        return dict(sorted(files.items()))
-    if find_file(folder, _SINGLE) is not None:
-        return {_SINGLE: None}
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        raise CheckpointError(
-            f"{pickles[0]}: only safetensors are read, a pickle could run code; convert it "
-            f"(transformers: save_pretrained writes {_SINGLE})"
-        )
-    raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}")
+        return INDEX if len(self._files) > 1 else next(iter(self._files))
 
 
 def _open(folder: Path, name: str, stack: ExitStack) -> Any:
@@ -197,16 +167,7 @@ def _open(folder: Path, name: str, stack: ExitStack) -> Any:
 
 
 def _check_entry(source: Source, entry: _Entry) -> None:
-    if entry.shape != source.shape:
-        raise CheckpointError(
-            f"{entry.file}: {source.name} has shape {list(entry.shape)}, "
-            f"config.json asks for {list(source.shape)}"
-        )
-    if entry.dtype not in _DTYPE_TO_BYTES:
-        raise CheckpointError(
-            f"{entry.file}: {source.name} is {entry.dtype}, "
-            f"supported are {', '.join(_DTYPE_TO_BYTES)}"
-        )
+    check_weight(entry.file, source.name, entry.dtype, entry.shape, source.shape)
 
 
 def _list(what: str, names: Sequence[str]) -> str:
