@@ -21,7 +21,7 @@ from inflight_backend.engine.model_limits import (
 )
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.slot_memory import reserved_bytes
-from inflight_backend.engine.weight_files import DTYPE_TO_BYTES
+from inflight_backend.engine.weight_files import check_weight
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.private_log import get_logger
 from inflight_backend.weight_headers import read_weight_headers
@@ -138,16 +138,8 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     for name, shape in shapes.items():
         if name not in headers:
             raise CheckpointError(f"{folder}: missing tensor {name}")
-        if headers[name].shape != shape:
-            raise CheckpointError(
-                f"{headers[name].file}: {name} has shape {list(headers[name].shape)}, "
-                f"config.json asks for {list(shape)}"
-            )
-        if headers[name].dtype not in DTYPE_TO_BYTES:
-            raise CheckpointError(
-                f"{headers[name].file}: {name} is {headers[name].dtype}, "
-                f"supported are {', '.join(DTYPE_TO_BYTES)}"
-            )
+        header = headers[name]
+        check_weight(header.file, name, header.dtype, header.shape, shape)
     dtype = _resolve_dtype(settings, model)
     max_seq_len = choose_seq_len(settings.max_seq_len, model)
     max_num_tokens = settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len)

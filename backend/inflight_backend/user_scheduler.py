@@ -49,7 +49,8 @@ def make_guarded(
     try:
         scheduler = _combine(scheduler_class, settings, planner)
     except BaseException as error:  # also one that wants to end the process
-        raise ConfigurationError(f"scheduler_class {name} cannot be made: {error}") from error
+        reason = f"{type(error).__name__}: {error}"  # of a KeyError the text alone says nothing
+        raise ConfigurationError(f"scheduler_class {name} cannot be made: {reason}") from error
     return GuardedScheduler(name, scheduler, settings, planner)
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from backend.commands.harness import run
 from backend.engine.test_device_memory import FREE_BYTES, STEP_BYTES, CountedMemory, make_engine
 from checkpoints import VARIANTS, write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from inflight_backend import memory_plan
 from inflight_backend.commands.plan import format_size, parse_size, plan
@@ -433,9 +435,13 @@ def test_a_plan_reads_the_files_that_a_server_reads(tmp_path: Path) -> None:
         make_plan(folder)
 
 
-def test_quantised_weights_are_not_planned(tmp_path: Path) -> None:
+def test_a_type_that_no_server_loads_is_refused_in_its_words(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data.replace(b'"F32"', b'"I32"', 1))
-    with pytest.raises(CheckpointError, match="is I32, supported are F32, F16, BF16"):
+    weights = folder / "model.safetensors"
+    wide = {name: tensor.to(torch.float64) for name, tensor in load_file(weights).items()}
+    save_file(wide, weights)
+    message = r"model.safetensors: .* is F64, supported are F32, F16, BF16"
+    with pytest.raises(CheckpointError, match=message):
+        Engine.load(folder, EngineConfig(device="cpu"))
+    with pytest.raises(CheckpointError, match=message):
         make_plan(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +233,7 @@ def test_a_capacity_scheduler_is_called_by_its_name(tmp_path: Path) -> None:
         ("nonsense", "must have the form package.module:ClassName"),
         ("no_such_module:Scheduler", "No module named 'no_such_module'"),
         ("json:NoSuchClass", "has no attribute 'NoSuchClass'"),
+        ("..json:JSONDecoder", "must have the form package.module:ClassName"),
         ("json:JSONDecoder", "is none of RequestScheduler, CapacityScheduler, MicroBatchScheduler"),
     ],
 )
@@ -240,11 +242,30 @@ def test_a_wrong_name_is_refused(name: str, message: str) -> None:
         find_scheduler_class(name)
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("a = = 1", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
+) -> None:
+    (tmp_path / "broken_policy.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = f"scheduler_class = 'broken_policy:Mine' cannot be imported: {reason}"
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        find_scheduler_class("broken_policy:Mine")
+
+
 @pytest.mark.parametrize("scheduler", [AsksForMore, CapacityScheduler, ExitsWhenMade])
 def test_one_that_cannot_be_made_is_refused(scheduler: type) -> None:
-    name = scheduler.__name__
+    reason = "SystemExit: " if scheduler is ExitsWhenMade else "TypeError: "
+    text = f"scheduler_class {scheduler.__name__} cannot be made: {reason}"
     with (
-        pytest.raises(ConfigurationError, match=f"scheduler_class {name} cannot be made: "),
+        pytest.raises(ConfigurationError, match=text),
         running(Recorder(), params=params_for(scheduler)),
     ):
         pass

@@ -215,8 +215,9 @@ def _run(
         summary = _predict_into(path, variant.settings, partial(run, cost))
         span: tuple[float, float] | None = None
         if len(jobs) <= MAX_SURE_JOBS:
-            low, high = (run(cost.scaled(1 + part)) for part in (-TOLERANCE, TOLERANCE))
-            span = low.ttft_p50, high.ttft_p50
+            others = (run(cost.scaled(1 + part)).ttft_p50 for part in (-TOLERANCE, TOLERANCE))
+            middles = sorted((summary.ttft_p50, *others))  # what is drawn may turn two about
+            span = middles[0], middles[-1]
         predictions.append(Prediction(variant.name, summary, span, path))
     return predictions
 

@@ -68,8 +68,10 @@ class Answer:
             {"setting": row.name, **asdict(row.summary), "ttft_p50_range": row.ttft_range}
             for row in self.predictions
         ]
+        cost = asdict(self.cost)
+        del cost["noise"]  # thousands of numbers
         content = {
-            "cost_model": asdict(self.cost),
+            "cost_model": cost,
             "recorded_batch": self.recorded_batch,
             "num_in_flight_at_start": self.num_found,
             "num_unended": self.num_unended,

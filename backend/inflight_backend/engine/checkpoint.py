@@ -22,7 +22,13 @@ from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.loading import make_target
 from inflight_backend.engine.parameters import ParameterSpec, Source
-from inflight_backend.engine.weight_files import DTYPE_TO_BYTES, INDEX, damage, weight_files
+from inflight_backend.engine.weight_files import (
+    DTYPE_TO_BYTES,
+    INDEX,
+    check_weight,
+    damage,
+    weight_files,
+)
 from inflight_backend.errors import CheckpointError
 
 _SHOWN_NAMES = 3
@@ -165,16 +171,7 @@ def _open(folder: Path, name: str, stack: ExitStack) -> Any:
 
 
 def _check_entry(source: Source, entry: _Entry) -> None:
-    if entry.shape != source.shape:
-        raise CheckpointError(
-            f"{entry.file}: {source.name} has shape {list(entry.shape)}, "
-            f"config.json asks for {list(source.shape)}"
-        )
-    if entry.dtype not in DTYPE_TO_BYTES:
-        raise CheckpointError(
-            f"{entry.file}: {source.name} is {entry.dtype}, "
-            f"supported are {', '.join(DTYPE_TO_BYTES)}"
-        )
+    check_weight(entry.file, source.name, entry.dtype, entry.shape, source.shape)
 
 
 def _list(what: str, names: Sequence[str]) -> str:

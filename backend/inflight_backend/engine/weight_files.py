@@ -1,4 +1,7 @@
-"""Which files of a checkpoint folder hold the weights, for whoever reads them."""
+"""Which files of a checkpoint folder hold its weights, and of what types those may be: no torch.
+
+The loader and ``inflight plan`` both ask here, so that the plan is of what the server would load.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,20 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     if find_file(folder, SINGLE) is not None:
         return {SINGLE: None}
     raise CheckpointError(_what_else(folder))
+
+
+def check_weight(
+    file: str, name: str, kind: str, shape: tuple[int, ...], wanted: tuple[int, ...]
+) -> None:
+    """`CheckpointError` if the tensor has another shape than ``wanted``, or no type of ours."""
+    if shape != wanted:
+        raise CheckpointError(
+            f"{file}: {name} has shape {list(shape)}, config.json asks for {list(wanted)}"
+        )
+    if kind not in DTYPE_TO_BYTES:
+        raise CheckpointError(
+            f"{file}: {name} is {kind}, supported are {', '.join(DTYPE_TO_BYTES)}"
+        )
 
 
 def damage(path: Path) -> str:

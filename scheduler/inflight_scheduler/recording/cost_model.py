@@ -7,12 +7,17 @@
                  + b * context requests      (their set-up)
                  + c * generation rows       (one for each beam, and for each draft)
                  + d * cached tokens         (what attention reads for these, once for all drafts)
+                 + noise                     (drawn from what recorded iterations took beyond that)
+
+Without the noise a prediction would have no slow iterations, and queues that a busy machine makes
+would be missing.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
@@ -21,6 +26,8 @@ from inflight_scheduler.recording.errors import RecordingError
 MIN_SAMPLES = 20
 _NUM_TERMS = 5
 _OUTLIER_FACTOR = 5.0
+_OUTLIER_SHARE = 0.01
+_LEAST_SHARE = 0.3  # of its price, whatever is drawn
 _MAX_FITTED = 4000  # samples, evenly taken from all
 _NUM_REWEIGHTINGS = 8
 
@@ -44,7 +51,7 @@ class Sample(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """Prices in microseconds. ``relative_error`` is the mean error of the samples it was fitted
-    to, as a share of their mean."""
+    to, as a share of their mean; ``noise`` are errors of theirs, of which the mean is 0."""
 
     base: float
     per_context_token: float
@@ -52,24 +59,31 @@ class CostModel:
     per_generation_row: float
     per_cached_token: float
     relative_error: float = 0.0
+    noise: tuple[float, ...] = field(default=(), repr=False)
 
     def scaled(self, factor: float) -> CostModel:
         """Everything ``factor`` times as dear."""
         base, token, request, row, cached = (factor * price for price in _prices_of(self))
-        return CostModel(base, token, request, row, cached, self.relative_error)
+        noise = tuple(factor * each for each in self.noise)
+        return CostModel(base, token, request, row, cached, self.relative_error, noise)
 
     def predict(self, load: Load) -> float:
-        """Microseconds of an iteration with this work."""
+        """Microseconds of an iteration with this work, on average."""
         return _predict(_prices_of(self), load)
+
+    def draw(self, load: Load, rng: random.Random) -> float:
+        """Microseconds of one such iteration."""
+        price = self.predict(load)
+        return max(price + rng.choice(self.noise), _LEAST_SHARE * price) if self.noise else price
 
 
 def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
     """The prices that explain ``samples`` best.
 
-    The noise of a machine goes one way, up, so least squares would chase it: the relation of the
-    prices comes from least absolute errors, and their height from the sums, so that the time in all
-    is right. Iterations far off (the first ones, a machine that stood still) do not count.
-    `RecordingError` for fewer than `MIN_SAMPLES`.
+    The noise of a machine goes one way, up, so least squares would chase it: prices come from least
+    absolute errors, and the base is moved so that the time in all is right. Of iterations far off
+    those do not count that alone make a hundredth of the recording (the first ones, a machine that
+    stood still). `RecordingError` for fewer than `MIN_SAMPLES`.
     """
     if len(samples) < MIN_SAMPLES:
         raise RecordingError(
@@ -78,15 +92,22 @@ def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
         )
     step = -(-len(samples) // _MAX_FITTED)
     prices = _fit_absolute(samples[::step])
-    pairs = [(_predict(prices, sample.load), sample.microseconds) for sample in samples]
-    errors = [abs(predicted - measured) for predicted, measured in pairs]
-    bound = _OUTLIER_FACTOR * max(sorted(errors)[len(errors) // 2], 1.0)
-    kept = [pair for pair, error in zip(pairs, errors, strict=True) if error <= bound]
-    scale = sum(measured for _, measured in kept) / max(sum(pred for pred, _ in kept), 1e-9)
-    error = sum(abs(scale * predicted - measured) for predicted, measured in pairs)
-    base, token, request, row, cached = (scale * price for price in prices)
-    relative_error = error / max(sum(measured for _, measured in pairs), 1e-9)
-    return CostModel(base, token, request, row, cached, relative_error)
+    errors = [sample.microseconds - _predict(prices, sample.load) for sample in samples]
+    total = max(sum(sample.microseconds for sample in samples), 1)
+    typical = max(sorted(map(abs, errors))[len(errors) // 2], 1.0)
+    bound = max(_OUTLIER_FACTOR * typical, _OUTLIER_SHARE * total)
+    kept = [error for error in errors if abs(error) <= bound]
+    base, token, request, row, cached = prices
+    shift = max(sum(kept) / len(kept), -base)
+    return CostModel(
+        base + shift,
+        token,
+        request,
+        row,
+        cached,
+        relative_error=sum(abs(error - shift) for error in errors) / total,
+        noise=tuple(error - shift for error in kept[:: -(-len(kept) // _MAX_FITTED)]),
+    )
 
 
 def _prices_of(model: CostModel) -> tuple[float, ...]:

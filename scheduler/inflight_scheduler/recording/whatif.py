@@ -14,6 +14,7 @@ may.
 from __future__ import annotations
 
 import heapq
+import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -115,6 +116,7 @@ class _Run:
         self._latencies = Latencies()
         self._num_refused = 0
         self._num_steps = 0
+        self._rng = random.Random(0)  # the same for all settings, and each time
 
     def run(self) -> Summary:
         """Until every job has ended."""
@@ -250,7 +252,7 @@ class _Run:
     def _wait(self, load: Load | None) -> None:
         """For a step, if there is one."""
         if load is not None:
-            self._clock.time_us += self._cost.predict(load)
+            self._clock.time_us += self._cost.draw(load, self._rng)
 
     def _end(self, request: LlmRequest, reason: FinishReason) -> None:
         """End ``request``, for ``reason`` if it has none."""

@@ -49,7 +49,8 @@ def random_load(rng: random.Random) -> Load:
 @given(st.integers(0, 2**16), st.lists(st.integers(0, 1000), min_size=5, max_size=5))
 def test_exact_prices_are_found_again(seed: int, prices: list[int]) -> None:
     rng = random.Random(seed)
-    truth = CostModel(*(float(price) for price in prices))
+    base, token, request, row, cached = map(float, prices)
+    truth = CostModel(base, token, request, row, cached)
     loads = [random_load(rng) for _ in range(300)]
     fitted = fit_cost_model([Sample(load, round(truth.predict(load))) for load in loads])
     for load in loads:
@@ -77,11 +78,47 @@ def test_the_time_in_all_is_right_whichever_way_the_noise_goes() -> None:
     assert len(times) * cost.predict(Load(0, 0, 1, 0)) == pytest.approx(sum(times), rel=1e-3)
 
 
+def noisy_samples(rng: random.Random) -> list[Sample]:
+    """One in twenty is held up for 30 ms; all others take what they cost."""
+    loads = [random_load(rng) for _ in range(1000)]
+    times = [PRICES.predict(load) + 30_000 * (n % 20 == 7) for n, load in enumerate(loads)]
+    return [Sample(load, round(time)) for load, time in zip(loads, times, strict=True)]
+
+
+def test_iterations_that_are_often_slow_count_and_come_again() -> None:
+    """The time in all is right, and the slow ones are apart: the median is as if none were."""
+    rng = random.Random(2)
+    samples = noisy_samples(rng)
+    cost = fit_cost_model(samples)
+    measured = sum(sample.microseconds for sample in samples)
+    assert sum(cost.predict(sample.load) for sample in samples) == pytest.approx(measured, rel=1e-3)
+    load = Load(0, 0, 10, 1000)
+    drawn = sorted(cost.draw(load, rng) for _ in range(2000))
+    assert drawn[1000] == pytest.approx(PRICES.predict(load), rel=0.05)
+    assert sum(time > 20_000 for time in drawn) == pytest.approx(100, rel=0.4)
+    fast = cost.scaled(0.5)
+    assert max(fast.draw(load, rng) for _ in range(500)) == pytest.approx(drawn[-1] / 2, rel=0.02)
+
+
+def test_no_draw_goes_back_in_time() -> None:
+    cost = CostModel(100.0, 0.0, 0.0, 0.0, 0.0, noise=(-5000.0, 5000.0))
+    rng = random.Random(3)
+    assert {cost.draw(Load(0, 0, 1, 1), rng) for _ in range(20)} == {30.0, 5100.0}
+
+
 def test_falling_times_make_no_negative_price() -> None:
     samples = [Sample(Load(0, 0, rows, 0), 1000 - 10 * rows) for rows in range(1, 60)]
     fitted = fit_cost_model(samples)
     assert fitted.per_generation_row == 0
     assert fitted.predict(Load(0, 0, 500, 0)) > 0
+
+
+def test_times_below_the_price_make_no_negative_base() -> None:
+    times = [100 * rows * (rows % 4 > 0) for rows in range(1, 61)]
+    samples = [Sample(Load(0, 0, rows, 0), time) for rows, time in enumerate(times, start=1)]
+    cost = fit_cost_model(samples)
+    assert cost.per_generation_row == pytest.approx(100, rel=0.01)
+    assert 0 <= cost.base < 1
 
 
 def test_too_few_iterations_are_said_so() -> None:
@@ -115,6 +152,15 @@ def test_all_who_run_are_the_batch_and_all_who_are_paused_count() -> None:
 
 SETTINGS = Settings(MAX_UTILIZATION, 24, 4, 8, 64)
 JOBS = make_workload(50.0, (1, 30), (1, 40), 60, seed=3)
+
+
+def test_a_prediction_has_the_slow_iterations_and_is_the_same_each_time() -> None:
+    cost = fit_cost_model(noisy_samples(random.Random(4)))
+    even = replace(cost, noise=())
+    first, again, smooth = (predict(SETTINGS, JOBS, each) for each in (cost, cost, even))
+    assert first == again
+    assert first.itl_p50 < smooth.itl_p50
+    assert first.itl_p99 > smooth.itl_p99 + 10
 
 
 def test_a_prediction_is_arithmetic() -> None:
