@@ -180,9 +180,13 @@ class Run:
         return None
 
     def _may_have_clients(self) -> bool:
-        """True for a server that may have told them that it is ready before we have seen that."""
+        """True for a server that may have told them that it is ready before we have seen that.
+
+        Triton listens when all its models are loaded.
+        """
         status = read_status(self._workspace.status_file)
-        return status is not None and status.phase == "ready"
+        is_loaded = status is not None and status.phase == "ready"
+        return is_loaded and self._vitals.is_answering("live")
 
     def _watch(self, status: ModelStatus) -> None:
         while not self._signals.is_asked():

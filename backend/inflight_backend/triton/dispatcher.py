@@ -118,7 +118,11 @@ class ResponseDispatcher:
 
     @property
     def is_behind(self) -> bool:
-        """True while so much waits to be sent that no new request should be started."""
+        """True while so much waits to be sent that no new request should be started.
+
+        What a slow reader has no room for does not count: it is bounded by that one answer, and a
+        reader that is frozen would keep everybody else out.
+        """
         return self._queue.qsize() > _MAX_BACKLOG or self._num_bytes > _MAX_BACKLOG_BYTES
 
     @property

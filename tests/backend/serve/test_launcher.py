@@ -23,8 +23,9 @@ from inflight_backend.serve.scratch import BackendScratch
 from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.supervisor import Attempt
+from inflight_backend.serve.vitals import Vitals
 from inflight_backend.serve.workspace import Workspace
-from inflight_backend.status import Phase, StatusWriter, stop_file_of
+from inflight_backend.status import StatusWriter, stop_file_of
 
 # Says that it is ready, and how it was ended.
 SERVER = """
@@ -161,21 +162,25 @@ def test_a_stop_that_nobody_hears_of_is_a_drain(
 
 
 @pytest.mark.case(100)
-@pytest.mark.parametrize("phase", ["ready", "loading"])
+@pytest.mark.parametrize(
+    ("is_loaded", "is_listening"), [(True, True), (True, False), (False, True)]
+)
 def test_a_stop_before_we_have_seen_that_it_is_ready_is_a_drain_where_clients_may_have(
-    story: Story, phase: Phase
+    story: Story, monkeypatch: pytest.MonkeyPatch, is_loaded: bool, is_listening: bool
 ) -> None:
     """Its streams were cut: who asks Triton itself may be served before we have asked."""
-    is_served = phase == "ready"
-    if not is_served:
+    if not is_loaded:
         story.model = StatusWriter(story.workspace.status_file)
-        story.model.write(phase)
+        story.model.write("loading")
+    if not is_listening:
+        monkeypatch.setattr(Vitals, "is_answering", lambda *_: False)
     story.signals.count = 1
     began = time.monotonic()
     story.run()
-    assert story.workspace.drain_file.exists() == is_served
-    assert (time.monotonic() - began > DRAIN) == is_served
-    assert story.said.endswith("asked to end\n") == is_served
+    is_drain = is_loaded and is_listening
+    assert story.workspace.drain_file.exists() == is_drain
+    assert (time.monotonic() - began > DRAIN) == is_drain
+    assert story.said.endswith("asked to end\n") == is_drain
 
 
 def test_a_log_that_grows_without_end_is_cut_while_the_server_writes_to_it(

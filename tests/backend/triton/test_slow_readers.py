@@ -10,6 +10,7 @@ import pytest
 from fakes import FakePbUtils, FakeSender
 from triton_harness import ids_of, wait_until
 
+from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_backend.triton.token_stream import TokenStream
@@ -60,6 +61,18 @@ def test_what_has_no_room_travels_together_once_there_is(dispatcher: ResponseDis
     dispatcher.resume()
     wait_until(lambda: slow.sizes == [1, 3])
     assert ids_of(slow.sender) == [1, 2, 3, 4]
+
+
+def test_a_frozen_reader_keeps_nobody_out(
+    dispatcher: ResponseDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_BACKLOG", 3)
+    frozen = Reader(dispatcher, 1)
+    frozen.is_behind = True
+    for token in range(10):
+        put(dispatcher, 1, [token], is_final=False)
+    wait_until(lambda: 1 in dispatcher._pieces and len(dispatcher._pieces[1].ids) == 10)
+    assert not dispatcher.is_behind
 
 
 def test_an_end_does_not_wait(dispatcher: ResponseDispatcher) -> None:
