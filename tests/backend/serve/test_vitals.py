@@ -51,7 +51,7 @@ class Running:
         with log.open("wb") as output:
             self.server = ServerProcess([sys.executable, "-c", SERVER, *files], os.environ, output)
         deadline = time.monotonic() + 20
-        while not log.read_text().endswith("\n"):
+        while not (log.read_text().endswith("\n") and self._has_started(files)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         parameters = {"stall_seconds": str(STALL), "accumulate_tokens": "true"}  # not all of one
@@ -66,6 +66,10 @@ class Running:
         self.status_file = workspace.status_file
         self.status = read_status(workspace.status_file)
         self.vitals = Vitals(settings, workspace, self.server)
+
+    def _has_started(self, files: list[str]) -> bool:
+        """The kernel shows a command line a moment after who started the process goes on."""
+        return {arguments[-1] for arguments in children_of(self.server.pid).values()} == set(files)
 
     def watch(self, seconds: float, has_beat: bool = True) -> None:
         """What `inflight serve` does all the time."""
