@@ -421,6 +421,8 @@ def paged_attention_generation(
         BLOCK_M=max(16, _host.next_power_of_2(group)),
         STAGES=tile.stages,
         num_warps=tile.num_warps,
+        # There shared memory bounds the resident programs: two of heads of 80 to 128.
+        **(_host.ALL_REGISTERS if is_fp8 and _host.capability() < 90 else {}),
         **common,
     )
     if grid_splits > 1:
