@@ -97,6 +97,39 @@ def test_one_wrong_row_is_not_lost_among_larger_ones() -> None:
     assert verdicts(expected, out) == [True, False]
 
 
+def test_a_draw_on_a_boundary_is_no_fault_and_any_other_is() -> None:
+    """Random rows on a GPU have some, and a first call that fails a check measures nothing."""
+    from gpu_parts.draw_checks import where_clear
+
+    from inflight_kernels import reference
+
+    seeds, positions = torch.arange(8), torch.arange(8) + 5
+    noise = reference.uniform(seeds, positions).double()
+    is_low = seeds % 2 == 0
+    first = torch.where(is_low, noise + 0.01, noise - 0.01)
+    first[3] = noise[3] * (1 + 1e-7)  # the end of the first token
+    shares = torch.stack((first, 1 - first), dim=1)
+    # Either only the likelier one is left, or both.
+    assert noise[6] < 0.3
+    shares[6] = torch.tensor([0.3, 0.7])
+    top_p = torch.where(seeds == 6, shares.float().log().softmax(dim=1)[:, 1], 1.0)
+
+    def arguments(shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ones, none = torch.ones(8), torch.zeros(8, dtype=torch.int32)
+        return shares.log().float(), ones, none, top_p, seeds, positions
+
+    expected = reference.sample(*arguments(shares))
+    wrong = 1 - expected
+    found, same = where_clear(wrong, expected, arguments(shares))
+    assert same is expected
+    is_compared = (seeds != 3) & (seeds != 6)
+    assert torch.equal(found, torch.where(is_compared, wrong, expected))
+    # (Row 6 keeps the likelier one then.)
+    shares[is_low, 0], shares[is_low, 1] = noise[is_low], 1 - noise[is_low]
+    with pytest.raises(AssertionError, match="only 4 of 8 rows"):
+        where_clear(expected, expected, arguments(shares))
+
+
 def test_every_kernel_is_checked_and_with_blocks_as_they_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

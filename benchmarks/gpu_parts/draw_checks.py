@@ -14,8 +14,52 @@ from gpu_parts.common import Setting
 from torch import Tensor
 
 from inflight_kernels import reference
+from inflight_kernels.reference import sampling
 
 _ROWS, _SLOTS, _LENGTH = 9, 12, 70
+# Share of all that may be drawn. Sums in float32 are off by a fifth of it at most.
+_NEAR = 5e-6
+_LEAST_CLEAR = 0.75  # of the rows: of random ones more than nine tenths are
+
+
+def where_clear(
+    found: Tensor, expected: Tensor, arguments: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor]:
+    """Both, alike in rows that may come out one way or the other; AssertionError if those are many.
+
+    ``found`` and ``expected`` [N] are what `reference.sample` makes of ``arguments``. It sums in
+    float64, the kernel in float32. Where the noise of a row falls on the boundary of two tokens, or
+    top-p on that of two sets, they may draw different ones: one random batch of 80 rows in ten has
+    such a row, and it would be taken for a fault.
+    """
+    is_clear = _is_clear(*arguments)
+    if is_clear.float().mean() < _LEAST_CLEAR:
+        raise AssertionError(f"only {int(is_clear.sum())} of {len(found)} rows can be compared")
+    return torch.where(is_clear, found, expected), expected
+
+
+def _is_clear(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """[N] bool: the token is the same with a little more or less of noise and top-p."""
+    is_greedy = ~sampling._draws(temperature, top_k, top_p, min_p)
+    temperature = torch.where(temperature == 0, 1.0, temperature)
+    rows = torch.arange(len(logits), device=logits.device)
+    noise = reference.uniform(seeds, positions).double()
+    drawn = []
+    for share in (1 - _NEAR, 1 + _NEAR):
+        top_p_near = torch.where(top_p < 1, top_p * share, top_p)
+        kept = sampling._filtered(logits, rows, temperature, top_k, top_p_near, min_p)
+        for shift in (-_NEAR, _NEAR):
+            drawn.append(sampling._draw(kept, (noise + shift).clamp(0, 1 - 1e-9)))
+    tokens = torch.stack(drawn)
+    return is_greedy | (tokens == tokens[0]).all(dim=0)
 
 
 def _logits(setting: Setting) -> Tensor:
@@ -111,7 +155,8 @@ def _masks(setting: Setting) -> tuple[Tensor, Tensor]:
 
 
 def _log_probs(setting: Setting) -> tuple[Tensor, Tensor]:
-    """Of what min-p, and with it top-k or top-p, leave; tokens that differ are an error."""
+    """Of what min-p, and with it top-k or top-p, leave; tokens that differ are an error, but where
+    either may be drawn."""
     op = import_module("inflight_kernels.sample")
     device = setting.device
     kinds = torch.arange(_ROWS, device=device) % 3
@@ -126,9 +171,10 @@ def _log_probs(setting: Setting) -> tuple[Tensor, Tensor]:
     )
     tokens, log_probs = op.sample_with_log_probs(*arguments)
     expected_tokens, expected = reference.sample_with_log_probs(*arguments)
+    tokens, expected_tokens = where_clear(tokens, expected_tokens, arguments)
     if not torch.equal(tokens, expected_tokens):
         raise AssertionError(f"drew {tokens.tolist()} instead of {expected_tokens.tolist()}")
-    return log_probs, expected
+    return where_clear(log_probs, expected, arguments)
 
 
 CHECKS: tuple[tuple[str, float, Callable[[Setting], tuple[Tensor, Tensor]]], ...] = (

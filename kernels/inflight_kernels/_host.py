@@ -26,6 +26,11 @@ _FP8_CAPABILITY = 89
 IS_EARLY = os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1" and not knobs.runtime.interpret
 LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True} if IS_EARLY else {}
 
+# For up to 256 threads. The compiler aims at some number of resident programs, and spills a few
+# registers for the last one of them; with this it takes what it needs. For where something else
+# bounds that number, or speed does not matter.
+ALL_REGISTERS: dict[str, Any] = {"maxnreg": 255}
+
 
 def next_power_of_2(value: int) -> int:
     """The smallest power of two >= value (and >= 1): Triton's tiles have no other lengths."""

@@ -324,5 +324,6 @@ def paged_attention_context(
         stride_token=key_cache.stride(1),
         stride_head=key_cache.stride(2),
         TOKENS_PER_BLOCK=key_cache.shape[1],
+        **(_host.ALL_REGISTERS if query.dtype == torch.float32 else {}),
     )
     return out

@@ -417,10 +417,12 @@ def paged_attention_generation(
         SOFTCAP=softcap or 0.0,
         **strides,
         # A matrix product has 16 rows at least. Padded even for a single query head it takes a
-        # third of the instructions of multiply-adds (334 per warp and 64 keys in sm_90 code).
+        # third of the instructions of multiply-adds (335 per warp and 64 keys in sm_90 code).
         BLOCK_M=max(16, _host.next_power_of_2(group)),
         STAGES=tile.stages,
         num_warps=tile.num_warps,
+        # There shared memory bounds the resident programs: two of heads of 80 to 128.
+        **(_host.ALL_REGISTERS if is_fp8 and _host.capability() < 90 else {}),
         **common,
     )
     if grid_splits > 1:

@@ -36,6 +36,7 @@ _BF16 = torch.bfloat16
 _FP8 = torch.float8_e4m3fn  # Triton converts it from sm_89 on
 _CACHES = (_BF16, _FP8, torch.float32)
 _BOTH = (80, 90)
+_ADA = (89,)  # the first that converts FP8
 _HOPPER = (90,)
 
 
@@ -56,6 +57,7 @@ LLAMA_8B = Shape("8B", 32, 8, 128, 4096, 14336, 128256)
 LLAMA_13B = Shape("13B", 40, 40, 128, 5120, 13824, 32000)
 HEAD_64 = Shape("head 64", 32, 8, 64)
 HEAD_80 = Shape("head 80", 32, 32, 80)
+HEAD_96 = Shape("head 96", 32, 8, 96)
 HEAD_256 = Shape("head 256", 16, 8, 256)
 GROUP_8 = Shape("head 256 group of 8", 8, 1, 256)
 GROUP_5 = Shape("group of 5", 40, 8, 128)
@@ -122,6 +124,8 @@ def attention_cases() -> Iterator[Case]:
         (LLAMA_8B, 64, _FP8, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
         (HEAD_80, 64, _FP8, _HOPPER, {}),
         (HEAD_256, 64, _FP8, _HOPPER, {}),
+        (HEAD_80, 16, _FP8, _ADA, {}),
+        (HEAD_96, 64, _FP8, _ADA, {}),
     ]
     # Within five of the 255 registers that a thread may have.
     tight: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [

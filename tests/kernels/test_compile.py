@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-# Shared memory one program may take (CUDA C++ Programming Guide, compute capabilities 8.0 and
+# Shared memory one program may take (CUDA C++ Programming Guide, compute capabilities 8.0, 8.9 and
 # 9.0), and what a multiprocessor has: 1 KiB per resident program is the system's.
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
-SHARED_TOTAL = {80: 164 * 1024, 90: 228 * 1024}
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
+SHARED_TOTAL = {80: 164 * 1024, 89: 100 * 1024, 90: 228 * 1024}
 REGISTERS_TOTAL = 65536
 
 Report = dict[str, Any]
@@ -95,9 +95,9 @@ def refused(reports: list[Report], is_good: Callable[[Report], bool]) -> list[Re
 
 
 def of_kernel(reports: list[Report], name: str) -> list[Report]:
-    """The reports of one kernel; there are some for both capabilities."""
+    """The reports of one kernel; there are some for 8.0 and 9.0 at least."""
     found = [report for report in reports if report["name"] == name]
-    assert {report["capability"] for report in found} == {80, 90}
+    assert {report["capability"] for report in found} >= {80, 90}
     return found
 
 
@@ -151,7 +151,7 @@ def test_generation_attention_over_an_fp8_cache_unpacks_words(reports: list[Repo
     """No number of it is read alone, and fewer than 16 bytes are copied of a block's id only: in
     the loop, and for each of the six tiles ahead. Four programs share a multiprocessor."""
     kernels = with_wide_heads(of_kernel(reports, "_paged_attention_generation_kernel"))
-    kernels = [report for report in kernels if "float8" in report["label"]]
+    kernels = [r for r in kernels if "float8" in r["label"] and r["capability"] == 90]
     assert len(kernels) == 6
     assert refused(kernels, lambda report: report["num_byte_reads"] == 0) == []
     small = [report for report in kernels if report["label"].endswith("blocks of 32")]
