@@ -80,10 +80,11 @@ class PendingGuide:
                 f"'{GUIDE_FIELD}' could not be begun within {COMPILE_SECONDS:g} s: other grammars "
                 "were compiled; try again later"
             )
+        if isinstance(refusal := self._future.exception(), InvalidRequest):
+            # One of its own: an exception keeps every frame that it has been raised through.
+            raise InvalidRequest(str(refusal))
         try:
             return self._future.result().deep_copy()
-        except InvalidRequest:
-            raise
         except BaseException:  # our bug, or a panic of the library
             _logger.exception("a grammar could not be compiled")
             raise ServingError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -226,6 +228,23 @@ def test_a_failure_of_ours_is_told_and_not_kept(
     assert "secret" not in caplog.text
     assert not compile_guide(own, guide).is_stopped(), "the next one who sends it gets it"
     own.close()
+
+
+def test_who_sends_a_bad_grammar_again_is_not_kept(compiler: GuideCompiler) -> None:
+    """Its error is kept; with it would be the frames of all who got it, and their requests."""
+
+    class Request:
+        """What the frame of who asks holds."""
+
+    def ask() -> weakref.ref[Request]:
+        request = Request()
+        with pytest.raises(InvalidRequest, match="unclosed group"):
+            compile_guide(compiler, Guide(GuideType.REGEX, "kept("))
+        return weakref.ref(request)
+
+    asked = [ask() for _ in range(3)]
+    gc.collect()
+    assert [each() for each in asked] == [None] * 3
 
 
 def test_a_tokenizer_that_cannot_be_used_is_told() -> None:
