@@ -8,10 +8,14 @@ from typing import Any
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.guide import GUIDE_FIELD
+from inflight_backend.guided.joined_patterns import count_joined
 from inflight_backend.request_json import read_json_object
 
 MAX_UNROLLED = 5000
 """Characters of a regex, or symbols of an EBNF grammar, with every repetition written out."""
+
+MAX_JOINED = 8
+"""Patterns and formats of a schema that one string has to match."""
 
 MAX_MULTIPLE = 10_000
 """Product of all ``multipleOf`` in a schema: the numbers of states that remainders take."""
@@ -66,6 +70,11 @@ def check_schema(text: str) -> None:
             size += sum(map(unrolled_size, _patterns(node)))
             multiple *= _multiple(node.get("multipleOf"))
     check_unrolled(size)
+    if count_joined(schema, MAX_JOINED) > MAX_JOINED:
+        raise InvalidRequest(
+            f"'{GUIDE_FIELD}' has more than {MAX_JOINED} patterns and formats for one string; "
+            "leave some out of 'allOf' and of what '$ref' joins"
+        )
     if multiple > MAX_MULTIPLE:
         raise InvalidRequest(
             f"'{GUIDE_FIELD}' has 'multipleOf' numbers whose product is above {MAX_MULTIPLE}"

@@ -8,6 +8,7 @@ weakly, so one whose requests were stopped or refused is passed over.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import weakref
@@ -39,6 +40,9 @@ _NUM_THREADS = 2
 _JSON = '{"type":["object","array"]}'  # what xgrammar, TensorRT-LLM's default, calls JSON
 # Without a bound some models write blanks until their tokens run out.
 _BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
+# What cannot be otherwise is not found in advance: that walks through all of it at every token, in
+# the loop (60,000 bytes take 70 ms; of brackets that a recursion has opened there is no end).
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
 _MAX_ERROR_LENGTH = 300
 # A step of a guided row costs the loop at most some 5 ms, and a grammar at most some 40 MB
 # (speeds and sizes as llguidance's LLParserLimits gives them).
@@ -80,10 +84,11 @@ class PendingGuide:
                 f"'{GUIDE_FIELD}' could not be begun within {COMPILE_SECONDS:g} s: other grammars "
                 "were compiled; try again later"
             )
+        if isinstance(refusal := self._future.exception(), InvalidRequest):
+            # One of its own: an exception keeps every frame that it has been raised through.
+            raise InvalidRequest(str(refusal))
         try:
             return self._future.result().deep_copy()
-        except InvalidRequest:
-            raise
         except BaseException:  # our bug, or a panic of the library
             _logger.exception("a grammar could not be compiled")
             raise ServingError(
@@ -197,30 +202,45 @@ class GuideCompiler:
         if matcher.is_error():
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' is no {guide.type.value} that can be used: "
-                f"{_short(matcher.get_error())}"
+                f"{_short(_explain(matcher.get_error()))}"
             )
         return matcher
 
 
 def to_grammar(guide: Guide) -> str:
     """``guide`` as llguidance takes it; `InvalidRequest` for what is wrong or too much."""
-    grammar: str = _to_grammar(guide)
-    return grammar
+    return _OPTIONS + _to_lark(guide)
 
 
-def _to_grammar(guide: Guide) -> Any:
-    if guide.type is GuideType.JSON:
-        return LLMatcher.grammar_from_json_schema(_JSON, defaults=_BLANKS)
-    if guide.type is GuideType.JSON_SCHEMA:
-        check_schema(guide.text)
-        try:
-            return LLMatcher.grammar_from_json_schema(guide.text, _BLANKS, {"lenient": False})
-        except ValueError as error:
-            raise InvalidRequest(f"'{GUIDE_FIELD}' is no JSON schema: {_short(error)}") from None
+def _to_lark(guide: Guide) -> str:
+    if guide.type is GuideType.EBNF_GRAMMAR:
+        return to_lark(guide.text)
     if guide.type is GuideType.REGEX:
         check_unrolled(unrolled_size(guide.text))
-        return LLMatcher.grammar_from_regex(guide.text)
-    return LLMatcher.grammar_from_lark(to_lark(guide.text))
+        return str(_only_grammar(LLMatcher.grammar_from_regex(guide.text))["lark_grammar"])
+    schema = _JSON if guide.type is GuideType.JSON else guide.text
+    check_schema(schema)
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(schema, _BLANKS, {"lenient": False})
+    except ValueError as error:
+        raise InvalidRequest(f"'{GUIDE_FIELD}' is no JSON schema: {_short(error)}") from None
+    return f"start: %json {json.dumps(_only_grammar(grammar)['json_schema'])}"
+
+
+def _only_grammar(grammars: str) -> dict[str, Any]:
+    (grammar,) = json.loads(grammars)["grammars"]
+    return dict(grammar)
+
+
+def _explain(error: str) -> str:
+    """What llguidance says, without the grammar that we made and the places in it."""
+    if error.startswith("NoExtensionBias"):
+        return "there is no text that it allows"
+    text = error.partition("\n   1 | ")[0].removesuffix("<non-verbose/>")
+    place, separator, rest = text.partition("): ")
+    is_place = place.removeprefix("at ").replace("(", "").isdecimal()
+    text = rest if separator and is_place else text
+    return text.removeprefix("failed to compile JSON schema: ")
 
 
 def _short(error: object) -> str:

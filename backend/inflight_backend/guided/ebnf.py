@@ -45,7 +45,7 @@ def to_lark(text: str) -> str:
         raise InvalidRequest(f"'{GUIDE_FIELD}' is nested too deeply") from None
     except Exception as error:  # the converter raises bare Exception for a bad grammar
         raise InvalidRequest(f"'{GUIDE_FIELD}' is no EBNF grammar: {error}") from None
-    return "%llguidance {}\n" + "\n".join(map(str, ordered)) + "\n"
+    return "\n".join(map(str, ordered)) + "\n"
 
 
 def _normalise(text: str) -> str:

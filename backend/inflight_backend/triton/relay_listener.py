@@ -27,6 +27,7 @@ from inflight_backend.triton.relay_socket import address_of, allow_many_connecti
 _logger = get_logger(__name__)
 
 _BACKLOG = 4096
+_MAX_ACCEPTED = 64  # at a time
 _BIND_PAUSE = 0.05
 _ACCEPT_PAUSE = 1.0  # while too many files are open
 _CLOSE_SECONDS = 1.0  # for what waits to be written; a message takes 0.02 ms
@@ -161,7 +162,8 @@ class RelayListener:
                 self._watch(listening)
                 await self._shutting.wait()
                 listening.shutdown(socket.SHUT_RD)  # who comes later asks a model loaded again
-                self._accept_all(listening)
+                while self._accept_one(listening):
+                    pass
                 self._loop.remove_reader(listening)
         self._is_shut = True
         await self._closing.wait()
@@ -185,23 +187,32 @@ class RelayListener:
 
     def _watch(self, listening: socket.socket) -> None:
         if listening.fileno() >= 0:
-            self._loop.add_reader(listening, self._accept_all, listening)
+            self._loop.add_reader(listening, self._accept_some, listening)
 
-    def _accept_all(self, listening: socket.socket) -> None:
-        """Every relay that has connected; asyncio's own servers lose those when they are closed."""
-        while True:
-            try:
-                unix_socket, _ = listening.accept()
-            except BlockingIOError:
+    def _accept_some(self, listening: socket.socket) -> None:
+        """Not all: whoever comes without end would keep everybody else from getting anything."""
+        for _ in range(_MAX_ACCEPTED):
+            if not self._accept_one(listening):
                 return
-            except OSError as error:
-                _logger.error("no relay can connect for a while: %s", error.strerror)
-                self._loop.remove_reader(listening)
-                self._loop.call_later(_ACCEPT_PAUSE, self._watch, listening)
-                return
+
+    def _accept_one(self, listening: socket.socket) -> bool:
+        """False if nobody has connected; asyncio's own servers lose those when they are closed."""
+        try:
+            unix_socket, _ = listening.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            _logger.error("no relay can connect for a while: %s", error.strerror)
+            self._loop.remove_reader(listening)
+            self._loop.call_later(_ACCEPT_PAUSE, self._watch, listening)
+            return False
+        if is_sibling(unix_socket):
             connection = RelayConnection(self._post)
             self._open.add(connection)  # now, for `is_done`
             self._start(self._serve(connection, unix_socket))
+        else:
+            unix_socket.close()  # now, so that many of them take no descriptors from others
+        return True
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -212,13 +223,12 @@ class RelayListener:
         """One request: its relay closes when it has passed on the end, or does not need it."""
         writer = None
         try:
-            if is_sibling(unix_socket):
-                unix_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-                reader, writer = await asyncio.open_unix_connection(sock=unix_socket)
-                writer.transport.set_write_buffer_limits(0)
-                connection.writer = writer
-                self._accepted.put((await _read_request(reader), connection))
-                await reader.read(1)
+            unix_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            reader, writer = await asyncio.open_unix_connection(sock=unix_socket)
+            writer.transport.set_write_buffer_limits(0)
+            connection.writer = writer
+            self._accepted.put((await _read_request(reader), connection))
+            await reader.read(1)
         except (OSError, asyncio.IncompleteReadError):
             pass  # it has gone
         except Exception:

@@ -251,9 +251,9 @@ def test_what_becomes_too_dear_on_the_way_fails_alone(
     random_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = LLParserLimits(step_max_items=20, verbose_errors=False)
+    limits = LLParserLimits(step_max_items=100, verbose_errors=False)
     monkeypatch.setattr(compiler_module, "_LIMITS", limits)
-    dear = 'root ::= "a" (' + " | ".join(f'"b{i}" root' for i in range(60)) + ")"
+    dear = 'root ::= "a" (' + " | ".join(f'"b{i}" root' for i in range(99)) + ")"
     requests = [ask(number, "ebnf_grammar", dear) for number in range(num_dear)]
     recorder = serve(
         random_model,

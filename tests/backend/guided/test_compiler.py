@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -93,8 +95,9 @@ def test_ebnf(compiler: GuideCompiler, grammar: str, good: str, bad: str) -> Non
         (GuideType.REGEX, "a(?=b)", "look-around"),
         (GuideType.REGEX, "(a)\\1", "backreferences are not supported"),
         (GuideType.REGEX, "((a{100}){100}){100}", "has 1000000 symbols when written out"),
-        (GuideType.REGEX, "[", "is no regex that can be used"),
-        (GuideType.JSON_SCHEMA, '{"type": "nothing"}', "Invalid type: nothing"),
+        (GuideType.REGEX, "[", "is no regex that can be used: invalid regex"),
+        (GuideType.REGEX, r"[^\x00-\U0010FFFF]", "is no regex that can be used: there is no text"),
+        (GuideType.JSON_SCHEMA, '{"type": "nothing"}', "can be used: Invalid type: nothing"),
         (GuideType.JSON_SCHEMA, '{"not": {}}', 'Unimplemented keys: ["not"]'),
         (GuideType.JSON_SCHEMA, '{"$ref": "http://x/y"}', "Default retriever does not fetch"),
         (GuideType.JSON_SCHEMA, '{"enum": []}', "Unsatisfiable schema"),
@@ -108,6 +111,7 @@ def test_refused_by_name(
         compile_guide(compiler, Guide(guide_type, grammar))
     assert message in str(caught.value)
     assert "'guided_decoding_guide'" in str(caught.value)
+    assert "llguidance" not in str(caught.value), "the grammar is shown that we made of it"
 
 
 def test_json_is_an_object_or_an_array(compiler: GuideCompiler) -> None:
@@ -132,6 +136,27 @@ def test_a_regex_takes_linear_time(
     assert accepts(compiler, GuideType.REGEX, regex, good)
     assert not accepts(compiler, GuideType.REGEX, regex, bad)
     assert time.monotonic() - began < WAIT
+
+
+@pytest.mark.case(55)
+@pytest.mark.parametrize(
+    ("guide_type", "grammar", "text"),
+    [
+        (EBNF, 'root ::= "a" root "' + "b" * 4000 + '" | "c"', "a" * 300 + "c"),
+        (EBNF, 'root ::= r{20}\nr ::= "' + "a" * 2500 + '"', "a" * 40),
+        (GuideType.JSON_SCHEMA, json.dumps({"const": "a" * 60_000}), '"' + "a" * 40),
+    ],
+)
+def test_a_token_costs_little_however_much_is_bound_to_follow(
+    compiler: GuideCompiler, guide_type: GuideType, grammar: str, text: str
+) -> None:
+    """On the loop's thread: a walk through all that follows took minutes, 50 and 35 ms a token."""
+    matcher = compile_guide(compiler, Guide(guide_type, grammar))
+    began = time.thread_time()
+    for token in Tokenizer.from_file(str(TOKENIZER)).encode(text, add_special_tokens=False).ids:
+        assert matcher.consume_token(token)
+        matcher.compute_bitmask()
+    assert time.thread_time() - began < 0.5  # 0.01
 
 
 @pytest.mark.case(51)
@@ -228,6 +253,23 @@ def test_a_failure_of_ours_is_told_and_not_kept(
     own.close()
 
 
+def test_who_sends_a_bad_grammar_again_is_not_kept(compiler: GuideCompiler) -> None:
+    """Its error is kept; with it would be the frames of all who got it, and their requests."""
+
+    class Request:
+        """What the frame of who asks holds."""
+
+    def ask() -> weakref.ref[Request]:
+        request = Request()
+        with pytest.raises(InvalidRequest, match="unclosed group"):
+            compile_guide(compiler, Guide(GuideType.REGEX, "kept("))
+        return weakref.ref(request)
+
+    asked = [ask() for _ in range(3)]
+    gc.collect()
+    assert [each() for each in asked] == [None] * 3
+
+
 def test_a_tokenizer_that_cannot_be_used_is_told() -> None:
     own = GuideCompiler(lambda: "{}", VOCAB_SIZE, 0)
     with pytest.raises(InvalidRequest, match="cannot be used with the tokenizer of this model"):
@@ -270,4 +312,4 @@ def test_whatever_is_sent_compiles_or_is_refused(compiler: GuideCompiler, guide:
 @given(RUBBISH)
 def test_the_converter_refuses_in_one_way_only(text: str) -> None:
     with suppress(InvalidRequest):
-        assert "%llguidance" in to_lark("root ::= " + text)
+        assert "start: " in to_lark("root ::= " + text)

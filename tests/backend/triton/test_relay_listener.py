@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import resource
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from fakes import CountingEngine
 from triton_harness import WAIT, Gate, Server, wait_until
 
 from inflight_backend.errors import CapacityExceeded
-from inflight_backend.triton import relay_socket
+from inflight_backend.triton import relay_listener, relay_socket
 from inflight_backend.triton.relay_messages import (
     Message,
     RelayedEnd,
@@ -192,6 +193,27 @@ def test_a_process_that_the_server_has_not_started_is_not_served(server: Server)
     command = [sys.executable, "-c", STRANGER, address, packed(3).hex()]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "b''\n"
     assert server.engine.batches == []
+
+
+@pytest.mark.usefixtures("server")
+def test_many_strangers_take_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is looked at and closed before the next one is let in."""
+    counts: list[int] = []
+
+    def look(_: socket.socket) -> bool:
+        counts.append(len(os.listdir("/proc/self/fd")))
+        return False
+
+    monkeypatch.setattr(relay_listener, "is_sibling", look)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(200)]
+        for stranger in strangers:
+            stranger.settimeout(WAIT)
+            stranger.connect(address_of("tensorrt_llm"))
+        for stranger in strangers:
+            assert stranger.recv(1) == b""
+    assert len(counts) == 200
+    assert max(counts) - min(counts) < 20
 
 
 def test_who_takes_the_place_of_the_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
