@@ -66,6 +66,11 @@ _BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"input_ids": [-1], "max_tokens": 5}, "'input_ids' holds -1"),
     ({"input_ids": [10**6], "max_tokens": 5}, "'input_ids' holds 1000000"),
     ({"text_input": b"\xff\xfe", "max_tokens": 5}, "not valid UTF-8"),
+    (
+        {"text_input": "1", "max_tokens": 5}
+        | {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "["},
+        "is no regex that can be used",
+    ),
 )
 
 
