@@ -78,7 +78,7 @@ def plain_server(
         f"--backend-directory={prepare_backends(install, scratch / 'backends')}",
         f"--backend-config=python,shm-region-prefix-name={scratch.name}",
         "--disable-auto-complete-config",
-        "--exit-timeout-secs=5",
+        "--exit-timeout-secs=20",
         *(f"--{name}-address={HOST}" for name in ("http", "grpc", "metrics")),
         f"--http-port={http_port}",
         f"--grpc-port={grpc_port}",

@@ -166,7 +166,7 @@ def test_stop_by_id_from_another_client(caller: Caller, url: str, protocol: Prot
                 caller.stop("stop me")
 
     assert_counts_in_part(PROMPT, "".join(pieces), LONG)
-    assert 5 <= len(pieces) < 500
+    assert len(pieces) >= 5
 
 
 def test_stop_of_an_unknown_id_is_acknowledged(caller: Caller) -> None:
