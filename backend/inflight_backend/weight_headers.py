@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from inflight_backend.checkpoint_files import find_file
-from inflight_backend.engine.weight_files import damage, weight_files
+from inflight_backend.engine.weight_files import check_names, damage, weight_files
 from inflight_backend.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -40,10 +40,10 @@ class TensorHeader:
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
     """Every tensor of the weight files in ``folder``, by name.
 
-    `CheckpointError` names the file that is missing, damaged or cut off.
+    `CheckpointError` names the file that is missing, damaged, cut off or not what the index says.
     """
     headers: dict[str, TensorHeader] = {}
-    for name in weight_files(folder):
+    for name, promised in weight_files(folder).items():
         path = find_file(folder, name)
         if path is None:
             raise CheckpointError(f"{name}: no such file")
@@ -52,9 +52,10 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
                 content, num_data_bytes = _read_header(file, path)
         except OSError as error:
             raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
+        content.pop("__metadata__", None)
+        check_names(name, content.keys(), promised)
         for tensor, fields in content.items():
-            if tensor != "__metadata__":
-                headers[tensor] = _tensor(path.name, tensor, fields, num_data_bytes)
+            headers[tensor] = _tensor(name, tensor, fields, num_data_bytes)
     return headers
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from string import ascii_letters, whitespace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,7 +62,7 @@ def plan(
 
     with reported_errors():
         settings = PlanSettings(
-            gpu_memory=None if gpu_memory is None else _gpu_memory(gpu_memory),
+            gpu_memory=None if gpu_memory is None else _memory("--gpu-memory", gpu_memory),
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
@@ -72,7 +73,7 @@ def plan(
             max_beam_width=max_beam_width,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
-            reserve=parse_size(reserve),
+            reserve=_memory("--reserve", reserve),
         )
         check_fp8(ModelConfig.from_folder(folder), settings)
         made = make_plan(folder, settings)
@@ -95,10 +96,12 @@ def parse_size(text: str) -> int:
     return int(num_bytes)
 
 
-def _gpu_memory(text: str) -> int:
+def _memory(option: str, text: str) -> int:
+    """The size given as ``option``; below 1 MiB it is a number without its unit, but for 0."""
     num_bytes = parse_size(text)
-    if num_bytes < _UNITS["mi"]:  # a number without its unit
-        raise ConfigurationError(f"--gpu-memory {text} is {num_bytes} bytes: write {text}GiB")
+    if 0 < num_bytes < _UNITS["mi"]:
+        number = text.strip().rstrip(ascii_letters + whitespace)
+        raise ConfigurationError(f"{option} {text} is {num_bytes} bytes: write {number}GiB")
     return num_bytes
 
 

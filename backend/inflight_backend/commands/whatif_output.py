@@ -68,7 +68,7 @@ class Answer:
             {"setting": row.name, **asdict(row.summary), "ttft_p50_range": row.ttft_range}
             for row in self.predictions
         ]
-        cost = asdict(self.cost)
+        cost = asdict(self.cost) | {"mean_noise": self.cost.mean_noise}
         del cost["noise"]  # thousands of numbers
         content = {
             "cost_model": cost,

@@ -7,7 +7,7 @@ are read, never a pickle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -25,13 +25,13 @@ from inflight_backend.engine.parameters import ParameterSpec, Source
 from inflight_backend.engine.weight_files import (
     DTYPE_TO_BYTES,
     INDEX,
+    check_names,
     check_weight,
     damage,
+    list_names,
     weight_files,
 )
 from inflight_backend.errors import CheckpointError
-
-_SHOWN_NAMES = 3
 
 OnProgress = Callable[[int, int], None]
 """Gets bytes loaded and bytes in all."""
@@ -127,9 +127,7 @@ class Checkpoint:
 
     def _add_entries(self, file: str, opened: Any, expected: set[str] | None) -> None:
         names = set(opened.keys())
-        if expected is not None and names != expected:
-            odd = sorted(names ^ expected)
-            raise CheckpointError(f"{file}: does not hold what {INDEX} says ({_names(odd)})")
+        check_names(file, names, expected)
         for name in names:
             if name in self._entries:
                 raise CheckpointError(f"{file}: {name} is also in {self._entries[name].file}")
@@ -176,10 +174,4 @@ def _check_entry(source: Source, entry: _Entry) -> None:
 
 def _list(what: str, names: Sequence[str]) -> str:
     plural = "s" if len(names) > 1 else ""
-    return f"{len(names)} {what}{plural}: {_names(names)}"
-
-
-def _names(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _SHOWN_NAMES} more" if len(listed) > _SHOWN_NAMES else ""
-    return ", ".join(listed[:_SHOWN_NAMES]) + more
+    return f"{len(names)} {what}{plural}: {list_names(names)}"

@@ -5,6 +5,7 @@ The loader and ``inflight plan`` both ask here, so that the plan is of what the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """The types that weights may have, by their names in safetensors."""
 
+_SHOWN_NAMES = 3
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -42,6 +44,19 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
     if find_file(folder, SINGLE) is not None:
         return {SINGLE: None}
     raise CheckpointError(_what_else(folder))
+
+
+def check_names(file: str, names: Set[str], promised: Set[str] | None) -> None:
+    """`CheckpointError` if ``file`` holds other tensors than the index promises in it."""
+    if promised is not None and names != promised:
+        odd = list_names(sorted(names ^ promised))
+        raise CheckpointError(f"{file}: does not hold what {INDEX} says ({odd})")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def check_weight(

@@ -25,7 +25,8 @@ from inflight_scheduler.recording.errors import RecordingError
 
 MIN_SAMPLES = 20
 _NUM_TERMS = 5
-_OUTLIER_FACTOR = 5.0
+_MAX_OUTLIERS = 3
+_OUTLIER_FACTOR = 3.0
 _OUTLIER_SHARE = 0.01
 _LEAST_SHARE = 0.3  # of its price, whatever is drawn
 _MAX_FITTED = 4000  # samples, evenly taken from all
@@ -50,8 +51,9 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Prices in microseconds. ``relative_error`` is the mean error of the samples it was fitted
-    to, as a share of their mean; ``noise`` are errors of theirs, of which the mean is 0."""
+    """Prices in microseconds, of iterations that nothing holds up. ``noise``: what samples took
+    beyond them, or below. ``relative_error``: the mean error of a prediction of the samples that
+    adds the mean of the noise to the prices, as a share of their mean."""
 
     base: float
     per_context_token: float
@@ -61,6 +63,11 @@ class CostModel:
     relative_error: float = 0.0
     noise: tuple[float, ...] = field(default=(), repr=False)
 
+    @property
+    def mean_noise(self) -> float:
+        """Microseconds that an iteration takes on average beyond its price."""
+        return sum(self.noise) / max(len(self.noise), 1)
+
     def scaled(self, factor: float) -> CostModel:
         """Everything ``factor`` times as dear."""
         base, token, request, row, cached = (factor * price for price in _prices_of(self))
@@ -68,7 +75,7 @@ class CostModel:
         return CostModel(base, token, request, row, cached, self.relative_error, noise)
 
     def predict(self, load: Load) -> float:
-        """Microseconds of an iteration with this work, on average."""
+        """Microseconds of an iteration with this work, without noise."""
         return _predict(_prices_of(self), load)
 
     def draw(self, load: Load, rng: random.Random) -> float:
@@ -78,12 +85,13 @@ class CostModel:
 
 
 def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
-    """The prices that explain ``samples`` best.
+    """The prices that explain ``samples`` best, and the noise that makes the time in all right.
 
     The noise of a machine goes one way, up, so least squares would chase it: prices come from least
-    absolute errors, and the base is moved so that the time in all is right. Of iterations far off
-    those do not count that alone make a hundredth of the recording (the first ones, a machine that
-    stood still). `RecordingError` for fewer than `MIN_SAMPLES`.
+    absolute errors. Slow iterations come again in what is predicted, but for those few that stand
+    alone (the first ones, a machine that stood still): three at most, each more than three times as
+    far off as all others, and a hundredth of the recording. `RecordingError` for fewer than
+    `MIN_SAMPLES`.
     """
     if len(samples) < MIN_SAMPLES:
         raise RecordingError(
@@ -94,20 +102,20 @@ def fit_cost_model(samples: Sequence[Sample]) -> CostModel:
     prices = _fit_absolute(samples[::step])
     errors = [sample.microseconds - _predict(prices, sample.load) for sample in samples]
     total = max(sum(sample.microseconds for sample in samples), 1)
-    typical = max(sorted(map(abs, errors))[len(errors) // 2], 1.0)
-    bound = max(_OUTLIER_FACTOR * typical, _OUTLIER_SHARE * total)
-    kept = [error for error in errors if abs(error) <= bound]
     base, token, request, row, cached = prices
-    shift = max(sum(kept) / len(kept), -base)
-    return CostModel(
-        base + shift,
-        token,
-        request,
-        row,
-        cached,
-        relative_error=sum(abs(error - shift) for error in errors) / total,
-        noise=tuple(error - shift for error in kept[:: -(-len(kept) // _MAX_FITTED)]),
-    )
+    noise = tuple(_without_outliers(errors, _OUTLIER_SHARE * total))
+    mean = sum(noise) / len(noise)
+    relative_error = sum(abs(error - mean) for error in errors) / total
+    return CostModel(base, token, request, row, cached, relative_error, noise)
+
+
+def _without_outliers(errors: Sequence[float], least: float) -> Sequence[float]:
+    """All of them, but for those few that are ``least`` at least and far above the others."""
+    largest = sorted(errors, reverse=True)[: _MAX_OUTLIERS + 1]
+    for number in range(_MAX_OUTLIERS, 0, -1):
+        if largest[number - 1] > max(_OUTLIER_FACTOR * largest[number], least):
+            return [error for error in errors if error < largest[number - 1]]
+    return errors
 
 
 def _prices_of(model: CostModel) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError
+from inflight_backend.memory_plan import make_plan
 
 CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)
 WEIGHTS = "model.safetensors"
@@ -184,6 +185,9 @@ def test_index_that_does_not_fit_its_files(sharded: Path) -> None:
     text = refusal(sharded)
     assert "model.norm.weight" in text
     assert INDEX in text
+    with pytest.raises(CheckpointError) as caught:
+        make_plan(sharded)
+    assert str(caught.value) == text
 
 
 def test_empty_or_broken_index(sharded: Path) -> None:
