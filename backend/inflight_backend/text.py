@@ -42,6 +42,8 @@ class TextCodec:
             number: token.content for number, token in added.items() if token.special
         }
         self.end_id = self._find_id(folder, "eos")
+        if self.end_id < 0 and checkpoint is not None:  # a folder of tokenizer.json alone
+            self.end_id = self._find_id(checkpoint, "eos")
         ends = _read_end_ids(checkpoint or folder)
         self.more_end_ids = tuple(token for token in ends if token != self.end_id)
         pad_id = self._find_id(folder, "pad")

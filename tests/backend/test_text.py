@@ -247,6 +247,17 @@ def test_a_checkpoint_may_end_texts_with_several_tokens(
     assert (codec.end_id, codec.more_end_ids) == (end_id, more)
 
 
+def test_a_tokenizer_that_names_no_end_has_that_of_the_model(tmp_path: Path) -> None:
+    """Else guides are refused for want of an end id, and who is told it ends answers nowhere."""
+    tokenizer, model = tmp_path / "tokenizer", tmp_path / "model"
+    tokenizer.mkdir()
+    model.mkdir()
+    _byte_level().save(str(tokenizer / "tokenizer.json"))
+    (model / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    codec = TextCodec(tokenizer, model)
+    assert (codec.end_id, codec.more_end_ids) == (9, (7,))
+
+
 def test_a_pad_id_that_is_not_there_is_none(tmp_path: Path) -> None:
     _byte_level().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text('{"pad_token_id": 257, "eos_token_id": null}')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -81,11 +82,14 @@ async def _listen(runner: web.AppRunner, settings: FrontSettings) -> None:
     try:
         await web.TCPSite(runner, settings.host, settings.port).start()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise OSError(
-            f"--port {settings.port} cannot be used on {settings.host} ({reason}): "
-            "stop what uses it or choose another port"
-        ) from None
+        is_known = error.errno is not None and error.errno > 0  # not one of looking a name up
+        reason = os.strerror(error.errno or 0) if is_known else error.strerror or str(error)
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise OSError(
+                f"--port {settings.port} cannot be used on {settings.host} ({reason}): "
+                "stop what uses it or choose another port"
+            ) from None
+        raise OSError(f"--host {settings.host} cannot be used ({reason})") from None
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result | None:

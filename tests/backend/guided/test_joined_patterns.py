@@ -13,6 +13,7 @@ from inflight_backend.guided.joined_patterns import count_joined
 
 PATTERNS = [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(16)]
 HALF, REST = PATTERNS[:8], PATTERNS[8:]
+MANY_BY_REFERENCE = {"$ref": "#/$defs/many", "$defs": {"many": {"allOf": PATTERNS}}}
 
 
 def in_field(schema: Any) -> dict[str, Any]:
@@ -32,6 +33,11 @@ def in_field(schema: Any) -> dict[str, Any]:
         in_field({"allOf": [{"$ref": "#"}, *map(in_field, PATTERNS)]}),
         in_field({"items": {"allOf": PATTERNS}}),
         {"patternProperties": {"a": {"allOf": HALF}}} | in_field({"allOf": REST}),
+        {"properties": {"definitions": {"allOf": PATTERNS}}},
+        {"patternProperties": {"$defs": {"allOf": PATTERNS}}},
+        {"$defs": {"many": {}}} | in_field({"$id": "x:/y"} | MANY_BY_REFERENCE),
+        {"$schema": "http://json-schema.org/draft-04/schema#", "$defs": {"many": {}}}
+        | in_field({"id": "x:/y"} | MANY_BY_REFERENCE),
     ],
 )
 def test_too_many_are_refused(schema: dict[str, Any]) -> None:
@@ -50,6 +56,14 @@ def test_too_many_are_refused(schema: dict[str, Any]) -> None:
         (in_field({"allOf": [{"$ref": "#"}, {"title": "again"}], "pattern": "a"}), 1),
         ({"properties": {"pattern": {"type": "string"}, "allOf": {"pattern": "a"}}}, 1),
         ({"allOf": [in_field({"$ref": "#node"})], "$anchor": "node", "format": "date"}, 1),
+        (
+            in_field({"$ref": "#"})
+            | {"additionalProperties": {"$ref": "#"}, "items": HALF[0], "$defs": {"a": PATTERNS}},
+            1,
+        ),
+        ({"default": {"id": "5"}, "$ref": "#/$defs/0", "$defs": {"0": HALF[0], "1": PATTERNS}}, 1),
+        ({"$id": "x:/y", "$ref": "#/$defs/0", "$defs": {"0": HALF[0], "1": PATTERNS}}, 1),
+        ({"$ref": "#/allOf/0", "allOf": [HALF[0], {"$ref": "#/allOf/" + "9" * 5000}]}, 1),
     ],
 )
 def test_what_people_write_is_counted_rightly(schema: dict[str, Any], count: int) -> None:

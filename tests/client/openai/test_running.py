@@ -164,3 +164,16 @@ def test_a_port_in_use_is_named(local_grpc: Local, monkeypatch: pytest.MonkeyPat
         f"error: --port {port} cannot be used on 127.0.0.1 (Address already in use): "
         "stop what uses it or choose another port\n"
     )
+
+
+def test_a_host_that_is_not_ours_is_named(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, free_port: int
+) -> None:
+    host = "192.0.2.1"  # of documentation, nobody's
+    monkeypatch.setattr(LocalTriton, "answer", describe)
+    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}", f"--host={host}"]
+    ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr.startswith(f"error: --host {host} cannot be used (".encode())
+    assert b"port" not in ended.stderr
+    assert ended.stderr.count(b"\n") == 1
