@@ -31,7 +31,14 @@ MAX_SECONDS = 5.0
 _MAX_BITS = 2**17
 _ITEM = 16  # what an item counts beside its characters: a million of them is the limit
 _MAX_UNWEIGHED = 4096  # items of a sum: templates collect messages one by one
-_CONTAINERS = (list, tuple, set, frozenset, dict, *map(type, ({}.keys(), {}.values(), {}.items())))
+_CONTAINERS: tuple[type[Any], ...] = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    *map(type, ({}.keys(), {}.values(), {}.items())),
+)
 
 _FILTERS = vars(filters)
 _FORMAT = filters.do_format.__code__
