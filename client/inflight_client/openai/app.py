@@ -147,6 +147,8 @@ class Front:
         except web.HTTPRequestEntityTooLarge:
             limit = self._settings.max_body_bytes
             raise ApiError(413, f"the body has more than {limit} bytes") from None
+        except web.RequestPayloadError:  # another encoding than it says, or a broken chunk
+            raise ApiError(400, "the body cannot be read: it is not encoded as it says") from None
 
     async def _answer(
         self,

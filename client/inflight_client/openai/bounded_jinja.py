@@ -1,7 +1,10 @@
 """Jinja for templates of strangers: sandboxed, and bounded in time, text and what is multiplied.
 
 Jinja's sandbox keeps a template from objects of Python, but not from looping for ever or making
-texts that fill the memory.
+texts that fill the memory. What runs in C cannot be interrupted and stops every other thread, so
+nothing is made that could take long there: the text of a list of lists is as long, and comparing it
+takes as long, as if each were in it as often as it is named (`weigh`); long numbers are divided
+digit by digit.
 """
 
 from __future__ import annotations
@@ -25,6 +28,18 @@ MAX_CHARACTERS = 16 * 2**20
 
 MAX_SECONDS = 5.0
 
+_MAX_BITS = 2**17
+_ITEM = 16  # what an item counts beside its characters: a million of them is the limit
+_MAX_UNWEIGHED = 4096  # items of a sum: templates collect messages one by one
+_CONTAINERS: tuple[type[Any], ...] = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    *map(type, ({}.keys(), {}.values(), {}.items())),
+)
+
 _FILTERS = vars(filters)
 _FORMAT = filters.do_format.__code__
 _CONCATENATIONS = (str_join.__code__, markup_join.__code__)
@@ -41,32 +56,81 @@ class _LazyGenerator(CodeGenerator):
             raise nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
 
+    def visit_List(self, node: nodes.List, frame: Any) -> None:
+        self.write("environment.bounded(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Any) -> None:
+        self.write("environment.bounded(")
+        super().visit_Dict(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Any) -> None:
+        is_value = node.ctx == "load"  # else names to be set
+        self.write("environment.bounded(" if is_value else "")
+        super().visit_Tuple(node, frame)
+        self.write(")" if is_value else "")
+
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Refuses, by `TemplateError`, what would make a text or number that is too large."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _LazyGenerator
+    concat = staticmethod(lambda pieces: join_bounded(pieces))  # of macros and blocks
 
     def __init__(self, **options: Any) -> None:
         """``options`` are those of `jinja2.Environment`."""
-        super().__init__(optimized=False, **options)
+        super().__init__(optimized=False, finalize=self.bounded, **options)
+
+    def bounded(self, value: Any) -> Any:
+        """``value``; `TemplateError` if it is too large."""
+        if weigh(value) > MAX_CHARACTERS:
+            raise TemplateError(f"a value has more than {MAX_CHARACTERS} characters")
+        return value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """One of those operators."""
-        if _result_size(operator, left, right) > MAX_CHARACTERS:
+        if (
+            _result_size(operator, left, right) > MAX_CHARACTERS
+            or _num_bits(operator, left, right) > _MAX_BITS
+        ):
             raise TemplateError(f"the result of '{operator}' would be too large")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         """A function or a method: those of texts take no huge widths, nor multiply texts."""
+        self.bounded((args, kwargs))
         method = getattr(called, "__wrapped__", called)  # the sandbox wraps `format`
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             _check_values(owner, *args, *kwargs.values())
             if method.__name__.startswith("format"):
                 _check_format(owner)
-        return super().call(context, called, *args, **kwargs)
+        return self.bounded(super().call(context, called, *args, **kwargs))
+
+
+def weigh(value: Any, known: dict[int, int] | None = None) -> int:
+    """Characters of ``value`` and all that it holds, as often as that is named, and 16 for each
+    item; of what is too large only that it is. O(different items), which do not change meanwhile.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if not isinstance(value, _CONTAINERS):
+        return 1
+    known = {} if known is None else known
+    if (before := known.get(id(value))) is not None:
+        return before
+    weight = 1
+    for part in value:
+        weight += _ITEM + (len(part) if type(part) is str else weigh(part, known))
+        if isinstance(value, dict):
+            weight += weigh(value[part], known)
+        if weight > MAX_CHARACTERS:
+            break
+    known[id(value)] = weight
+    return weight
 
 
 def join_bounded(pieces: Iterable[str]) -> str:
@@ -92,9 +156,11 @@ def time_limit(seconds: float) -> Iterator[None]:
     def check(frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > deadline:
             raise TemplateError(f"it takes longer than {seconds:g} s")
+        if frame.f_code in _OURS:
+            return None  # not line by line, which takes long
         if event == "call" and frame.f_code in _CONCATENATIONS:
             parts = frame.f_locals.get("seq", ())
-            if sum(len(part) for part in parts if isinstance(part, str)) > MAX_CHARACTERS:
+            if weigh(parts) > MAX_CHARACTERS:
                 raise TemplateError("the result of '~' would be too large")
         elif event == "call" and frame.f_globals is _FILTERS:
             _check_values(*frame.f_locals.values())
@@ -114,7 +180,8 @@ def _check_values(*values: Any) -> None:
     """What a method of a text, or a filter, gets: its result is no larger than their product."""
     sizes = sorted(len(value) for value in values if isinstance(value, Sized))
     widths = [value for value in values if isinstance(value, int)]
-    if max(widths, default=0) > MAX_CHARACTERS or math.prod(sizes[-2:]) > MAX_CHARACTERS:
+    largest = max(math.prod(sizes[-2:]), *widths, weigh(values))
+    if largest > MAX_CHARACTERS:
         raise TemplateError("the text would be too long")
 
 
@@ -124,16 +191,28 @@ def _check_format(text: Any) -> None:
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """Characters, items or bits of the result, at most; more than the limit if it is unknown."""
+    """Characters and items of the result, at most; more than the limit if it is unknown."""
     if operator == "%":
-        is_wide = isinstance(left, str) and _WIDTH.search(left)
-        return MAX_CHARACTERS + 1 if is_wide else 0
+        if not isinstance(left, str):
+            return 0
+        return MAX_CHARACTERS + 1 if _WIDTH.search(left) else left.count("%") * weigh(right)
     if operator == "+":
-        return sum(len(each) for each in (left, right) if isinstance(each, Sized))
+        length = sum(len(each) for each in (left, right) if isinstance(each, Sized))
+        return length if length < _MAX_UNWEIGHED else weigh(left) + weigh(right)
     for sized, number in ((left, right), (right, left)):
         if isinstance(sized, Sized) and isinstance(number, int):
-            return len(sized) * number
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length()
-        return bits * right if operator == "**" else bits + right.bit_length()
+            return weigh(sized) * number
     return 0
+
+
+def _num_bits(operator: str, left: Any, right: Any) -> int:
+    """Bits of the result, at most."""
+    if not (isinstance(left, int) and isinstance(right, int)):
+        return 0
+    bits = left.bit_length()
+    return bits * right if operator == "**" else bits + right.bit_length()
+
+
+_OURS = frozenset(
+    each.__code__ for each in (weigh, _num_bits, _result_size, BoundedEnvironment.bounded)
+)

@@ -120,7 +120,10 @@ class _GenerationBlock(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    """Piece by piece where options may make it much larger than ``value``, which is bounded."""
+    if not options:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    return join_bounded(json.JSONEncoder(ensure_ascii=ensure_ascii, **options).iterencode(value))
 
 
 def _raise(message: str) -> NoReturn:

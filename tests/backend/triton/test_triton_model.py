@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_until
 
@@ -24,6 +25,19 @@ from inflight_scheduler import ScheduledBatch
 def _no_parent_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end this test run when its terminal closes; it has a test of its own."""
     monkeypatch.setattr(triton_model, "exit_with_parent", lambda model: None)
+
+
+@pytest.mark.case(104)
+def test_a_tokenizer_of_another_model_fails_the_load(
+    make_server: MakeServer, tokenizer: None, tmp_path: Path
+) -> None:
+    wanted = "the tokenizer has 1000 tokens, the model's embedding only 999 rows"
+    with pytest.raises(FakePbUtils.TritonModelException, match=wanted):
+        make_server(CountingEngine(vocab_size=999))
+    status = read_status(tmp_path / "status.json")
+    assert status is not None
+    assert status.phase == "failed"
+    assert wanted in str(status.fields["error"])
 
 
 def test_tokens_stream_in_contract_shapes(server: Server) -> None:

@@ -21,6 +21,10 @@ CHAT = [
     {"role": "user", "content": "and?"},
 ]
 # The constructs of the templates of Llama 2 and 3, Mistral, Qwen2 and Qwen3.
+LISTS = "{% set a = ['x' * 1000] * 9999 %}{% set b = [a] * 9999 %}"
+DOUBLED = (
+    "{%% set n = namespace(x='x') %%}{%% for i in range(99) %%}{%% set n.x = %s %%}{%% endfor %%}"
+)
 TEMPLATES = {
     "chatml": "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
     "{{ '<|im_start|>system\nhelp<|im_end|>\n' }}{% endif %}"
@@ -103,6 +107,21 @@ def test_what_a_template_refuses_is_a_value_error(source: str, reason: str) -> N
             "{% endfor %}",
             "result of '\\+'",
         ),
+        # What follows would stop every thread for ever: it runs in C.
+        (LISTS + "{{ b }}", "result of '\\*'"),
+        (DOUBLED % "[n.x, n.x]" + "{{ n.x }}", "a value has more"),
+        (DOUBLED % "(n.x, n.x)" + "{{ {n.x: 1} | length }}", "a value has more"),
+        (DOUBLED % "{1: n.x, 2: n.x}" + "{{ n.x | tojson }}", "a value has more"),
+        (DOUBLED % "dict(a=n.x, b=n.x)" + "{{ n.x == 1 }}", "a value has more"),
+        ("{% macro f() %}{{ varargs }}{% endmacro %}" + DOUBLED % "f(n.x, n.x)", "more than"),
+        (
+            "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x %}"
+            "{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+            "more than",
+        ),
+        ("{{ ('%(a)s' * 99999) % {'a': 'x' * 99999} }}", "result of '%'"),
+        ("{{ messages | tojson(indent=99999999) }}", "more than"),
+        ("{{ 9 ** 4000000 // 9 ** 2000000 }}", "result of '\\*\\*'"),
     ],
 )
 def test_hostile_templates_end_soon_and_small(

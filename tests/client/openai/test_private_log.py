@@ -41,9 +41,9 @@ async def answers_to(*requests: bytes) -> list[bytes]:
         await runner.cleanup()
 
 
-def post(body: bytes, size: int) -> bytes:
+def post(body: bytes, size: int, header: str = "") -> bytes:
     """A request that says its body has ``size`` bytes."""
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{header}Content-Length: {size}\r\n\r\n"
     return head.encode() + body
 
 
@@ -75,3 +75,13 @@ def test_a_body_longer_than_it_says_is_not_logged(caplog: pytest.LogCaptureFixtu
     assert b" 400 " in lines[1]
     assert "Error handling request" in caplog.text
     assert "SECRETWORD" not in caplog.text
+
+
+@pytest.mark.case(123)
+def test_a_body_that_is_not_encoded_as_it_says_is_the_client_s_mistake(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And no failure of ours, also in the log."""
+    (line,) = asyncio.run(answers_to(post(BODY, len(BODY), "Content-Encoding: gzip\r\n")))
+    assert b" 400 " in line
+    assert "a request failed" not in caplog.text
