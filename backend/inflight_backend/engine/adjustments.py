@@ -174,9 +174,12 @@ class Adjustments:
         self._words = self._send_words()
 
     def _set_ends(self, setup: SlotSetup) -> None:
-        """The ids, and the first one again up to the width of the table; all -1 for none."""
-        table = self._table("ends")
-        ids = setup.sampling.stop_token_ids
+        """Those that wait, and the first one again up to the width of the table; all -1 for none.
+
+        Ends that wait for nothing must not stay: the next owner may have a minimum and no ends.
+        """
+        table, sampling = self._table("ends"), setup.sampling
+        ids = sampling.stop_token_ids if sampling.min_length else ()
         row = np.full(table.shape[1], ids[0] if ids else -1, dtype=np.int32)
         row[: len(ids)] = ids
         table[setup.slot] = self._send(row)

@@ -95,6 +95,31 @@ def test_penalties_count_prompt_and_answer(small_engine: SmallEngine) -> None:
     assert set(tempted.generated[: len(free)]) == free
 
 
+def test_ends_wait_for_no_minimum_but_that_of_their_own_request(small_engine: SmallEngine) -> None:
+    """A slot has ends that wait, then ends that do not, then a minimum without ends of its own."""
+    driver = EngineDriver(small_engine("llama-mha"))
+    prompt = make_prompts()[0]
+    free = Job(prompt)
+    driver.generate([free], NUM_TOKENS)
+    ends, slot = tuple(set(free.generated)), free.slot
+
+    def in_turn(sampling: SamplingParams, *beside: Job) -> Job:
+        job = Job(prompt, sampling, min_end_position=len(prompt) + sampling.min_length)
+        driver.generate([job, *beside], NUM_TOKENS)
+        assert job.slot == slot
+        return job
+
+    held = SamplingParams(min_length=NUM_TOKENS, stop_token_ids=ends)
+    driver.release(free)
+    first = in_turn(held)
+    assert not {*first.generated} & {*ends}
+    driver.release(first)
+    driver.release(in_turn(SamplingParams(stop_token_ids=ends)))
+    beside = Job(prompt, held, min_end_position=len(prompt) + NUM_TOKENS)
+    assert in_turn(SamplingParams(min_length=NUM_TOKENS), beside).generated == free.generated
+    assert beside.generated == first.generated
+
+
 def test_top_p_decays_and_resets() -> None:
     sampling = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
 
@@ -144,6 +169,8 @@ SAMPLING = st.builds(
         lambda pairs: tuple(dict(pairs).items())
     ),
     bad_words=st.lists(st.lists(LIKELY, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+    min_length=st.sampled_from([0, NUM_TOKENS]),
+    stop_token_ids=st.one_of(st.just(()), st.just(tuple(range(VOCAB_SIZE // 2)))),
 )
 
 
@@ -165,17 +192,23 @@ def test_chunks_pauses_company_and_old_slots_change_nothing(
     engine = small_engine("llama-mha")
     numbers = random.Random(seed)
     prompts = make_prompts((numbers.randint(1, 30),) * len(kinds), seed)
+
+    def make_jobs() -> list[Job]:
+        return [
+            Job(prompt, sampling, min_end_position=len(prompt) + sampling.min_length)
+            for prompt, sampling in zip(prompts, kinds, strict=True)
+        ]
+
     alone = []
-    for prompt, sampling in zip(prompts, kinds, strict=True):
-        job, driver = Job(prompt, sampling), EngineDriver(engine, seed)
-        driver.generate([job], NUM_TOKENS)
+    for job in make_jobs():
+        EngineDriver(engine, seed).generate([job], NUM_TOKENS)
         alone.append(job.generated)
-    jobs = [Job(prompt, sampling) for prompt, sampling in zip(prompts, kinds, strict=True)]
+    jobs = make_jobs()
     driver = EngineDriver(engine, seed + 1)
     while waiting := [job for job in jobs if len(job.generated) < NUM_TOKENS]:
         some = numbers.sample(waiting, numbers.randint(1, len(waiting)))
         driver.generate(some, 1, chunk_size)
         running = [job for job in jobs if job.slot is not None]
-        if numbers.random() < 0.3 and running:
+        if numbers.random() < 0.6 and running:
             driver.release(numbers.choice(running))
     assert [job.generated for job in jobs] == alone
