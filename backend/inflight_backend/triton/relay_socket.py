@@ -58,10 +58,11 @@ def connect(connection: socket.socket, model: str) -> None:
     before a frozen process whose queue is full.
     """
     started, timeout = time.monotonic(), connection.gettimeout()
+    address = address_of(model)
     connection.setblocking(False)
     while True:
         try:
-            connection.connect(address_of(model))
+            connection.connect(address)
             break
         except ConnectionRefusedError:
             limit, what = _CONNECT_SECONDS, "is not loaded, or the server is shutting down"
