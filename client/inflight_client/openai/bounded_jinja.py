@@ -10,11 +10,14 @@ digit by digit.
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+from mmap import PAGESIZE
 from types import FrameType
 from typing import Any
 
@@ -28,17 +31,24 @@ MAX_CHARACTERS = 16 * 2**20
 
 MAX_SECONDS = 5.0
 
+MAX_BYTES = 512 * 2**20
+"""By which the process may grow meanwhile: many texts, each of them within its bound."""
+
 _MAX_BITS = 2**17
 _ITEM = 16  # what an item counts beside its characters: a million of them is the limit
 _MAX_UNWEIGHED = 4096  # items of a sum: templates collect messages one by one
+_ITEMS: type[Any] = type({}.items())
 _CONTAINERS: tuple[type[Any], ...] = (
     list,
     tuple,
     set,
     frozenset,
     dict,
-    *map(type, ({}.keys(), {}.values(), {}.items())),
+    *map(type, ({}.keys(), {}.values())),
+    _ITEMS,
 )
+# `collections.abc.Sized` would count Jinja's own objects, of which some only say that they are.
+_SIZED: tuple[type[Any], ...] = (str, bytes, range, *_CONTAINERS)
 
 _FILTERS = vars(filters)
 _FORMAT = filters.do_format.__code__
@@ -122,8 +132,10 @@ def weigh(value: Any, known: dict[int, int] | None = None) -> int:
     known = {} if known is None else known
     if (before := known.get(id(value))) is not None:
         return before
+    # The pairs of a view of items are made for whoever asks, so what is next may have the same id.
+    parts = chain.from_iterable(value) if isinstance(value, _ITEMS) else value
     weight = 1
-    for part in value:
+    for part in parts:
         weight += _ITEM + (len(part) if type(part) is str else weigh(part, known))
         if isinstance(value, dict):
             weight += weigh(value[part], known)
@@ -146,18 +158,23 @@ def join_bounded(pieces: Iterable[str]) -> str:
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def limits(seconds: float) -> Iterator[None]:
     """`TemplateError` from whatever Python this thread runs for longer, loops of templates too.
 
-    Texts that a template joins, and what its filters get, are measured on the way.
+    Texts that a template joins, what its filters get, and what all of it takes (`MAX_BYTES`) are
+    measured on the way.
     """
     deadline = time.monotonic() + seconds
+    memory = _open_memory()
+    most_bytes = _resident_bytes(memory) + MAX_BYTES
 
     def check(frame: FrameType, event: str, argument: Any) -> Any:
         if time.monotonic() > deadline:
             raise TemplateError(f"it takes longer than {seconds:g} s")
         if frame.f_code in _OURS:
             return None  # not line by line, which takes long
+        if event == "call" and _resident_bytes(memory) > most_bytes:
+            raise TemplateError(f"it takes more than {MAX_BYTES >> 20} MB of memory")
         if event == "call" and frame.f_code in _CONCATENATIONS:
             parts = frame.f_locals.get("seq", ())
             if weigh(parts) > MAX_CHARACTERS:
@@ -174,11 +191,25 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+        if memory is not None:
+            os.close(memory)
+
+
+def _open_memory() -> int | None:
+    """A descriptor of what Linux tells of this process's memory; None elsewhere."""
+    try:
+        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _resident_bytes(memory: int | None) -> int:
+    return 0 if memory is None else int(os.pread(memory, 256, 0).split()[1]) * PAGESIZE
 
 
 def _check_values(*values: Any) -> None:
     """What a method of a text, or a filter, gets: its result is no larger than their product."""
-    sizes = sorted(len(value) for value in values if isinstance(value, Sized))
+    sizes = sorted(len(value) for value in values if isinstance(value, _SIZED))
     widths = [value for value in values if isinstance(value, int)]
     largest = max(math.prod(sizes[-2:]), *widths, weigh(values))
     if largest > MAX_CHARACTERS:
@@ -197,10 +228,10 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
             return 0
         return MAX_CHARACTERS + 1 if _WIDTH.search(left) else left.count("%") * weigh(right)
     if operator == "+":
-        length = sum(len(each) for each in (left, right) if isinstance(each, Sized))
+        length = sum(len(each) for each in (left, right) if isinstance(each, _SIZED))
         return length if length < _MAX_UNWEIGHED else weigh(left) + weigh(right)
     for sized, number in ((left, right), (right, left)):
-        if isinstance(sized, Sized) and isinstance(number, int):
+        if isinstance(sized, _SIZED) and isinstance(number, int):
             return weigh(sized) * number
     return 0
 

@@ -23,7 +23,7 @@ from inflight_client.openai.bounded_jinja import (
     MAX_SECONDS,
     BoundedEnvironment,
     join_bounded,
-    time_limit,
+    limits,
 )
 
 _DEFAULT = "default"
@@ -58,7 +58,7 @@ class ChatTemplate:
             add_generation_prompt=True,
         )
         try:
-            with time_limit(MAX_SECONDS):
+            with limits(MAX_SECONDS):
                 return join_bounded(pieces)
         except (TemplateError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
             raise ValueError(str(error)) from None

@@ -20,11 +20,11 @@ CHAT = [
     {"role": "assistant", "content": "  yes  "},
     {"role": "user", "content": "and?"},
 ]
-# The constructs of the templates of Llama 2 and 3, Mistral, Qwen2 and Qwen3.
 LISTS = "{% set a = ['x' * 1000] * 9999 %}{% set b = [a] * 9999 %}"
 DOUBLED = (
     "{%% set n = namespace(x='x') %%}{%% for i in range(99) %%}{%% set n.x = %s %%}{%% endfor %%}"
 )
+# The constructs of the templates of Llama 2 and 3, Mistral, Qwen2 and Qwen3.
 TEMPLATES = {
     "chatml": "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
     "{{ '<|im_start|>system\nhelp<|im_end|>\n' }}{% endif %}"
@@ -47,6 +47,11 @@ TEMPLATES = {
     "{% endfor %}",
     "namespace": "{% set ns = namespace(last='') %}{% for m in messages %}"
     "{% set ns.last = m.content %}{% endfor %}{{ ns.last }}|{{ strftime_now('%Y') }}",
+    # Mistral since v3: filters that get Jinja's context.
+    "selectattr": "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m == users[-1] %}{{ m.content }}{% endif %}{% endfor %}"
+    "{{ messages | map(attribute='role') | map('upper') | join(',') }}"
+    "{{ messages | rejectattr('role', 'in', ['user', 'system']) | first | tojson }}",
     "blocks": "  {% if true %}\n  a\n  {% endif %}\nb\n",
 }
 
@@ -119,8 +124,20 @@ def test_what_a_template_refuses_is_a_value_error(source: str, reason: str) -> N
             "{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
             "more than",
         ),
+        (
+            "{% set d = {1: '', 2: '', 3: 'x' * 999999, 4: 'x' * 999999} %}"
+            "{{ [d.items()] * 99999 }}",
+            "result of '\\*'",
+        ),
         ("{{ ('%(a)s' * 99999) % {'a': 'x' * 99999} }}", "result of '%'"),
         ("{{ messages | tojson(indent=99999999) }}", "more than"),
+        # Each is within its bound.
+        ("{{ range(9999) | map('center', 16000000) | list | length }}", "of memory"),
+        (
+            "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
+            "{% set n.x = n.x + ['x' | center(16000000)] %}{% endfor %}",
+            "of memory",
+        ),
         ("{{ 9 ** 4000000 // 9 ** 2000000 }}", "result of '\\*\\*'"),
     ],
 )
