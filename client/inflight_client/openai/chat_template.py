@@ -28,6 +28,9 @@ from inflight_client.openai.bounded_jinja import (
 
 _DEFAULT = "default"
 
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a template that the front sets itself."""
+
 
 class ChatTemplate:
     """A compiled template with the special tokens it may name."""
@@ -48,15 +51,22 @@ class ChatTemplate:
             ) from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt that asks for the next message; `ValueError` if the template refuses them."""
-        pieces = self._template.generate(
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt that asks for the next message; `ValueError` if the template refuses them.
+
+        ``variables``: more that the template may know, such as Qwen3's ``enable_thinking``.
+        """
+        known = {
             **self._special_tokens,
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-        )
+            **(variables or {}),
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        pieces = self._template.generate(known)
         try:
             with limits(MAX_SECONDS):
                 return join_bounded(pieces)

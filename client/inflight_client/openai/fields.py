@@ -65,6 +65,13 @@ class Body:
         value = self.take(name)
         return None if value is None else checked_text(name, value)
 
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """An object; empty if not given."""
+        value = self.take(name, {})
+        if not isinstance(value, dict):
+            raise bad_field(name, f"expected an object, got {_kind(value)}")
+        return value
+
     def accept_neutral(self, name_to_values: Mapping[str, Sequence[Any]]) -> None:
         """Take fields we do not support when their value asks for nothing, else refuse them."""
         for name, values in name_to_values.items():

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_client import penalties
+from inflight_client.openai.chat_template import RESERVED
 from inflight_client.openai.errors import ApiError, bad_field, model_not_found
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
@@ -109,7 +110,8 @@ def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
 def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None) -> GenerationJob:
     """The job of ``/v1/chat/completions``."""
     _check_model(body, reader)
-    prompt = tuple(reader.encode_messages(read_messages(body.take("messages"))))
+    variables = _template_variables(body)
+    prompt = tuple(reader.encode_messages(read_messages(body.take("messages")), variables))
     old = body.integer("max_tokens", 1, _INT32_MAX)
     new = body.integer("max_completion_tokens", 1, _INT32_MAX)
     if old is not None and new is not None and old != new:
@@ -131,6 +133,15 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     if len(value) > MAX_MESSAGES:
         raise bad_field("messages", f"{len(value)} messages, at most {MAX_MESSAGES} are taken")
     return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+
+
+def _template_variables(body: Body) -> Mapping[str, Any]:
+    name = "chat_template_kwargs"
+    variables = body.mapping(name)
+    for each in RESERVED:
+        if each in variables:
+            raise bad_field(f"{name}.{each}", "the server sets it itself")
+    return variables
 
 
 def _job(

@@ -10,6 +10,7 @@ from typing import Any
 from inflight_client.errors import InvalidArgument
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
 from inflight_client.openai.errors import TOO_LONG, ApiError, bad_field
+from inflight_client.openai.fields import checked_text
 from inflight_client.openai.tokens import TokenOf, TokenReader
 
 _MAX_BYTES_PER_TOKEN = 128
@@ -62,8 +63,11 @@ class PromptReader:
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids of a chat; the template writes the special tokens itself."""
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The ids of a chat; the template writes the special tokens itself. ``variables``: more
+        that it may know."""
         if self._template is None:
             raise ApiError(
                 400,
@@ -72,10 +76,10 @@ class PromptReader:
                 "messages",
             )
         try:
-            text = self._template.render(messages)
+            text = self._template.render(messages, variables)
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
-        return self.encode(text, "messages", add_special_tokens=False)
+        return self.encode(checked_text("messages", text), "messages", add_special_tokens=False)
 
 
 def make_prompt_reader(

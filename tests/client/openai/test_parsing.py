@@ -251,6 +251,8 @@ def test_a_schema_that_could_just_be_read_may_be_too_deep_to_be_passed_on(
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"prompt": "x"}, "prompt"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ],
 )
 def test_a_bad_field_of_a_chat_is_named(
@@ -259,6 +261,17 @@ def test_a_bad_field_of_a_chat_is_named(
     with pytest.raises(ApiError) as caught:
         chat(reader, **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_a_chat_names_variables_of_the_template(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{{ bos_token if enable_thinking else self_made }}")
+    reader = make_prompt_reader(DESCRIPTION, None, path)
+    assert chat(reader, chat_template_kwargs={"enable_thinking": True}).prompts == ((0,),)
+    named = {"enable_thinking": False, "self_made": "12", "self": 1, "bos_token": ""}
+    assert len(chat(reader, chat_template_kwargs=named).prompts[0]) == 2
+    with pytest.raises(ApiError, match="no valid Unicode"):
+        chat(reader, chat_template_kwargs={"self_made": "\ud800"})
 
 
 def test_parts_of_text_are_one_text(reader: PromptReader) -> None:
