@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -12,9 +11,10 @@ from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
-from inflight_backend.checkpoint_files import find_config, find_file
+from inflight_backend.checkpoint_files import find_file
+from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.weight_files import weight_files
-from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.errors import ConfigurationError
 from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.settings import PATH_KEYS, ServeSettings
 from inflight_backend.stub_checks import check_numpy
@@ -62,14 +62,8 @@ def check_install(install: TritonInstall, environment: Mapping[str, str]) -> Non
 
 
 def check_checkpoint(model: Path) -> None:
-    """`CheckpointError` unless ``model`` looks like a Hugging Face checkpoint folder."""
-    config = find_config(model)
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{config} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{config} cannot be read: it holds no JSON object")
+    """`CheckpointError` unless ``model`` is a Hugging Face checkpoint folder of a kind we serve."""
+    ModelConfig.from_folder(model)
     weight_files(model)
 
 

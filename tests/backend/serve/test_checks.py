@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -19,14 +20,14 @@ from inflight_backend.serve.checks import (
     has_tokenizer,
 )
 from inflight_backend.serve.install import environment, locate
-from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    shutil.copy(DEMO_MODEL / "config.json", folder)
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").touch()
     return folder
@@ -50,7 +51,14 @@ def test_folder_without_config(checkpoint: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
 def test_unreadable_config(checkpoint: Path, text: str) -> None:
     (checkpoint / "config.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json: (not valid JSON|must hold a JSON)"):
+        check_checkpoint(checkpoint)
+
+
+def test_a_model_that_is_not_supported(checkpoint: Path) -> None:
+    config = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text(config.replace("LlamaForCausalLM", "GPT2LMHeadModel"))
+    with pytest.raises(CheckpointError, match=r"GPT2LMHeadModel.* supported: LlamaForCausalLM"):
         check_checkpoint(checkpoint)
 
 

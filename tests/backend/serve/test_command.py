@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from inflight_backend.serve import launcher
 from inflight_backend.serve.command import serve
-from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings
 
 app = typer.Typer()
 app.command()(serve)
@@ -51,7 +51,7 @@ def test_a_mistake_that_nobody_hears_of_ends_alike(
 
 
 def test_two_equal_ports_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copy(DEMO_MODEL / "config.json", tmp_path)
     (tmp_path / "model.safetensors").touch()
     arguments = ["--model", str(tmp_path), "--http-port", "31999", "--grpc-port", "31999"]
     result = CliRunner().invoke(app, arguments)
