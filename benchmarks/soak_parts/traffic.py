@@ -405,7 +405,7 @@ class Traffic:
         )
 
     def _values(self, max_tokens: int) -> dict[str, Any]:
-        first = self._draw.randrange(1, 1000)  # few: the tokenizer keeps 10,000 prompts
+        first = self._draw.randrange(1, 300)  # few: the tokenizer keeps each
         length = self._draw.choice((1, 1, 2, 3, 40))
         prompt = " ".join(str(first + i) for i in range(length))
         return {"text_input": prompt, "max_tokens": max_tokens, "stream": True}
