@@ -21,8 +21,8 @@ from inflight_backend.engine.model_limits import (
 )
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.slot_memory import reserved_bytes
-from inflight_backend.engine.weight_files import check_weight
-from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.engine.weight_checks import check_weights
+from inflight_backend.errors import ConfigurationError
 from inflight_backend.private_log import get_logger
 from inflight_backend.weight_headers import read_weight_headers
 
@@ -126,24 +126,17 @@ class Concurrency:
 def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     """Plan the memory of a checkpoint.
 
-    `CheckpointError` if it cannot be read or a tensor is missing, `ConfigurationError` if requests
-    may be longer than the checkpoint allows, or the weights or not even one block fit.
+    `CheckpointError` if it cannot be read or its tensors are not the model's, `ConfigurationError`
+    if requests may be longer than the checkpoint allows, or the weights or not even one block fit.
     """
     settings = settings or PlanSettings()
     model = ModelConfig.from_folder(folder)
     headers = read_weight_headers(folder)
-    shapes = {
-        source.name: source.shape for spec in decoder_parameters(model) for source in spec.sources
-    }
-    for name, shape in shapes.items():
-        if name not in headers:
-            raise CheckpointError(f"{folder}: missing tensor {name}")
-        header = headers[name]
-        check_weight(header.file, name, header.dtype, header.shape, shape)
+    check_weights(model, headers, str(folder))
     dtype = _resolve_dtype(settings, model)
     max_seq_len = choose_seq_len(settings.max_seq_len, model)
     max_num_tokens = settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len)
-    num_parameters = sum(map(prod, shapes.values()))
+    num_parameters = sum(prod(spec.shape) for spec in decoder_parameters(model))
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
     slot_bytes = reserved_bytes(

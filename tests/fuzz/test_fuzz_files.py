@@ -15,11 +15,6 @@ from hypothesis import strategies as st
 
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.model_config import ModelConfig
-from inflight_backend.engine.parameters import (
-    decoder_parameters,
-    duplicate_names,
-    ignorable_names,
-)
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.parameters import parse_parameters
 from inflight_backend.serve.settings import DEMO_MODEL
@@ -56,9 +51,7 @@ def load(folder: Path) -> None:
     config = ModelConfig.from_folder(folder)
     if config.num_layers <= 64:
         with Checkpoint(folder) as checkpoint:
-            checkpoint.check(
-                decoder_parameters(config), ignorable_names(config), duplicate_names(config)
-            )
+            checkpoint.check(config)
 
 
 def load_or_refuse(folder: Path) -> None:

@@ -7,7 +7,7 @@ are read, never a pickle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -21,14 +21,14 @@ from torch import Tensor
 from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.loading import make_target
-from inflight_backend.engine.parameters import ParameterSpec, Source
+from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.parameters import ParameterSpec, duplicate_names
+from inflight_backend.engine.weight_checks import check_weights
 from inflight_backend.engine.weight_files import (
     DTYPE_TO_BYTES,
     INDEX,
     check_names,
-    check_weight,
     damage,
-    list_names,
     weight_files,
 )
 from inflight_backend.errors import CheckpointError
@@ -73,27 +73,13 @@ class Checkpoint:
         self._stack.close()
         self._files.clear()
 
-    def check(
-        self,
-        specs: Sequence[ParameterSpec],
-        ignorable: frozenset[str],
-        duplicates: Mapping[str, str],
-    ) -> None:
+    def check(self, config: ModelConfig) -> None:
         """`CheckpointError` unless every tensor has one use and every use has its tensor."""
-        sources = {source.name: source for spec in specs for source in spec.sources}
-        missing = [name for name in sources if name not in self._entries]
-        if missing:
-            raise CheckpointError(f"{self._where()}: {_list('missing tensor', missing)}")
-        optional = ignorable | set(duplicates)
-        unused = [name for name in self._entries if name not in sources and name not in optional]
-        if unused:
-            raise CheckpointError(
-                f"{self._entries[unused[0]].file}: {_list('tensor without a use', unused)}"
-            )
-        for source in sources.values():
-            _check_entry(source, self._entries[source.name])
-        for name, original in duplicates.items():
-            self._check_duplicate(name, sources[original])
+        where = INDEX if len(self._files) > 1 else next(iter(self._files))
+        check_weights(config, self._entries, where)
+        for name, original in duplicate_names(config).items():
+            if name in self._entries:
+                self._check_duplicate(name, original)
 
     def load(
         self,
@@ -129,20 +115,14 @@ class Checkpoint:
         names = set(opened.keys())
         check_names(file, names, expected)
         for name in names:
-            if name in self._entries:
-                raise CheckpointError(f"{file}: {name} is also in {self._entries[name].file}")
             tensor = opened.get_slice(name)
             self._entries[name] = _Entry(file, tuple(tensor.get_shape()), tensor.get_dtype())
 
-    def _check_duplicate(self, name: str, original: Source) -> None:
-        entry = self._entries.get(name)
-        if entry is None:
-            return
-        _check_entry(Source(name, original.shape), entry)
-        if not torch.equal(self._read(name), self._read(original.name)):
+    def _check_duplicate(self, name: str, original: str) -> None:
+        if not torch.equal(self._read(name), self._read(original)):
             raise CheckpointError(
-                f"{entry.file}: {name} differs from {original.name}, though config.json ties them "
-                f"(tie_word_embeddings)"
+                f"{self._entries[name].file}: {name} differs from {original}, though config.json "
+                "ties them (tie_word_embeddings)"
             )
 
     def _read(self, name: str) -> Tensor:
@@ -154,9 +134,6 @@ class Checkpoint:
         assert isinstance(tensor, Tensor)
         return tensor
 
-    def _where(self) -> str:
-        return INDEX if len(self._files) > 1 else next(iter(self._files))
-
 
 def _open(folder: Path, name: str, stack: ExitStack) -> Any:
     path = find_file(folder, name)
@@ -166,12 +143,3 @@ def _open(folder: Path, name: str, stack: ExitStack) -> Any:
         return stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{damage(path)} ({error})") from None
-
-
-def _check_entry(source: Source, entry: _Entry) -> None:
-    check_weight(entry.file, source.name, entry.dtype, entry.shape, source.shape)
-
-
-def _list(what: str, names: Sequence[str]) -> str:
-    plural = "s" if len(names) > 1 else ""
-    return f"{len(names)} {what}{plural}: {list_names(names)}"

@@ -36,11 +36,7 @@ from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.op_tables import make_ops
-from inflight_backend.engine.parameters import (
-    decoder_parameters,
-    duplicate_names,
-    ignorable_names,
-)
+from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
@@ -124,7 +120,7 @@ class Engine:
         config = resolve(config, model_config)
         specs = decoder_parameters(model_config)
         with Checkpoint(checkpoint_dir) as checkpoint:
-            checkpoint.check(specs, ignorable_names(model_config), duplicate_names(model_config))
+            checkpoint.check(model_config)
             parameters = checkpoint.load(
                 specs,
                 config.torch_dtype,

@@ -59,20 +59,6 @@ def list_names(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
-def check_weight(
-    file: str, name: str, kind: str, shape: tuple[int, ...], wanted: tuple[int, ...]
-) -> None:
-    """`CheckpointError` if the tensor has another shape than ``wanted``, or no type of ours."""
-    if shape != wanted:
-        raise CheckpointError(
-            f"{file}: {name} has shape {list(shape)}, config.json asks for {list(wanted)}"
-        )
-    if kind not in DTYPE_TO_BYTES:
-        raise CheckpointError(
-            f"{file}: {name} is {kind}, supported are {', '.join(DTYPE_TO_BYTES)}"
-        )
-
-
 def damage(path: Path) -> str:
     """What to say of a file that is no safetensors file."""
     with suppress(OSError), path.open("rb") as file:

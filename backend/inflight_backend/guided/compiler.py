@@ -44,8 +44,8 @@ _BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
 # the loop (60,000 bytes take 70 ms; of brackets that a recursion has opened there is no end).
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _MAX_ERROR_LENGTH = 300
-# A step of a guided row costs the loop at most some 5 ms, and a grammar at most some 40 MB
-# (speeds and sizes as llguidance's LLParserLimits gives them).
+# A step of a guided row costs the loop some 10 ms with the heaviest grammars that were found (one
+# step of them 1.7 s), and a grammar at most some 40 MB (as llguidance's LLParserLimits says).
 _LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=20_000,

@@ -95,7 +95,7 @@ def test_missing_tensors(folder: Path) -> None:
 @pytest.mark.case(102)
 def test_left_over_tensor(folder: Path) -> None:
     change(folder, model__layers__2__mlp__up_proj__weight=torch.zeros(2))
-    assert "without a use: model.layers.2.mlp.up_proj.weight" in refusal(folder)
+    assert "1 unused tensor: model.layers.2.mlp.up_proj.weight" in refusal(folder)
 
 
 def test_bias_the_family_does_not_know(folder: Path) -> None:
