@@ -143,7 +143,7 @@ def test_no_model_outlives_a_server_that_is_killed_amid_streams() -> None:
     with started() as running, ThreadPoolExecutor(8) as pool:
         for model in ("tensorrt_llm", BLS):
             running.control("load", model)
-        streams = [stream(running, 250, BLS) for _ in range(8)]
+        streams = [stream(running, 3000, BLS) for _ in range(8)]
         for each in streams:
             next(each)
         ends = [pool.submit(list, each) for each in streams]
