@@ -125,19 +125,28 @@ def test_what_is_no_request_ends_its_connection_only(server: Server, message: by
 
 
 def test_a_part_that_cannot_be_written_ends_its_connection(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the relay would pass on the rest as if that were all."""
     write, calls = asyncio.StreamWriter.write, itertools.count(1)
+    steps, has_first = itertools.count(1), threading.Event()
 
     def fail_once(writer: asyncio.StreamWriter, data: bytes) -> None:
-        if next(calls) == 2:  # there are two at least: the first token leaves at once
+        if next(calls) == 2:
             raise MemoryError
         write(writer, data)
 
+    def wait_for_reader(_: object) -> None:
+        if next(steps) == 5:  # else one part might hold all tokens
+            has_first.wait(WAIT)
+
     monkeypatch.setattr(asyncio.StreamWriter, "write", fail_once)
+    server = make_server(CountingEngine(before_step=wait_for_reader))
     with asking(packed(30)) as connection:
-        came = list(read_messages(connection))
+        messages = read_messages(connection)
+        came = [next(messages)]
+        has_first.set()
+        came += messages
     assert not any(isinstance(each, RelayedEnd) for each in came)
     assert ids_in(came) == list(range(2, 2 + len(ids_in(came))))
     wait_until(lambda: server.model._relays.num_open == 0)
