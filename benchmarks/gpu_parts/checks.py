@@ -138,6 +138,7 @@ def _engine_checks(setting: Setting) -> Iterator[_Check]:
     if _is_there("transformers"):
         yield _Check("float32 tokens are transformers'", 0.0, partial(run.equal_tokens, setting))
     yield _Check("perplexity in bf16", 1e-2, partial(run.perplexity, setting, "bfloat16"))
+    yield _Check("block reuse, float32", 0.0, partial(run.reuse, setting))
     yield _Check("no NaN at awkward lengths", 0.0, partial(run.adversarial, setting))
     yield _Check("fp8 logits", 0.15, partial(run.fp8_logits, setting))
     if not setting.is_dry:  # the tests have it at a size that an interpreter can do

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from gpu_parts.common import TINY, Setting, make_engine
+from gpu_parts.whole_requests import run_requests
 from torch import Tensor
 
 import inflight_backend
@@ -109,6 +110,25 @@ def deterministic(setting: Setting) -> tuple[Tensor, Tensor]:
     together = _generate(engine, prompts, num_tokens, seed=5)[-1]
     alone = _generate(engine, prompts[-1:], num_tokens, seed=5 + count - 1)[-1]
     return torch.tensor(alone), torch.tensor(together)
+
+
+def reuse(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Greedy float32 tokens with block reuse and without; two at a time, of texts that begin alike.
+
+    They share whole blocks, and of the next one a part, which is copied.
+    """
+    engine = make_engine(setting, TINY, _config(setting, "float32", 2))
+    text = _prompts([5 * _BLOCK], TINY.vocab_size)[0]
+    shared = [0, _BLOCK - 1, _BLOCK + 5, 2 * _BLOCK, 5 * _BLOCK]
+    rest = _prompts([_BLOCK // 2] * len(shared), TINY.vocab_size)
+    prompts = [text[:count] + other for count, other in zip(shared, rest, strict=True)]
+    prompts = prompts[::2] if setting.is_dry else prompts + prompts[::-1]
+    output_lens = [2 if setting.is_dry else 24] * len(prompts)
+    on = run_requests(engine, prompts, output_lens, enable_reuse=True)
+    if not on.num_reused_blocks:
+        raise RuntimeError("no block was reused: nothing is compared")
+    off = run_requests(engine, prompts, output_lens)
+    return torch.tensor(on.tokens), torch.tensor(off.tokens)
 
 
 def adversarial(setting: Setting) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ class Finished:
     num_steps: int
     seconds: float
     host_seconds: float
+    num_reused_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -49,10 +50,12 @@ def run_requests(
     prompts: Sequence[Sequence[int]],
     output_lens: Sequence[int],
     stop_at: float = float("inf"),
+    *,
+    enable_reuse: bool = False,
 ) -> Finished:
     """Greedy answers of exactly ``output_lens`` tokens, as far as the clock of `time.monotonic`
     allows: at ``stop_at`` what runs is given up, and its tokens so far are returned."""
-    blocks = BlockManager(engine.num_blocks, engine.tokens_per_block)
+    blocks = BlockManager(engine.num_blocks, engine.tokens_per_block, enable_reuse=enable_reuse)
     planner = BatchPlanner(blocks, engine.config.max_batch_size)
     scheduler = make_scheduler(
         CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
@@ -91,4 +94,4 @@ def run_requests(
     for request in active:
         planner.release(request)
     answers = [list(request.tokens[request.orig_prompt_len :]) for request in requests]
-    return Finished(answers, num_steps, seconds, host)
+    return Finished(answers, num_steps, seconds, host, blocks.reuse_stats.num_reused_blocks)
