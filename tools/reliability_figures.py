@@ -66,7 +66,7 @@ def _soak(result: dict[str, Any]) -> str:
         f"### {result['minutes']:g} minutes of mixed load\n\n"
         f"{result['workers']} clients on {result['settings']['max_batch_size']} places and a "
         "quarter of the KV cache that those can need. The warm-up lasts until the recorder's ring "
-        "has been filled four times; "
+        "has been filled four times, and for twelve minutes; "
         f"flat means less than {_flat(result)} after it.\n\n"
         + _table(("", *(part["policy"] for part in parts)), rows)
         + f"\nBroken promises: **{failures}**. {_origin(result, 'soak')}\n"
