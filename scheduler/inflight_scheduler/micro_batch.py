@@ -84,7 +84,7 @@ class MicroBatchScheduler:
             state = request.state
             if not until <= state < after or request.request_id in inflight_request_ids:
                 continue
-            is_context = state is LlmRequestState.CONTEXT_INIT
+            is_context = request.is_context_init_state
             is_encoder = state is LlmRequestState.ENCODER_INIT
             if is_context:
                 cost = self._context_cost(request)
