@@ -116,6 +116,58 @@ class Lazy(OneAtATime):
         return [], [], []
 
 
+class Repeats(OneAtATime):
+    """Names a request twice."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """The decision, with everybody in it once more."""
+        context, generation, _ = super().schedule_request(active_requests, inflight_request_ids)
+        return context * 2, generation * 2, []
+
+
+class Invents(OneAtATime):
+    """Names a request that nobody has sent, beside one that somebody has."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """The decision, with one more to begin."""
+        context, generation, _ = super().schedule_request(active_requests, inflight_request_ids)
+        return [*context, LlmRequest(99, [1], 5)], generation, []
+
+
+class Empties(OneAtATime):
+    """Takes everybody out of the list it is given, and lets nobody run."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """As one that looks for whoever fits, and finds that nobody does."""
+        assert isinstance(active_requests, list)
+        while active_requests:
+            active_requests.pop()
+        return [], [], []
+
+
+class TakesOut(OneAtATime):
+    """Takes each request that it lets run out of the list it is given."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """The shortest ones first, three at most."""
+        assert isinstance(active_requests, list)
+        context: list[LlmRequest] = []
+        generation: list[LlmRequest] = []
+        while active_requests and len(context) + len(generation) < 3:
+            shortest = min(active_requests, key=lambda r: r.max_num_tokens)
+            active_requests.remove(shortest)
+            (context if shortest.is_context_init_state else generation).append(shortest)
+        return context, generation, []
+
+
 class BadChunks(OneAtATime):
     """Writes a chunk size that its decision is refused for."""
 

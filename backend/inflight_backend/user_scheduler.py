@@ -124,7 +124,8 @@ class GuardedScheduler(RequestScheduler):
             self.is_overruled = False
             if not shown:
                 return [], [], []
-            decision = self._scheduler.schedule_request(shown, inflight_request_ids)
+            # A list of its own: it may take requests out as it goes, and has to be held to all.
+            decision = self._scheduler.schedule_request(list(shown), inflight_request_ids)
             checked = check_possible(
                 decision, shown, self._settings, self._planner, inflight_request_ids
             )

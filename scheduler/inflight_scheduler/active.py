@@ -188,6 +188,14 @@ class ActiveRequests(Sequence[LlmRequest]):
         """Who generates, in order; the same list object until that changes, and never altered."""
         return self._generation.view()
 
+    def view_of(self, requests: Sequence[LlmRequest]) -> Sequence[LlmRequest]:
+        """`generation` itself where ``requests`` is a list of the same, else ``requests``.
+
+        So a plan after a pause costs what changed, too. Beams are looked at one by one.
+        """
+        view = self.generation
+        return view if view == requests and not self.num_with_beams_or_adapter else requests
+
     @property
     def generation_slots(self) -> tuple[int | None, ...]:
         """The slots of `generation`, in that order; a slot does not change while one generates."""

@@ -338,7 +338,7 @@ class _BatchWalk:
         budget = micro_batch.max_num_tokens
         self._num_tokens_left = 0 if budget is None else budget - num_tokens
         self._has_contexts = any(request.is_context_init_state for request in context)
-        self._first_cut_id: int | None = None  # the first context, when it and so no other runs
+        self._first_cut_id: int | None = None  # the one behind which nobody starts
         self._num_cut = 0
 
     def count(self, request: LlmRequest) -> None:
@@ -371,11 +371,15 @@ class _BatchWalk:
         return WaitReason(WaitCode.BEAMS, behind_id=other.request_id), False
 
     def _cut(self, request: LlmRequest, unit_size: int) -> WaitReason:
-        """A context that may be cut and gets nothing: if even the first does not, nobody does."""
+        """A context that may be cut and gets nothing.
+
+        If even the first does not, nobody does; and nobody starts behind one that would start.
+        """
         num_ahead, self._num_cut = self._num_cut, self._num_cut + 1
-        if self._first_cut_id is not None:
-            return WaitReason(WaitCode.BEHIND, behind_id=self._first_cut_id, num_ahead=num_ahead)
-        if not self._has_contexts:
+        if request.is_first_context_chunk or not self._has_contexts:
+            first_id = self._first_cut_id
+            if first_id is not None:
+                return WaitReason(WaitCode.BEHIND, behind_id=first_id, num_ahead=num_ahead)
             self._first_cut_id = request.request_id
         smallest = min(self._micro_batch.num_tokens_to_compute(request), unit_size)
         return WaitReason(WaitCode.TOKENS, smallest, self._num_tokens_left)

@@ -2,14 +2,18 @@
 
 `capacity` and `micro_batch` are the rules. Here are their results for the usual case, read off the
 sums of `ActiveRequests`: everybody who runs goes on, and the first waiting requests start if there
-is room. Each function answers None when it is not the usual case (somebody must be paused, the
-batch is full, beams, adapters, drafts, further resources, steps still in flight, ...); then the
-rules walk. That both always decide alike is tested as a property.
+is room; or the last ones are paused, if those before them open more blocks than are free. Each
+function answers None when it is not the usual case (the batch is full, beams, adapters, drafts,
+further resources, steps still in flight, ...); then the rules walk. That both always decide alike
+is tested as a property.
 """
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import attrgetter
 
 from inflight_scheduler.active import ActiveRequests
 from inflight_scheduler.capacity import (
@@ -25,6 +29,8 @@ from inflight_scheduler.states import LlmRequestState
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 
+_rank = attrgetter("rank")
+
 
 def decide(
     capacity: CapacityScheduler,
@@ -33,18 +39,28 @@ def decide(
 ) -> Decision | None:
     """What both schedulers together decide, or None when only the walk can tell.
 
-    O(contexts that run + requests that open a block); only for `ActiveRequests`.
+    O(contexts that run + requests that open a block + those paused); only for `ActiveRequests`.
     """
     if not isinstance(active, ActiveRequests) or not _is_usual(capacity, active):
         return None
-    if isinstance(capacity, MaxUtilizationScheduler):
-        contexts = _max_utilization(capacity, active)
-    else:
+    generation, paused = active.generation, list[LlmRequest]()
+    if not isinstance(capacity, MaxUtilizationScheduler):
         contexts = _reserving(capacity, active)
+    elif capacity.two_step_lookahead or not _is_fresh_last(active):
+        return None
+    else:
+        forecast = BlockForecast(active.block_manager)
+        paused = _make_room(active, forecast)
+        if paused:  # nobody behind them runs, nor starts
+            end = paused[-1].rank
+            contexts = [request for request in active.started if request.rank < end]
+            generation = generation[: bisect_left(generation, end, key=_rank)]
+        else:
+            contexts = _max_utilization(capacity, active, forecast)
     if contexts is None:
         return None
-    chosen = _fill(micro_batch, contexts, len(active.generation))
-    return None if chosen is None else (chosen, active.generation, [])
+    chosen = _fill(micro_batch, contexts, len(generation))
+    return None if chosen is None else (chosen, generation, paused)
 
 
 def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
@@ -104,17 +120,30 @@ def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmR
     return fitting
 
 
+def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmRequest]:
+    """Give a block to each that opens one (beam width 1), in order, and pause for it who started
+    last, until there is one; whoever is paused itself is the last one. Returns those paused."""
+    due = active.due_requests()
+    if len(due) <= forecast.num_available:
+        forecast.num_available -= len(due)
+        return []
+    started = (active.started, active.generation, active.completing)
+    last_first = heapq.merge(*map(reversed, started), key=_rank, reverse=True)
+    paused: list[LlmRequest] = []
+    for request in sorted(due, key=_rank):
+        while forecast.num_available < 1 and (not paused or request.rank < paused[-1].rank):
+            paused.append(next(last_first))
+            forecast.release(paused[-1])
+        if paused and request.rank >= paused[-1].rank:
+            break
+        forecast.claim(request, 1)
+    return paused
+
+
 def _max_utilization(
-    capacity: MaxUtilizationScheduler, active: ActiveRequests
-) -> list[LlmRequest] | None:
-    """Fitting contexts when the next step of all who started fits and nobody must be paused."""
-    if capacity.two_step_lookahead or not _is_fresh_last(active):
-        return None
-    manager = active.block_manager
-    forecast = BlockForecast(manager)
-    forecast.num_available -= len(active.due_requests())  # beam width 1: a block each
-    if forecast.num_available < 0:
-        return None
+    capacity: MaxUtilizationScheduler, active: ActiveRequests, forecast: BlockForecast
+) -> list[LlmRequest]:
+    """Fitting contexts when all who started go on, and have their blocks."""
     fitting = list(active.started)
     forecast.promise(fitting)
     limit = capacity.max_num_requests - len(active.generation) - len(active.completing)
@@ -140,14 +169,20 @@ def _is_fresh_last(active: ActiveRequests) -> bool:
 def _fill(
     micro_batch: MicroBatchScheduler, contexts: list[LlmRequest], num_generating: int
 ) -> list[LlmRequest] | None:
-    """The contexts that run next to all of generation; None if the walk may end early."""
+    """The contexts that run next to all of generation; None if the walk may end before those."""
+    budget = micro_batch.max_num_tokens
     if num_generating + len(contexts) > micro_batch.max_batch_size:
         return None
-    budget = micro_batch.max_num_tokens
-    if micro_batch.chunking is None:
-        num_tokens = num_generating + sum(map(micro_batch.num_tokens_to_compute, contexts))
-    else:
-        num_tokens = num_generating
-    if budget is not None and num_tokens > budget:
+    if budget is not None and num_generating > budget:
         return None
+    if budget is not None and micro_batch.chunking is None:
+        num_left = budget - num_generating
+        for place, request in enumerate(contexts):
+            num_left -= micro_batch.num_tokens_to_compute(request)
+            if num_left < 0:  # it waits, and so do those behind it, unless it can never run
+                is_fresh = request.is_first_context_chunk
+                if not is_fresh or micro_batch.num_tokens_to_compute(request) > budget:
+                    return None
+                contexts = contexts[:place]
+                break
     return micro_batch.set_chunks(contexts, num_generating)

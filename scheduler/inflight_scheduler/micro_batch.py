@@ -84,7 +84,7 @@ class MicroBatchScheduler:
             state = request.state
             if not until <= state < after or request.request_id in inflight_request_ids:
                 continue
-            is_context = state is LlmRequestState.CONTEXT_INIT
+            is_context = request.is_context_init_state
             is_encoder = state is LlmRequestState.ENCODER_INIT
             if is_context:
                 cost = self._context_cost(request)
@@ -115,14 +115,21 @@ class MicroBatchScheduler:
         return num_tokens
 
     def set_chunks(self, context: list[LlmRequest], num_other_tokens: int) -> list[LlmRequest]:
-        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget."""
+        """The contexts that run, cut to what ``num_other_tokens`` leave of the budget.
+
+        Nobody starts behind one that would start and gets nothing, however little it asks for:
+        beside a long prompt that is cut, short ones would pass the next long one without end. That
+        is a departure from the published rule; less than a unit is left over.
+        """
         if self.chunking is None or not context:
             return _by_adapter(context)
         budget = self.max_num_tokens
         capacity = None if budget is None else budget - num_other_tokens
-        lengths = [self.num_tokens_to_compute(request) for request in context]
-        num_drafts = [len(request.draft_tokens) for request in context]
-        sizes, kept = self.chunking.chunks(lengths, num_drafts, capacity)
+        lengths, sizes, kept = self._cut(context, self.chunking, capacity)
+        allowed = _without_held_up(context, sizes)
+        if len(allowed) < len(context):
+            context = allowed
+            lengths, sizes, kept = self._cut(context, self.chunking, capacity)
         unfinished: list[LlmRequest] = []
         last: list[LlmRequest] = []
         for request, length, size, num_kept in zip(context, lengths, sizes, kept, strict=True):
@@ -131,6 +138,14 @@ class MicroBatchScheduler:
                 request.num_chunk_drafts = num_kept
                 (last if size == length else unfinished).append(request)
         return _by_adapter(unfinished) + _by_adapter(last)
+
+    def _cut(
+        self, context: list[LlmRequest], chunking: ContextChunking, capacity: int | None
+    ) -> tuple[list[int], list[int], list[int]]:
+        """What each has left, how much of that runs, and how many drafts beside it."""
+        lengths = [self.num_tokens_to_compute(request) for request in context]
+        num_drafts = [len(request.draft_tokens) for request in context]
+        return lengths, *chunking.chunks(lengths, num_drafts, capacity)
 
     def _context_cost(self, request: LlmRequest) -> int:
         """Tokens booked during the walk; contexts that may be cut take what is left after it."""
@@ -144,6 +159,17 @@ class MicroBatchScheduler:
         if self.max_num_tokens is not None and num_tokens > self.max_num_tokens:
             raise ContextTooLong(request.request_id, num_tokens, self.max_num_tokens, what)
         return num_tokens
+
+
+def _without_held_up(context: list[LlmRequest], sizes: list[int]) -> list[LlmRequest]:
+    """``context`` without those that would start behind the first that would and gets nothing."""
+    if all(sizes):
+        return context
+    waits = (r.is_first_context_chunk and size == 0 for r, size in zip(context, sizes, strict=True))
+    end = next((place for place, waits_here in enumerate(waits, start=1) if waits_here), None)
+    if end is None:
+        return context
+    return context[:end] + [r for r in context[end:] if not r.is_first_context_chunk]
 
 
 def _by_adapter(requests: list[LlmRequest]) -> list[LlmRequest]:

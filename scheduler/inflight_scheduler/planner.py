@@ -117,6 +117,8 @@ class BatchPlanner:
         for request in paused_requests:
             self.release(request)
             request.pause()
+        if paused_requests and self.active is not None:
+            generation_requests = self.active.view_of(generation_requests)
         setups: list[SlotSetup] = []
         new_blocks: list[BlockAssignment] = []
         sources: dict[int, int] = {}
@@ -163,10 +165,9 @@ class BatchPlanner:
     ) -> list[LlmRequest]:
         """Apply the engine's tokens; return the requests that got one, in that order.
 
-        ``candidates`` of the rows of a search come in place of their tokens.
-
-        Some of those may be finished now; the caller releases them. Raises `ValueError`, and
-        changes nothing, when the number of tokens is not the one `ScheduledBatch` promises.
+        ``candidates`` of the rows of a search come in place of their tokens. Some requests may be
+        finished now; the caller releases them. Raises `ValueError`, and changes nothing, when the
+        number of tokens is not the one `ScheduledBatch` promises.
         """
         if batch.is_empty:
             return []
@@ -233,10 +234,7 @@ class BatchPlanner:
         tokens: Sequence[int],
         candidates: Candidates = NO_CANDIDATES,
     ) -> list[LlmRequest]:
-        """Apply the tokens of an advanced batch; otherwise as `update`.
-
-        Batches are settled in the order in which they were planned.
-        """
+        """As `update`, for advanced batches, in the order in which they were planned."""
         if batch.is_empty:
             return []
         check_num_tokens(batch, tokens)

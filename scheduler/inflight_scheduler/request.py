@@ -34,6 +34,7 @@ _ENCODER_INIT = LlmRequestState.ENCODER_INIT
 _DISAGG_GENERATION_INIT = LlmRequestState.DISAGG_GENERATION_INIT
 _TRANS_COMPLETE = LlmRequestState.DISAGG_GENERATION_TRANS_COMPLETE
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
+_CONTEXT_INIT_AND_TRANS = LlmRequestState.DISAGG_CONTEXT_INIT_AND_TRANS
 _GENERATION_TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
 _GENERATION_COMPLETE = LlmRequestState.GENERATION_COMPLETE
 
@@ -231,8 +232,8 @@ class LlmRequest:
 
     @property
     def is_context_init_state(self) -> bool:
-        """True while some of the prompt is not computed yet."""
-        return self.state is _CONTEXT_INIT
+        """True while some of the prompt is not computed yet (also where KV leaves meanwhile)."""
+        return self.state is _CONTEXT_INIT or self.state is _CONTEXT_INIT_AND_TRANS
 
     @property
     def is_encoder_init_state(self) -> bool:

@@ -18,6 +18,7 @@ from user_schedulers import (
     BadChunks,
     CutsAnyway,
     CutsContexts,
+    Empties,
     EveryOtherTime,
     Exits,
     ExitsWhenMade,
@@ -26,6 +27,7 @@ from user_schedulers import (
     GenerationAlone,
     Greedy,
     Interrupts,
+    Invents,
     Lazy,
     OneAtATime,
     OwnParts,
@@ -33,7 +35,9 @@ from user_schedulers import (
     PausesMidway,
     Raises,
     RaisesAtFirst,
+    Repeats,
     ShortestFits,
+    TakesOut,
     ThreeAtOnce,
 )
 
@@ -67,9 +71,38 @@ def test_the_users_scheduler_decides() -> None:
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
+def test_it_may_take_requests_out_of_the_list_it_is_given(
+    is_overlapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder([request(i, [100 * i], 30 - i) for i in range(1, 7)])
+    engine = CountingEngine()
+    params = replace(
+        params_for(TakesOut),
+        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+    )
+    with running(recorder, engine, params=params):
+        recorder.wait_for_finals(*range(1, 7))
+    assert "takes over" not in caplog.text
+    assert max(len(b.context_chunks) + len(b.generation_slots) for b in engine.batches) == 3
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize(
     "scheduler",
-    [Raises, Exits, Interrupts, Greedy, Lazy, BadChunks, PausesAll, PausesMidway, CutsAnyway],
+    [
+        Raises,
+        Exits,
+        Interrupts,
+        Greedy,
+        Lazy,
+        Repeats,
+        Invents,
+        Empties,
+        BadChunks,
+        PausesAll,
+        PausesMidway,
+        CutsAnyway,
+    ],
 )
 @pytest.mark.case(98)
 def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98

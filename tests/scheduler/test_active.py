@@ -17,11 +17,16 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
     ContextChunkingPolicy,
+    ContextTooLong,
     FinishReason,
     LlmRequest,
+    MaxUtilizationScheduler,
+    MicroBatchScheduler,
     make_scheduler,
 )
 from inflight_scheduler.request_lines import MAX_CHANGES
+
+UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 
 
 def active_with(*priorities: float, span: float = DEFAULT_PRIORITY_SPAN) -> ActiveRequests:
@@ -154,7 +159,7 @@ def test_bad_additions_are_refused() -> None:
 
 def test_the_usual_step_looks_only_at_who_opens_a_block() -> None:
     manager = BlockManager(64, 8)
-    scheduler = make_scheduler(CapacitySchedulerPolicy.MAX_UTILIZATION, manager, max_batch_size=16)
+    scheduler = make_scheduler(UTILIZATION, manager, max_batch_size=16)
     world = World(scheduler, manager, num_slots=16)
     requests: list[LlmRequest] = [make_request(i, 1 + i % 8, 20) for i in range(16)]
     for request in requests:
@@ -165,6 +170,62 @@ def test_the_usual_step_looks_only_at_who_opens_a_block() -> None:
         assert due == {r.request_id for r in requests if r.num_cached_tokens % 8 == 0}
         assert len(due) == 2
         world.step()
+
+
+@pytest.mark.parametrize("enable_reuse", [False, True])
+def test_a_pause_needs_no_look_at_everybody_either(
+    enable_reuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step two of 16 open a block, and the pool is full."""
+    manager = BlockManager(17, 8, enable_reuse=enable_reuse)
+    scheduler = make_scheduler(UTILIZATION, manager, max_batch_size=16)
+    world = World(scheduler, manager, num_slots=16)
+    for request_id in range(16):
+        world.arrive(make_request(request_id, 1 + request_id % 8, 20))
+    world.step()
+    by_rules = scheduler.schedule_request(list(world.active), ())
+    assert ids(*by_rules) == ([], list(range(15)), [15])
+    assert len(world.active.due_requests()) == 2, "now it is known of all when they open one"
+    looked_at = []
+    num_places_left = BlockManager.num_places_left
+
+    def look(manager: BlockManager, request: LlmRequest) -> int:
+        looked_at.append(request.request_id)
+        return num_places_left(manager, request)
+
+    monkeypatch.setattr(BlockManager, "num_places_left", look)
+    monkeypatch.delattr(MaxUtilizationScheduler, "schedule_request")
+    decision = scheduler.schedule_request(world.active, ())
+    assert ids(*decision) == ids(*by_rules)
+    batch = world.planner.plan(*decision)
+    assert len(batch.new_blocks) == 1, "of the other one that opens a block"
+    assert len(looked_at) == 2 + 1, "the two, and then the one of them that goes on"
+    monkeypatch.undo()
+    world.complete(batch)
+    world.drain()
+
+
+@pytest.mark.parametrize("policy", [UTILIZATION, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT])
+def test_more_prompts_than_an_iteration_holds_need_no_look_at_everybody(
+    policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait from the first one on that is over the budget; one that can never run is named."""
+    manager = BlockManager(64, 8)
+    scheduler = make_scheduler(policy, manager, max_batch_size=16, max_num_tokens=20)
+    world = World(scheduler, manager, num_slots=16)
+    for request_id in range(6):
+        world.arrive(make_request(request_id, 8, 20))
+    for expected in ([0, 1], [2, 3]):
+        by_rules = scheduler.schedule_request(list(world.active), ())
+        with monkeypatch.context() as patch:
+            patch.delattr(MicroBatchScheduler, "schedule")
+            decision = scheduler.schedule_request(world.active, ())
+        assert ids(*decision) == ids(*by_rules)
+        assert ids(decision[0]) == (expected,)
+        world.step(decision)
+    world.arrive(make_request(9, 21, 1, priority=1.0))
+    with pytest.raises(ContextTooLong, match="request 9"):
+        scheduler.schedule_request(world.active, ())
 
 
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)

@@ -124,6 +124,22 @@ class TestMicroBatch:
         assert ids(context) == ([2, 1],)
         assert [request.context_chunk_size for request in context] == [8, 3]
 
+    @pytest.mark.parametrize("policy", list(ContextChunkingPolicy), ids=lambda each: each.name)
+    def test_nobody_starts_behind_one_that_would_start_and_gets_nothing(
+        self, policy: ContextChunkingPolicy
+    ) -> None:
+        """Of 6 tokens 2 are left, too few for a unit of the second."""
+        first, second, third = make_request(1, 40), make_request(2, 40), make_request(3, 2)
+        started = make_request(4, 40)
+        for request, num_computed in ((first, 4), (started, 39)):
+            request.context_chunk_size = num_computed
+            request.move_to_next_context_chunk()
+        micro_batch = MicroBatchScheduler(8, 6, chunking=ContextChunking(policy, unit_size=4))
+        context, _ = micro_batch.schedule([first, second, third, started])
+        assert ids(context) == ([1, 4],), "who has started goes on, wherever it stands"
+        assert [request.context_chunk_size for request in context] == [4, 1]
+        assert third.context_chunk_size == 2, "who does not run is not changed"
+
     def test_the_last_chunk_is_known_by_its_end(self) -> None:
         request = make_request(1, 40)
         for expected in (12, 12, 12, 4):

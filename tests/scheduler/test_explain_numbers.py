@@ -110,6 +110,20 @@ def test_token_budget_then_batch_limit() -> None:
     }
 
 
+def test_who_would_start_behind_a_prompt_that_gets_nothing_waits_for_it() -> None:
+    """Of 10 tokens the first one's units take 8; the third would find room for its one."""
+    chunking = ContextChunking(unit_size=4)
+    scheduler = make_scheduler(
+        GUARANTEED, BlockManager(40, 4), max_batch_size=8, max_num_tokens=10, chunking=chunking
+    )
+    assert reasons_of(
+        scheduler, [make_request(i, n, 4) for i, n in ((1, 40), (2, 40), (3, 1))]
+    ) == {
+        2: "token budget: needs 4 tokens, 2 left",
+        3: "behind 1 other, first of them request 2",
+    }
+
+
 def test_victims_know_for_whom() -> None:
     """4 blocks of 4, both at a border: one more block is needed, so the last started goes."""
     manager = BlockManager(4, 4)

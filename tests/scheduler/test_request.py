@@ -8,11 +8,21 @@ from scheduler.world import make_request
 from inflight_scheduler import FinishReason, LlmRequestState, SamplingParams
 
 
-def test_states_compare_in_chronological_order() -> None:
-    names = [state.name for state in sorted(LlmRequestState)]
-    assert names.index("ENCODER_INIT") < names.index("CONTEXT_INIT")
-    assert names.index("CONTEXT_INIT") < names.index("GENERATION_IN_PROGRESS")
-    assert LlmRequestState.GENERATION_TO_COMPLETE < LlmRequestState.GENERATION_COMPLETE
+def test_states_have_the_published_values_in_chronological_order() -> None:
+    assert [(state.name, state.value) for state in sorted(LlmRequestState)] == [
+        ("UNKNOWN", 0),
+        ("ENCODER_INIT", 1),
+        ("DISAGG_GENERATION_INIT", 8),
+        ("DISAGG_GENERATION_TRANS_IN_PROGRESS", 9),
+        ("CONTEXT_INIT", 10),
+        ("DISAGG_CONTEXT_INIT_AND_TRANS", 11),
+        ("DISAGG_GENERATION_TRANS_COMPLETE", 12),
+        ("GENERATION_IN_PROGRESS", 13),
+        ("GENERATION_TO_COMPLETE", 14),
+        ("GENERATION_COMPLETE", 20),
+        ("DISAGG_CONTEXT_TRANS_IN_PROGRESS", 21),
+        ("DISAGG_CONTEXT_COMPLETE", 22),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,16 @@ class TestDisaggregated:
         result = scheduler.schedule_request([self.coming(1), make_request(2, 4, 4)], ())
         assert ids(*result, result.fitting_disagg_gen_init) == ([2], [], [], [1])
 
+    def test_a_context_whose_kv_leaves_layer_by_layer_is_a_context(self) -> None:
+        scheduler = make_scheduler(
+            GUARANTEED, BlockManager(8, 4), max_batch_size=8, max_num_tokens=8
+        )
+        leaving, other = make_request(1, 5, 4), make_request(2, 4, 4)
+        leaving.state = LlmRequestState.DISAGG_CONTEXT_INIT_AND_TRANS
+        assert ids(*scheduler.schedule_request([leaving, other], ())) == ([1], [], []), "5 + 4 > 8"
+        assert leaving.is_context_init_state
+        assert not leaving.is_generation_in_progress_state
+
     def test_the_reservation_outlasts_the_transfer(self) -> None:
         manager = BlockManager(4, 4)
         on_its_way = self.coming(1)

@@ -9,6 +9,7 @@ from scheduler.world import World, generating, ids, make_request
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
+    ContextChunkingPolicy,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
@@ -27,6 +28,12 @@ def test_values_of_the_published_enums() -> None:
         ("InflightFusedBatching", 2),
     ]
     assert (MAX_UTILIZATION.value, GUARANTEED_NO_EVICT.value) == (0, 1)
+    assert CapacitySchedulerPolicy.STATIC_BATCH.value == 2
+    assert [(policy.name, policy.value) for policy in ContextChunkingPolicy] == [
+        ("FIRST_COME_FIRST_SERVED", 0),
+        ("EQUAL_PROGRESS", 1),
+        ("FORCE_CHUNK", 2),
+    ]
 
 
 def test_factory() -> None:
