@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_client import penalties
+from inflight_client.openai.chat_messages import read_messages
 from inflight_client.openai.chat_template import RESERVED
 from inflight_client.openai.errors import ApiError, bad_field, model_not_found
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import (
-    MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOG_PROBS,
@@ -124,15 +124,6 @@ def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None)
         raise bad_field("top_logprobs", "only together with logprobs = true")
     log_probs = (num_top or 0) if has_log_probs else None
     return _job(body, reader, [prompt], max_tokens, log_probs, _NEUTRAL_CHAT, is_chat=True)
-
-
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a chat with their content as text; `ApiError` names the faulty one."""
-    if not isinstance(value, list) or not value:
-        raise bad_field("messages", "expected a list of at least one message")
-    if len(value) > MAX_MESSAGES:
-        raise bad_field("messages", f"{len(value)} messages, at most {MAX_MESSAGES} are taken")
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
 
 
 def _template_variables(body: Body) -> Mapping[str, Any]:
@@ -332,23 +323,3 @@ def _completion_prompt(value: Any, reader: PromptReader) -> tuple[int, ...]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _message(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise bad_field(name, "expected an object with role and content")
-    role = checked_text(f"{name}.role", value.get("role"))
-    message = {**value, "role": role}
-    content = value.get("content")
-    if isinstance(content, list):
-        parts = enumerate(content)
-        message["content"] = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in parts)
-    elif content is not None or role != "assistant":
-        message["content"] = checked_text(f"{name}.content", content)
-    return message
-
-
-def _part(name: str, value: Any) -> str:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise bad_field(name, 'only parts of the form {"type": "text", "text": ...} are taken')
-    return checked_text(f"{name}.text", value.get("text"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight_client.errors import InvalidArgument
+from inflight_client.openai.chat_messages import for_template, with_objects
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
 from inflight_client.openai.errors import TOO_LONG, ApiError, bad_field
 from inflight_client.openai.fields import checked_text
@@ -75,11 +76,31 @@ class PromptReader:
                 "or start inflight openai with --chat-template",
                 "messages",
             )
+        messages = for_template(messages, self._template.knows)
         try:
-            text = self._template.render(messages, variables)
+            text = _render(self._template, messages, variables)
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
         return self.encode(checked_text("messages", text), "messages", add_special_tokens=False)
+
+
+def _render(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None,
+) -> str:
+    """The arguments of tool calls as most templates want them, else as they were sent (DeepSeek's
+    put the text together); `ValueError` if the template refuses both."""
+    with_arguments = with_objects(messages)
+    try:
+        return template.render(with_arguments, variables)
+    except ValueError as error:
+        if with_arguments is messages:
+            raise
+        try:
+            return template.render(messages, variables)
+        except ValueError:
+            raise error from None
 
 
 def make_prompt_reader(
