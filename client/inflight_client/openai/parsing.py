@@ -175,6 +175,7 @@ def _job(
         includes_usage,
         num_log_probs is not None,
         num_log_probs or 0,
+        has_running_usage,
     )
 
 

@@ -28,6 +28,35 @@ class Limits:
     end_id: int
     stop_token_ids: tuple[int, ...] = ()
 
+    @property
+    def context_words(self) -> str:
+        """How such an error begins."""
+        return f"This model's maximum context length is {self.max_seq_len} tokens. However, "
+
+    def check(self, num_prompt: int, max_tokens: int, param: str) -> None:
+        """`ApiError` if the server would refuse so many tokens of ``param`` and of its answer.
+
+        In OpenAI's words: clients look for them, some for the numbers, to shorten what they send.
+        """
+        words = self.context_words
+        if num_prompt > self.max_input_len:
+            raise ApiError(
+                400,
+                f"{words}your {param} resulted in {num_prompt} tokens, and at most "
+                f"{self.max_input_len} are taken. Please reduce the length of the {param}.",
+                param,
+                TOO_LONG,
+            )
+        total = num_prompt + max_tokens
+        if total > self.max_seq_len:
+            raise ApiError(
+                400,
+                f"{words}you requested {total} tokens ({num_prompt} in the {param}, {max_tokens} "
+                f"in the completion). Please reduce the length of the {param} or completion.",
+                "max_tokens",
+                TOO_LONG,
+            )
+
 
 class PromptReader:
     """The model as clients see it: its name, limits, tokenizer and chat template."""
@@ -49,14 +78,8 @@ class PromptReader:
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of ``text``; `ApiError` if it cannot fit."""
         if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
-            limit = self.limits.max_input_len
-            raise ApiError(
-                400,
-                f"{param}: {len(text)} characters are more than can fit max_input_len = {limit} "
-                "tokens",
-                param,
-                TOO_LONG,
-            )
+            words = f"{self.limits.context_words}you sent {len(text)} characters in the {param}."
+            raise ApiError(400, words, param, TOO_LONG)
         # The batch call gives the interpreter lock back while it works.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
