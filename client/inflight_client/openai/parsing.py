@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,17 @@ _INT64_MAX = 2**63 - 1
 
 _NUMBERS: Mapping[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 2.0),
-    "top_p": ("runtime_top_p", 1e-6, 1.0),
+    "top_p": ("runtime_top_p", 0.0, 1.0),
     "presence_penalty": ("presence_penalty", -2.0, 2.0),
     "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
     "repetition_penalty": ("repetition_penalty", 1e-3, 1e3),
     "min_p": ("min_p", 0.0, 1.0),
 }
 """Field -> tensor and bounds; the last two are no fields of OpenAI's but common among servers."""
+
+_LOWEST_TOP_P = 1e-6
+"""Leaves the likeliest token, as OpenAI's 0 does: that one alone has more. The server's 0 leaves
+all of them."""
 
 _INTEGERS: Mapping[str, tuple[str, int, int]] = {
     "top_k": ("runtime_top_k", -1, _INT32_MAX),
@@ -57,18 +62,40 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
+    "moderation": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory", "in-memory"),
+    # Those of vLLM: programs that measure servers send them with its defaults.
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 """Fields of both calls that are not supported -> values that ask for nothing."""
 
 _NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
     **_NEUTRAL,
+    "add_special_tokens": (True,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
 }
 _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
     **_NEUTRAL,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -187,7 +214,7 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     values: dict[str, object] = {**numbers, **penalties.to_wire(numbers)}
     # OpenAI's default. Without any filter the server takes the likeliest token, whatever the
     # temperature, whose default is 1 with both.
-    values.setdefault("runtime_top_p", 1.0)
+    values["runtime_top_p"] = max(numbers.get("runtime_top_p", 1.0), _LOWEST_TOP_P)
     for field, (tensor, lowest, highest) in _INTEGERS.items():
         if (integer := body.integer(field, lowest, highest)) is not None:
             values[tensor] = max(integer, 0)  # -1 is vLLM's top_k for all tokens
@@ -259,8 +286,12 @@ def _guide(value: Any) -> dict[str, object]:
     if kind == "text":
         return {}
     if kind == "json_object":
-        # The server's own json allows arrays as well; OpenAI promises an object.
-        return _schema_guide({"type": "object"})
+        # The server's own json allows arrays as well; OpenAI promises an object. Its schema may
+        # stand right here, as other servers have it.
+        schema = value.get("schema")
+        if not isinstance(schema, (dict, NoneType)):
+            raise bad_field("response_format", "schema must be an object")
+        return _schema_guide({"type": "object"} if schema is None else schema)
     if kind == "json_schema":
         holder = value.get("json_schema")
         schema = holder.get("schema") if isinstance(holder, dict) else None

@@ -54,6 +54,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
     [
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"top_p": 0.5}, {"runtime_top_p": 0.5}),
+        ({"top_p": 0}, {"runtime_top_p": 1e-6}),  # the likeliest; the server's 0 leaves all
         ({"top_k": 5}, {"runtime_top_k": 5}),
         ({"top_k": -1}, {"runtime_top_k": 0}),
         ({"min_tokens": 2}, {"min_length": 2}),
@@ -88,6 +89,10 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
             },
         ),
         (
+            {"response_format": {"type": "json_object", "schema": {"a": 1}}},  # instructor's
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
             {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
         ),
@@ -95,6 +100,12 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"user": "u", "logit_bias": {}, "seed": None, "store": False}, {}),
         ({"safety_identifier": "u", "prompt_cache_key": "k"}, {}),
         ({"prompt_cache_retention": "in_memory"}, {}),
+        ({"prompt_cache_options": {"mode": "implicit"}, "moderation": None}, {}),
+        # vLLM's fields with vLLM's defaults.
+        ({"skip_special_tokens": True, "spaces_between_special_tokens": True}, {}),
+        ({"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}, {}),
+        ({"bad_words": [], "include_stop_str_in_output": False, "priority": 0}, {}),
+        ({"prompt_logprobs": None, "return_token_ids": False, "echo": False}, {}),
     ],
 )
 def test_sampling_fields_become_tensors(
@@ -149,7 +160,7 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"temperature": 10**400}, "temperature"),
         ({"max_tokens": 10**4000}, "max_tokens"),
         ({"logit_bias": {"5": 10**400}}, "logit_bias"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": 1.5}, "n"),
@@ -163,6 +174,8 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options"),
         ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
@@ -178,6 +191,9 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"user": 5}, "user"),
         ({"prompt_cache_key": 5}, "prompt_cache_key"),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"surprise": 1}, "surprise"),
     ],
 )
@@ -251,6 +267,8 @@ def test_a_schema_that_could_just_be_read_may_be_too_deep_to_be_passed_on(
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"prompt": "x"}, "prompt"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ],
