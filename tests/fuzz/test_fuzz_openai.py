@@ -29,7 +29,7 @@ FIELDS = sorted(
     {*_NUMBERS, *_INTEGERS, *_NEUTRAL_CHAT, *_NEUTRAL_COMPLETION}
     | {"max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "seed", "stop"}
     | {"ignore_eos", "cache_salt", "logit_bias", "response_format", "user", "stream"}
-    | {"stream_options", "model", "prompt", "messages"}
+    | {"stream_options", "model", "prompt", "messages", "echo"}
 )
 NUMBERS = st.sampled_from(
     [0, 1, 2, -1, 5, 257, 258, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308]

@@ -100,6 +100,11 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param, "invalid_value")
 
 
+def unsupported(param: str, message: str = "not supported by this server") -> ApiError:
+    """The error for a field whose value asks for what there is not."""
+    return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
+
+
 def from_upstream(error: InflightError) -> ApiError:
     """What the client is told when the server refuses or fails. The address stays in our log."""
     if isinstance(error, InvalidArgument):

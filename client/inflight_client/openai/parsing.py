@@ -20,7 +20,7 @@ import numpy.typing as npt
 from inflight_client import penalties
 from inflight_client.openai.chat_messages import read_messages
 from inflight_client.openai.chat_template import RESERVED
-from inflight_client.openai.errors import ApiError, bad_field, model_not_found
+from inflight_client.openai.errors import ApiError, bad_field, model_not_found, unsupported
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import (
@@ -86,7 +86,6 @@ _NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
     **_NEUTRAL,
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
@@ -112,7 +111,11 @@ _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """One HTTP request: prompts as ids, and the tensors that go with each of them."""
+    """One HTTP request: prompts as ids, and the tensors that go with each of them.
+
+    ``includes_usage``: the stream ends with it; ``has_running_usage``: every event tells it so far.
+    ``echoes``: texts of the prompts, if every answer is to begin with its own.
+    """
 
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
@@ -123,15 +126,25 @@ class GenerationJob:
     includes_usage: bool
     has_log_probs: bool
     num_top_log_probs: int = 0
+    has_running_usage: bool = False
+    echoes: tuple[str, ...] = ()
 
 
 def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
     """The job of ``/v1/completions``."""
     _check_model(body, reader)
-    prompts = [_completion_prompt(p, reader) for p in _split_prompts(body.take("prompt"))]
+    given = _split_prompts(body.take("prompt"))
+    prompts = [_completion_prompt(each, reader) for each in given]
     max_tokens = body.integer("max_tokens", 1, _INT32_MAX) or DEFAULT_COMPLETION_TOKENS
     log_probs = body.integer("logprobs", 0, MAX_TOP_LOG_PROBS)
-    return _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
+    is_echoing = body.flag("echo")
+    if is_echoing and log_probs is not None:
+        raise unsupported("echo", "not together with logprobs: those of prompts are not told")
+    job = _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
+    if not is_echoing:
+        return job
+    texts = (each if isinstance(each, str) else reader.decode(each) for each in given)
+    return replace(job, echoes=tuple(texts))
 
 
 def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None) -> GenerationJob:
@@ -189,9 +202,11 @@ def _job(
     for label in _LABELS:
         body.text(label)
     is_streaming = body.flag("stream")
-    includes_usage = _stream_options(body.take("stream_options"), is_streaming)
+    includes_usage, has_running_usage = _stream_options(body.take("stream_options"), is_streaming)
     body.accept_neutral(neutral)
     body.check_empty()
+    for prompt in prompts:
+        reader.limits.check(len(prompt), max_tokens, "messages" if is_chat else "prompt")
     return GenerationJob(
         is_chat,
         tuple(prompts),
@@ -309,17 +324,18 @@ def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
     return {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
 
 
-def _stream_options(value: Any, is_streaming: bool) -> bool:
-    """Whether the stream ends with its usage."""
+def _stream_options(value: Any, is_streaming: bool) -> tuple[bool, bool]:
+    """Whether the stream ends with its usage, and whether every event tells it so far."""
     if value is None:
-        return False
+        return False, False
     if not is_streaming:
         raise bad_field("stream_options", "only together with stream = true")
-    options = dict(value) if isinstance(value, dict) else {"": value}
-    includes_usage = options.pop("include_usage", False)
-    if options.pop("include_obfuscation", False) or options or not isinstance(includes_usage, bool):
+    given = value if isinstance(value, dict) else {"": value}
+    options = {name: each for name, each in given.items() if each is not None}
+    ends, runs = (options.pop(name, False) for name in ("include_usage", "continuous_usage_stats"))
+    if options.pop("include_obfuscation", False) or options or {type(ends), type(runs)} != {bool}:
         raise bad_field("stream_options", 'expected {"include_usage": true or false}')
-    return includes_usage
+    return ends, ends and runs  # the second is of vLLM, and nothing there without the first
 
 
 def _check_model(body: Body, reader: PromptReader) -> None:

@@ -87,6 +87,11 @@ class PromptReader:
         ids: list[int] = encoding.ids
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, without special tokens."""
+        text: str = self._tokenizer.decode(ids)
+        return text
+
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
     ) -> list[int]:

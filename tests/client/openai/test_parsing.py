@@ -129,6 +129,27 @@ def test_a_chat_may_say_that_it_asks_for_no_more_than_there_is(
         chat(reader, **{field: something})
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, (False, False)),
+        ({"include_usage": None, "include_obfuscation": False}, (False, False)),
+        ({"include_usage": True}, (True, False)),
+        # As guidellm and aiperf send them, which count tokens by the usage of each event.
+        ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
+        ({"continuous_usage_stats": True}, (False, False)),  # as vLLM has it
+    ],
+)
+def test_what_a_stream_tells_of_its_usage(
+    reader: PromptReader, options: dict[str, Any], wanted: tuple[bool, bool]
+) -> None:
+    for job in (
+        completion(reader, stream=True, stream_options=options),
+        chat(reader, stream=True, stream_options=options),
+    ):
+        assert (job.includes_usage, job.has_running_usage) == wanted
+
+
 def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
     assert completion(reader, logprobs=0).values["return_log_probs"] is True
     assert chat(reader, logprobs=True, top_logprobs=0).has_log_probs
@@ -178,8 +199,10 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logit_bias": {"258": 1}}, "logit_bias"),
@@ -328,6 +351,14 @@ def test_logit_bias_is_a_bias_for_every_token(reader: PromptReader) -> None:
     bias: Any = completion(reader, logit_bias={"5": -100, "257": 0.5}).values["embedding_bias"]
     assert (bias.shape, bias.dtype) == ((258,), "float32")
     assert (bias[5], bias[257], abs(bias).sum()) == (-100, 0.5, 100.5)
+
+
+def test_an_echo_is_the_prompt_as_it_was_sent(reader: PromptReader) -> None:
+    assert completion(reader, echo=True).echoes == ("1 2",)
+    ids = reader.encode("3 4", "prompt", add_special_tokens=True)
+    assert completion(reader, prompt=ids, echo=True).echoes == ("3 4",)
+    assert completion(reader, prompt=["ä", "5"], echo=True, n=2).echoes == ("ä", "5")
+    assert completion(reader, echo=False).echoes == ()
 
 
 def test_every_prompt_is_a_request_of_its_own(reader: PromptReader) -> None:
