@@ -72,7 +72,7 @@ class Front:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.get("/v1/models/{name}", self._model),
+                web.get("/v1/models/{name:.+}", self._model),  # it may have slashes
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
             ]
