@@ -28,6 +28,7 @@ from inflight_client.openai.answers import (
 from inflight_client.openai.aside import Aside
 from inflight_client.openai.errors import ApiError, from_upstream, model_not_found
 from inflight_client.openai.fields import Body
+from inflight_client.openai.origins import AllowedOrigins
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
 from inflight_client.openai.places import Place, Places
 from inflight_client.openai.private_log import get_logger
@@ -77,6 +78,7 @@ class Front:
                 web.post("/v1/chat/completions", self._chat),
             ]
         )
+        AllowedOrigins(self._settings.allowed_origins).add_to(app)
         app.on_shutdown.append(self._drain)
         return app
 
