@@ -129,6 +129,35 @@ def test_streams_with_usage(client: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 37
 
 
+def test_every_event_tells_the_usage_so_far(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(
+            model=MODEL, prompt="1 2 3", max_tokens=30, stream=True, stream_options=options
+        )
+    )
+    counts = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(counts) == len(chunks)
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < 30 == counts[-1]
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_an_echo_stands_before_each_answer(client: openai.OpenAI, is_streaming: bool) -> None:
+    request: Any = {"model": MODEL, "echo": True, "n": 2, "max_tokens": 12, "temperature": 0}
+    for prompts, echoes in ((["1 2 3", "50 51"], ["1 2 3", "50 51"]), ([0, 18], ["1"])):
+        texts = [""] * 2 * len(echoes)
+        if is_streaming:
+            for chunk in client.completions.create(prompt=prompts, **request, stream=True):
+                texts[chunk.choices[0].index] += chunk.choices[0].text
+        else:
+            for choice in client.completions.create(prompt=prompts, **request).choices:
+                texts[choice.index] = choice.text
+        for text, echo in zip(texts, [each for each in echoes for _ in range(2)], strict=True):
+            assert text.startswith(echo)
+            assert_counts(echo, text.removeprefix(echo), 12)
+
+
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(
     client: openai.OpenAI, is_streaming: bool
@@ -261,8 +290,8 @@ def test_response_format_is_kept(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"max_tokens": 100_000}, 400, "max_tokens"),  # judged by the server
-        ({"prompt": [999_999]}, 400, "prompt"),
+        ({"max_tokens": 100_000}, 400, "max_tokens"),
+        ({"prompt": [999_999]}, 400, "prompt"),  # judged by the server
         ({"min_tokens": 50}, 400, "min_tokens"),
         ({"response_format": BAD_SCHEMA}, 400, "response_format"),
         ({"model": "other"}, 404, "model"),  # judged by the front

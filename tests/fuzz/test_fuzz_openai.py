@@ -29,13 +29,17 @@ FIELDS = sorted(
     {*_NUMBERS, *_INTEGERS, *_NEUTRAL_CHAT, *_NEUTRAL_COMPLETION}
     | {"max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "seed", "stop"}
     | {"ignore_eos", "cache_salt", "logit_bias", "response_format", "user", "stream"}
-    | {"stream_options", "model", "prompt", "messages"}
+    | {"stream_options", "model", "prompt", "messages", "echo"}
 )
 NUMBERS = st.sampled_from(
     [0, 1, 2, -1, 5, 257, 258, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308]
 )
 TEXTS = st.text(max_size=20) | st.sampled_from(["", "\ud800", "\0", "5", "text", "json_object"])
-KEYS = TEXTS | st.sampled_from(["type", "json_schema", "schema", "role", "content", "text", "name"])
+KEYS = TEXTS | st.sampled_from(
+    ["type", "json_schema", "schema", "role", "content", "text", "name", "function", "arguments"]
+)
+ROLES = TEXTS | st.sampled_from(["user", "assistant", "developer", "tool"])
+MESSAGE_KEYS = st.sampled_from(["content", "tool_calls", "name", "refusal"])
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
@@ -52,7 +56,8 @@ def bodies(draw: st.DrawFn) -> bytes:
     if draw(st.booleans()):
         content["prompt"] = draw(st.sampled_from(["1 2", [5, 6], ["1", "2"], [[5], [6]]]))
     if draw(st.booleans()):
-        content["messages"] = [{"role": draw(TEXTS), "content": draw(TEXTS)}]
+        message = {"role": draw(ROLES), "content": draw(TEXTS)}
+        content["messages"] = [message | draw(st.dictionaries(MESSAGE_KEYS, VALUES, max_size=2))]
     content |= draw(st.dictionaries(st.sampled_from(FIELDS) | TEXTS, VALUES, max_size=3))
     return json.dumps(content).encode()
 

@@ -65,14 +65,18 @@ class Head:
 
 
 def new_choices(job: GenerationJob) -> list[Choice]:
-    """The answers of a job, still empty."""
-    return [Choice() for _ in range(len(job.prompts) * job.num_answers)]
+    """The answers of a job, with nothing but the texts of their prompts, if those are wanted."""
+    echoes = job.echoes or [""] * len(job.prompts)
+    return [Choice([echo]) for echo in echoes for _ in range(job.num_answers)]
 
 
 def usage(job: GenerationJob, choices: Sequence[Choice]) -> dict[str, int]:
     """Tokens read and written."""
+    return _usage(job, sum(choice.num_tokens for choice in choices))
+
+
+def _usage(job: GenerationJob, num_new: int) -> dict[str, int]:
     num_prompt = sum(map(len, job.prompts))
-    num_new = sum(choice.num_tokens for choice in choices)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
@@ -101,7 +105,12 @@ def whole_answer(
                 "finish_reason": choice.finish_reason,
             }
         )
-    return {**head.fields(is_chunk=False), "choices": rows, "usage": usage(job, choices)}
+    return {
+        **head.fields(is_chunk=False),
+        "choices": rows,
+        "usage": usage(job, choices),
+        "system_fingerprint": None,  # we have none, but some clients (MLCommons') ask for the key
+    }
 
 
 class EventWriter:
@@ -111,19 +120,24 @@ class EventWriter:
         self._job = job
         self._token_of = token_of
         self._start = f'data: {json.dumps(head.fields(is_chunk=True))[:-1]}, "choices": ['
-        # With usage asked for, every event has the field, null but in the last one.
-        self._no_usage = ', "usage": null' if job.includes_usage else ""
+        self._num_new = 0
         self._text_key = '"delta": {"content": ' if job.is_chat else '"text": '
         self._text_end = "}" if job.is_chat else ""
 
     def opening(self, index: int) -> bytes:
-        """The first event of a chat's answer, which names the role; nothing for a completion."""
+        """The first event of an answer: the role in a chat, the text of the prompt if that is
+        wanted, else nothing."""
         if not self._job.is_chat:
-            return b""
+            echo = self._job.echoes[index // self._job.num_answers] if self._job.echoes else ""
+            return (
+                self._event(index, f'"text": {json.dumps(echo)}', "null", "null") if echo else b""
+            )
         return self._event(index, '"delta": {"role": "assistant", "content": ""}', "null", "null")
 
     def piece(self, index: int, piece: Piece, choice: Choice) -> bytes:
-        """What a response adds to its answer; nothing if that is no text yet."""
+        """What a response adds to its answer; nothing if that is no text yet. Every response, in
+        order: the usage so far is counted here."""
+        self._num_new += piece.num_tokens
         if not piece.text and not piece.log_probs:
             return b""
         log_probs = "null"
@@ -148,8 +162,14 @@ class EventWriter:
     def _event(self, index: int, content: str, log_probs: str, finish: str) -> bytes:
         return (
             f'{self._start}{{"index": {index}, {content}, "logprobs": {log_probs}, '
-            f'"finish_reason": {finish}}}]{self._no_usage}}}\n\n'
+            f'"finish_reason": {finish}}}]{self._usage_so_far()}}}\n\n'
         ).encode()
+
+    def _usage_so_far(self) -> str:
+        """With usage asked for, every event has the field, else null in all but the last one."""
+        if self._job.has_running_usage:
+            return f', "usage": {json.dumps(_usage(self._job, self._num_new))}'
+        return ', "usage": null' if self._job.includes_usage else ""
 
 
 def error_event(body: dict[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ from inflight_client.openai.answers import (
 from inflight_client.openai.aside import Aside
 from inflight_client.openai.errors import ApiError, from_upstream, model_not_found
 from inflight_client.openai.fields import Body
+from inflight_client.openai.origins import AllowedOrigins
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
 from inflight_client.openai.places import Place, Places
 from inflight_client.openai.private_log import get_logger
@@ -72,11 +73,12 @@ class Front:
             [
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
-                web.get("/v1/models/{name}", self._model),
+                web.get("/v1/models/{name:.+}", self._model),  # it may have slashes
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
             ]
         )
+        AllowedOrigins(self._settings.allowed_origins).add_to(app)
         app.on_shutdown.append(self._drain)
         return app
 

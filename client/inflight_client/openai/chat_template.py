@@ -50,6 +50,11 @@ class ChatTemplate:
                 f"the chat template is not valid Jinja (line {error.lineno}: {error.message})."
             ) from None
         self._special_tokens = dict(special_tokens)
+        self._source = source
+
+    def knows(self, word: str) -> bool:
+        """Whether it has a ``word`` of messages, such as a role: else it cannot write it."""
+        return word in self._source
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None

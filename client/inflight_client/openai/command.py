@@ -46,6 +46,10 @@ def openai(
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages whose browser may call it; * for any; repeatable."),
+    ] = None,
 ) -> None:
     """Serve OpenAI's API (/v1/completions, /v1/chat/completions) in front of an inflight server."""
     settings = FrontSettings(
@@ -59,6 +63,7 @@ def openai(
         max_body_bytes=max_body_bytes,
         timeout=timeout,
         drain_seconds=drain_seconds,
+        allowed_origins=tuple(allow_origin or ()),
     )
     # gRPC's own lines: the threads that write them would stand still with whoever reads them.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

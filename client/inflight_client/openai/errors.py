@@ -54,6 +54,9 @@ TENSOR_TO_FIELD = {
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a text that does not fit: clients look for it, to shorten what they send."""
 
+_TOO_LONG_WORDS = "This model's maximum context length is exceeded: "
+"""More clients look for these (LiteLLM's, and all that use it)."""
+
 _LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV blocks)\b")
 _TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
 _UNKNOWN_INPUT = re.compile(r"^unexpected inference input '(\w+)'")  # Triton's own words
@@ -97,6 +100,11 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param, "invalid_value")
 
 
+def unsupported(param: str, message: str = "not supported by this server") -> ApiError:
+    """The error for a field whose value asks for what there is not."""
+    return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
+
+
 def from_upstream(error: InflightError) -> ApiError:
     """What the client is told when the server refuses or fails. The address stays in our log."""
     if isinstance(error, InvalidArgument):
@@ -126,9 +134,11 @@ def _from_server(error: ServerError) -> ApiError:
         return ApiError(503, "the inference server cannot take requests now")
     is_refused = status == 400  # a server that is full tells its KV blocks, too
     found = _TENSOR.search(message) if is_refused else None
+    is_too_long = is_refused and _LIMIT_OF_LENGTH.search(message)
     return ApiError(
         status,
-        _TENSOR.sub(lambda match: TENSOR_TO_FIELD[match[1]], message),
+        (_TOO_LONG_WORDS if is_too_long else "")
+        + _TENSOR.sub(lambda match: TENSOR_TO_FIELD[match[1]], message),
         TENSOR_TO_FIELD[found[1]] if found else None,
-        TOO_LONG if is_refused and _LIMIT_OF_LENGTH.search(message) else None,
+        TOO_LONG if is_too_long else None,
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from inflight_client.openai.errors import ApiError, bad_field
+from inflight_client.openai.errors import ApiError, bad_field, unsupported
 
 _MAX_SHOWN = 40  # characters of a number in an error
 
@@ -77,9 +77,7 @@ class Body:
         for name, values in name_to_values.items():
             value = self.take(name)
             if value is not None and value not in values:
-                raise ApiError(
-                    400, f"{name}: not supported by this server", name, "unsupported_parameter"
-                )
+                raise unsupported(name)
 
     def check_empty(self) -> None:
         """`ApiError` for a field that nobody took."""

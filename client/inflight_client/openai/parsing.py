@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight_client import penalties
+from inflight_client.openai.chat_messages import read_messages
 from inflight_client.openai.chat_template import RESERVED
-from inflight_client.openai.errors import ApiError, bad_field, model_not_found
+from inflight_client.openai.errors import ApiError, bad_field, model_not_found, unsupported
 from inflight_client.openai.fields import Body, checked_text
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import (
-    MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_STOP_STRINGS,
     MAX_TOP_LOG_PROBS,
@@ -36,13 +37,17 @@ _INT64_MAX = 2**63 - 1
 
 _NUMBERS: Mapping[str, tuple[str, float, float]] = {
     "temperature": ("temperature", 0.0, 2.0),
-    "top_p": ("runtime_top_p", 1e-6, 1.0),
+    "top_p": ("runtime_top_p", 0.0, 1.0),
     "presence_penalty": ("presence_penalty", -2.0, 2.0),
     "frequency_penalty": ("frequency_penalty", -2.0, 2.0),
     "repetition_penalty": ("repetition_penalty", 1e-3, 1e3),
     "min_p": ("min_p", 0.0, 1.0),
 }
 """Field -> tensor and bounds; the last two are no fields of OpenAI's but common among servers."""
+
+_LOWEST_TOP_P = 1e-6
+"""Leaves the likeliest token, as OpenAI's 0 does: that one alone has more. The server's 0 leaves
+all of them."""
 
 _INTEGERS: Mapping[str, tuple[str, int, int]] = {
     "top_k": ("runtime_top_k", -1, _INT32_MAX),
@@ -57,18 +62,39 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "metadata": ({},),
+    "moderation": (),
+    "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory", "in-memory"),
+    # Those of vLLM: programs that measure servers send them with its defaults.
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "early_stopping": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
 """Fields of both calls that are not supported -> values that ask for nothing."""
 
 _NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
     **_NEUTRAL,
+    "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
 }
 _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
     **_NEUTRAL,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -85,7 +111,11 @@ _NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """One HTTP request: prompts as ids, and the tensors that go with each of them."""
+    """One HTTP request: prompts as ids, and the tensors that go with each of them.
+
+    ``includes_usage``: the stream ends with it; ``has_running_usage``: every event tells it so far.
+    ``echoes``: texts of the prompts, if every answer is to begin with its own.
+    """
 
     is_chat: bool
     prompts: tuple[tuple[int, ...], ...]
@@ -96,15 +126,25 @@ class GenerationJob:
     includes_usage: bool
     has_log_probs: bool
     num_top_log_probs: int = 0
+    has_running_usage: bool = False
+    echoes: tuple[str, ...] = ()
 
 
 def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
     """The job of ``/v1/completions``."""
     _check_model(body, reader)
-    prompts = [_completion_prompt(p, reader) for p in _split_prompts(body.take("prompt"))]
+    given = _split_prompts(body.take("prompt"))
+    prompts = [_completion_prompt(each, reader) for each in given]
     max_tokens = body.integer("max_tokens", 1, _INT32_MAX) or DEFAULT_COMPLETION_TOKENS
     log_probs = body.integer("logprobs", 0, MAX_TOP_LOG_PROBS)
-    return _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
+    is_echoing = body.flag("echo")
+    if is_echoing and log_probs is not None:
+        raise unsupported("echo", "not together with logprobs: those of prompts are not told")
+    job = _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
+    if not is_echoing:
+        return job
+    texts = (each if isinstance(each, str) else reader.decode(each) for each in given)
+    return replace(job, echoes=tuple(texts))
 
 
 def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None) -> GenerationJob:
@@ -124,15 +164,6 @@ def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None)
         raise bad_field("top_logprobs", "only together with logprobs = true")
     log_probs = (num_top or 0) if has_log_probs else None
     return _job(body, reader, [prompt], max_tokens, log_probs, _NEUTRAL_CHAT, is_chat=True)
-
-
-def read_messages(value: Any) -> list[dict[str, Any]]:
-    """The messages of a chat with their content as text; `ApiError` names the faulty one."""
-    if not isinstance(value, list) or not value:
-        raise bad_field("messages", "expected a list of at least one message")
-    if len(value) > MAX_MESSAGES:
-        raise bad_field("messages", f"{len(value)} messages, at most {MAX_MESSAGES} are taken")
-    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
 
 
 def _template_variables(body: Body) -> Mapping[str, Any]:
@@ -171,9 +202,11 @@ def _job(
     for label in _LABELS:
         body.text(label)
     is_streaming = body.flag("stream")
-    includes_usage = _stream_options(body.take("stream_options"), is_streaming)
+    includes_usage, has_running_usage = _stream_options(body.take("stream_options"), is_streaming)
     body.accept_neutral(neutral)
     body.check_empty()
+    for prompt in prompts:
+        reader.limits.check(len(prompt), max_tokens, "messages" if is_chat else "prompt")
     return GenerationJob(
         is_chat,
         tuple(prompts),
@@ -184,6 +217,7 @@ def _job(
         includes_usage,
         num_log_probs is not None,
         num_log_probs or 0,
+        has_running_usage,
     )
 
 
@@ -195,7 +229,7 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     values: dict[str, object] = {**numbers, **penalties.to_wire(numbers)}
     # OpenAI's default. Without any filter the server takes the likeliest token, whatever the
     # temperature, whose default is 1 with both.
-    values.setdefault("runtime_top_p", 1.0)
+    values["runtime_top_p"] = max(numbers.get("runtime_top_p", 1.0), _LOWEST_TOP_P)
     for field, (tensor, lowest, highest) in _INTEGERS.items():
         if (integer := body.integer(field, lowest, highest)) is not None:
             values[tensor] = max(integer, 0)  # -1 is vLLM's top_k for all tokens
@@ -267,8 +301,12 @@ def _guide(value: Any) -> dict[str, object]:
     if kind == "text":
         return {}
     if kind == "json_object":
-        # The server's own json allows arrays as well; OpenAI promises an object.
-        return _schema_guide({"type": "object"})
+        # The server's own json allows arrays as well; OpenAI promises an object. Its schema may
+        # stand right here, as other servers have it.
+        schema = value.get("schema")
+        if not isinstance(schema, (dict, NoneType)):
+            raise bad_field("response_format", "schema must be an object")
+        return _schema_guide({"type": "object"} if schema is None else schema)
     if kind == "json_schema":
         holder = value.get("json_schema")
         schema = holder.get("schema") if isinstance(holder, dict) else None
@@ -286,17 +324,18 @@ def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
     return {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
 
 
-def _stream_options(value: Any, is_streaming: bool) -> bool:
-    """Whether the stream ends with its usage."""
+def _stream_options(value: Any, is_streaming: bool) -> tuple[bool, bool]:
+    """Whether the stream ends with its usage, and whether every event tells it so far."""
     if value is None:
-        return False
+        return False, False
     if not is_streaming:
         raise bad_field("stream_options", "only together with stream = true")
-    options = dict(value) if isinstance(value, dict) else {"": value}
-    includes_usage = options.pop("include_usage", False)
-    if options.pop("include_obfuscation", False) or options or not isinstance(includes_usage, bool):
+    given = value if isinstance(value, dict) else {"": value}
+    options = {name: each for name, each in given.items() if each is not None}
+    ends, runs = (options.pop(name, False) for name in ("include_usage", "continuous_usage_stats"))
+    if options.pop("include_obfuscation", False) or options or {type(ends), type(runs)} != {bool}:
         raise bad_field("stream_options", 'expected {"include_usage": true or false}')
-    return includes_usage
+    return ends, ends and runs  # the second is of vLLM, and nothing there without the first
 
 
 def _check_model(body: Body, reader: PromptReader) -> None:
@@ -332,23 +371,3 @@ def _completion_prompt(value: Any, reader: PromptReader) -> tuple[int, ...]:
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _message(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise bad_field(name, "expected an object with role and content")
-    role = checked_text(f"{name}.role", value.get("role"))
-    message = {**value, "role": role}
-    content = value.get("content")
-    if isinstance(content, list):
-        parts = enumerate(content)
-        message["content"] = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in parts)
-    elif content is not None or role != "assistant":
-        message["content"] = checked_text(f"{name}.content", content)
-    return message
-
-
-def _part(name: str, value: Any) -> str:
-    if not isinstance(value, dict) or value.get("type") != "text":
-        raise bad_field(name, 'only parts of the form {"type": "text", "text": ...} are taken')
-    return checked_text(f"{name}.text", value.get("text"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight_client.errors import InvalidArgument
+from inflight_client.openai.chat_messages import for_template, with_objects
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
 from inflight_client.openai.errors import TOO_LONG, ApiError, bad_field
 from inflight_client.openai.fields import checked_text
@@ -26,6 +27,35 @@ class Limits:
     vocab_size: int
     end_id: int
     stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def context_words(self) -> str:
+        """How such an error begins."""
+        return f"This model's maximum context length is {self.max_seq_len} tokens. However, "
+
+    def check(self, num_prompt: int, max_tokens: int, param: str) -> None:
+        """`ApiError` if the server would refuse so many tokens of ``param`` and of its answer.
+
+        In OpenAI's words: clients look for them, some for the numbers, to shorten what they send.
+        """
+        words = self.context_words
+        if num_prompt > self.max_input_len:
+            raise ApiError(
+                400,
+                f"{words}your {param} resulted in {num_prompt} tokens, and at most "
+                f"{self.max_input_len} are taken. Please reduce the length of the {param}.",
+                param,
+                TOO_LONG,
+            )
+        total = num_prompt + max_tokens
+        if total > self.max_seq_len:
+            raise ApiError(
+                400,
+                f"{words}you requested {total} tokens ({num_prompt} in the {param}, {max_tokens} "
+                f"in the completion). Please reduce the length of the {param} or completion.",
+                "max_tokens",
+                TOO_LONG,
+            )
 
 
 class PromptReader:
@@ -48,20 +78,19 @@ class PromptReader:
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of ``text``; `ApiError` if it cannot fit."""
         if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
-            limit = self.limits.max_input_len
-            raise ApiError(
-                400,
-                f"{param}: {len(text)} characters are more than can fit max_input_len = {limit} "
-                "tokens",
-                param,
-                TOO_LONG,
-            )
+            words = f"{self.limits.context_words}you sent {len(text)} characters in the {param}."
+            raise ApiError(400, words, param, TOO_LONG)
         # The batch call gives the interpreter lock back while it works.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
         ids: list[int] = encoding.ids
         return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, without special tokens."""
+        text: str = self._tokenizer.decode(ids)
+        return text
 
     def encode_messages(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
@@ -75,11 +104,31 @@ class PromptReader:
                 "or start inflight openai with --chat-template",
                 "messages",
             )
+        messages = for_template(messages, self._template.knows)
         try:
-            text = self._template.render(messages, variables)
+            text = _render(self._template, messages, variables)
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
         return self.encode(checked_text("messages", text), "messages", add_special_tokens=False)
+
+
+def _render(
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None,
+) -> str:
+    """The arguments of tool calls as most templates want them, else as they were sent (DeepSeek's
+    put the text together); `ValueError` if the template refuses both."""
+    with_arguments = with_objects(messages)
+    try:
+        return template.render(with_arguments, variables)
+    except ValueError as error:
+        if with_arguments is messages:
+            raise
+        try:
+            return template.render(messages, variables)
+        except ValueError:
+            raise error from None
 
 
 def make_prompt_reader(

@@ -22,6 +22,7 @@ class FrontSettings:
     ``thread_timeout``: how long a request may wait until it is read.
     ``timeout``: for a request, from its head to the last byte of its answer.
     ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
+    ``allowed_origins``: of pages whose browser may call the front; ``*`` for any.
     """
 
     url: str | None = None
@@ -36,3 +37,4 @@ class FrontSettings:
     thread_timeout: float = 30.0
     timeout: float = 600.0
     drain_seconds: float = 30.0
+    allowed_origins: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ async def serving(local: Local, **settings: Any) -> AsyncIterator[web.AppRunner]
     """What runs a front of ``local`` until the block ends."""
     upstream = Upstream(local.url, timeout=10.0)
     own = FrontSettings(**settings)
-    reader = make_prompt_reader(DESCRIPTION, None, own.chat_template)
+    reader = make_prompt_reader(DESCRIPTION, own.served_name, own.chat_template)
     runner = make_runner(own, Front(own, upstream, reader))
     await runner.setup()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -79,9 +80,11 @@ def head(is_chat: bool) -> Head:
     return Head("id", 1700000000, "m", is_chat)
 
 
-def events(is_chat: bool, num_log_probs: int | None = None) -> list[dict[str, Any]]:
+def events(
+    is_chat: bool, num_log_probs: int | None = None, this: GenerationJob | None = None
+) -> list[dict[str, Any]]:
     """All events of a stream of `PIECES`, as a client reads them."""
-    this = job(is_chat=is_chat, num_log_probs=num_log_probs)
+    this = this or job(is_chat=is_chat, num_log_probs=num_log_probs)
     writer = EventWriter(head(is_chat), this, TOKENS.__getitem__)
     choices = new_choices(this)
     written = b"".join(writer.opening(i) for i in range(2))
@@ -110,6 +113,16 @@ def test_the_events_of_a_chat() -> None:
     assert chunks[-1].usage.completion_tokens == 5
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_every_event_tells_the_usage_so_far_if_asked_to(is_chat: bool) -> None:
+    """As vLLM does: programs that measure count the tokens of an event by it."""
+    this = dataclasses.replace(job(is_chat=is_chat), has_running_usage=True)
+    told = [event["usage"]["completion_tokens"] for event in events(is_chat, this=this)]
+    # Two events begin a chat, two are of its ends, and the last is of the usage alone.
+    assert told == [*([0, 0] if is_chat else []), 1, 3, 4, 5, 5, 5, 5]
+    assert {event["usage"]["prompt_tokens"] for event in events(is_chat, this=this)} == {3}
+
+
 def test_the_events_of_a_completion() -> None:
     chunks = events(False)
     texts = {0: "", 1: ""}
@@ -119,6 +132,26 @@ def test_the_events_of_a_completion() -> None:
     assert texts == {0: "Grüße", 1: 'a "q"\n'}
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
     assert [row["choices"][0]["finish_reason"] for row in chunks[-3:-1]] == ["length", "stop"]
+
+
+def test_answers_begin_with_their_prompts_if_asked_to() -> None:
+    """Two prompts, two answers to each."""
+    this = dataclasses.replace(job(is_chat=False), prompts=((1,), (2,)), echoes=("a ", ""))
+    pieces = [Piece(index, f"b{index}", 1) for index in range(4)]
+    writer = EventWriter(head(is_chat=False), this, TOKENS.__getitem__)
+    choices = new_choices(this)
+    written = b"".join(writer.opening(index) for index in range(4))
+    for piece in pieces:
+        choices[piece.index].add(piece)
+        written += writer.piece(piece.index, piece, choices[piece.index])
+    rows = whole_answer(head(is_chat=False), this, choices, TOKENS.__getitem__)["choices"]
+    wanted = ["a b0", "a b1", "b2", "b3"]
+    assert [row["text"] for row in rows] == wanted
+    texts = [""] * 4
+    for block in written.decode().split("\n\n")[:-1]:
+        [choice] = json.loads(block.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == wanted
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
@@ -163,6 +196,18 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
     rows_of_first = [row["logprobs"] for row in streamed if row["index"] == 0 and row["logprobs"]]
     offsets = [row["text_offset"] for row in rows_of_first]
     assert offsets == [[0], [2], [2]]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_whole_answer_has_every_key_that_openais_has(is_chat: bool) -> None:
+    """Null or not: clients with types of their own fail for a key that is missing."""
+    this = job(is_chat=is_chat)
+    body = whole_answer(head(is_chat), this, new_choices(this), TOKENS.__getitem__)
+    keys = {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
+    assert set(body) == keys
+    choice = body["choices"][0]
+    assert set(choice) == {"index", "logprobs", "finish_reason", "message" if is_chat else "text"}
+    assert not is_chat or set(choice["message"]) == {"role", "content", "refusal"}
 
 
 def test_usage_counts_every_prompt_and_every_answer() -> None:

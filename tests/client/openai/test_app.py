@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from client.conftest import Local
 from client.openai.front import front_of
+from yarl import URL
 
 from inflight_client.openai import chat_template
 
@@ -51,6 +52,21 @@ def test_what_is_not_there_is_told_with_what_is(
     found, message = asyncio.run(ask())
     assert found == status
     assert message.startswith(hint)
+
+
+def test_the_name_of_a_model_may_have_slashes(local_grpc: Local) -> None:
+    """As those of hubs have."""
+
+    async def ask(path: str) -> tuple[int, Any]:
+        async with (
+            front_of(local_grpc, served_name="org/name") as client,
+            client.get(URL(path, encoded=True)) as answer,
+        ):
+            return answer.status, (await answer.json()).get("id")
+
+    for name in ("org/name", "org%2Fname"):
+        assert asyncio.run(ask(f"/v1/models/{name}")) == (200, "org/name")
+    assert asyncio.run(ask("/v1/models/org/other"))[0] == 404
 
 
 async def post(client: aiohttp.ClientSession, path: str, body: Any) -> tuple[int, str]:

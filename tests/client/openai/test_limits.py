@@ -110,7 +110,7 @@ def test_who_reads_nothing_holds_a_place_until_it_is_hung_up(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
 ) -> None:
     monkeypatch.setattr(LocalTriton, "answer", answer_at_length)
-    large = json.dumps({**COMPLETION, "max_tokens": 99, "stream": is_streaming})
+    large = json.dumps({**COMPLETION, "max_tokens": 97, "stream": is_streaming})
     head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n"
 
     async def ask() -> None:

@@ -54,6 +54,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
     [
         ({"temperature": 0}, {"temperature": 0.0}),
         ({"top_p": 0.5}, {"runtime_top_p": 0.5}),
+        ({"top_p": 0}, {"runtime_top_p": 1e-6}),  # the likeliest; the server's 0 leaves all
         ({"top_k": 5}, {"runtime_top_k": 5}),
         ({"top_k": -1}, {"runtime_top_k": 0}),
         ({"min_tokens": 2}, {"min_length": 2}),
@@ -88,6 +89,10 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
             },
         ),
         (
+            {"response_format": {"type": "json_object", "schema": {"a": 1}}},  # instructor's
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
             {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
         ),
@@ -95,6 +100,12 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ({"user": "u", "logit_bias": {}, "seed": None, "store": False}, {}),
         ({"safety_identifier": "u", "prompt_cache_key": "k"}, {}),
         ({"prompt_cache_retention": "in_memory"}, {}),
+        ({"prompt_cache_options": {"mode": "implicit"}, "moderation": None}, {}),
+        # vLLM's fields with vLLM's defaults.
+        ({"skip_special_tokens": True, "spaces_between_special_tokens": True}, {}),
+        ({"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False}, {}),
+        ({"bad_words": [], "include_stop_str_in_output": False, "priority": 0}, {}),
+        ({"prompt_logprobs": None, "return_token_ids": False, "echo": False}, {}),
     ],
 )
 def test_sampling_fields_become_tensors(
@@ -118,6 +129,27 @@ def test_a_chat_may_say_that_it_asks_for_no_more_than_there_is(
         chat(reader, **{field: something})
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, (False, False)),
+        ({"include_usage": None, "include_obfuscation": False}, (False, False)),
+        ({"include_usage": True}, (True, False)),
+        # As guidellm and aiperf send them, which count tokens by the usage of each event.
+        ({"include_usage": True, "continuous_usage_stats": True}, (True, True)),
+        ({"continuous_usage_stats": True}, (False, False)),  # as vLLM has it
+    ],
+)
+def test_what_a_stream_tells_of_its_usage(
+    reader: PromptReader, options: dict[str, Any], wanted: tuple[bool, bool]
+) -> None:
+    for job in (
+        completion(reader, stream=True, stream_options=options),
+        chat(reader, stream=True, stream_options=options),
+    ):
+        assert (job.includes_usage, job.has_running_usage) == wanted
+
+
 def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
     assert completion(reader, logprobs=0).values["return_log_probs"] is True
     assert chat(reader, logprobs=True, top_logprobs=0).has_log_probs
@@ -138,7 +170,6 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a", {}]}, "prompt"),
-        ({"prompt": "x" * 20_000}, "prompt"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ["a"] * 65, "n": 2}, "n"),
@@ -150,7 +181,7 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"temperature": 10**400}, "temperature"),
         ({"max_tokens": 10**4000}, "max_tokens"),
         ({"logit_bias": {"5": 10**400}}, "logit_bias"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"n": 1.5}, "n"),
@@ -164,10 +195,14 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options"),
         ({"stream": True, "stream_options": []}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": 1}, "echo"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"logit_bias": {"258": 1}}, "logit_bias"),
@@ -179,6 +214,9 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"user": 5}, "user"),
         ({"prompt_cache_key": 5}, "prompt_cache_key"),
         ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
         ({"surprise": 1}, "surprise"),
     ],
 )
@@ -234,6 +272,7 @@ def test_a_schema_that_could_just_be_read_may_be_too_deep_to_be_passed_on(
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -251,6 +290,8 @@ def test_a_schema_that_could_just_be_read_may_be_too_deep_to_be_passed_on(
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"prompt": "x"}, "prompt"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
     ],
@@ -312,6 +353,14 @@ def test_logit_bias_is_a_bias_for_every_token(reader: PromptReader) -> None:
     assert (bias[5], bias[257], abs(bias).sum()) == (-100, 0.5, 100.5)
 
 
+def test_an_echo_is_the_prompt_as_it_was_sent(reader: PromptReader) -> None:
+    assert completion(reader, echo=True).echoes == ("1 2",)
+    ids = reader.encode("3 4", "prompt", add_special_tokens=True)
+    assert completion(reader, prompt=ids, echo=True).echoes == ("3 4",)
+    assert completion(reader, prompt=["ä", "5"], echo=True, n=2).echoes == ("ä", "5")
+    assert completion(reader, echo=False).echoes == ()
+
+
 def test_every_prompt_is_a_request_of_its_own(reader: PromptReader) -> None:
     job = completion(reader, prompt=["1", "2"], n=2, logprobs=0, stream=True)
     calls = make_calls(job, "id")
@@ -357,10 +406,12 @@ def test_a_field_that_an_older_config_has_no_input_for_is_a_bad_request() -> Non
         ("'random_seed' is not supported", None),
     ],
 )
-def test_a_text_that_does_not_fit_has_the_code_that_clients_look_for(
+def test_a_text_that_does_not_fit_has_the_code_and_the_words_that_clients_look_for(
     message: str, code: str | None
 ) -> None:
-    assert from_upstream(ServerError(message, "INVALID_ARG")).code == code
+    error = from_upstream(ServerError(message, "INVALID_ARG"))
+    assert error.code == code
+    assert error.message.startswith("This model's maximum context length is") == bool(code)
 
 
 @pytest.mark.parametrize(
@@ -375,16 +426,6 @@ def test_a_text_that_does_not_fit_has_the_code_that_clients_look_for(
 def test_a_server_that_is_full_asks_nobody_for_a_shorter_text(message: str) -> None:
     error = from_upstream(ServerError(message, "UNAVAILABLE"))
     assert (error.status, error.code) == (503, None)
-
-
-def test_a_text_too_long_to_be_read_has_that_code_as_well(reader: PromptReader) -> None:
-    for parse, fields in (
-        (completion, {"prompt": "x" * 20_000}),
-        (chat, {"messages": [{"role": "user", "content": "x" * 20_000}]}),
-    ):
-        with pytest.raises(ApiError) as caught:
-            parse(reader, **fields)
-        assert caught.value.code == "context_length_exceeded"
 
 
 def test_errors_translate_names_of_the_wire_only() -> None:
