@@ -43,6 +43,10 @@ class JsonReader:
     def __iter__(self) -> Iterator[str]:
         return (key for key, value in self._values.items() if value is not None)
 
+    def equals(self, other: JsonReader) -> bool:
+        """True if both objects hold the same."""
+        return self._values == other._values
+
     def is_null(self, key: str) -> bool:
         """True when the key is written as ``null``."""
         return key in self._values and self._values[key] is None
