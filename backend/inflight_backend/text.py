@@ -28,8 +28,9 @@ class TextCodec:
 
         ``end_id`` ends answers, -1 for none, and so do ``more_end_ids``, which the model names
         beside it: a chat model may end its turn with one token and a text with another.
+        ``changed_json`` is what tokenizer.json would have to say, where that is not what it says.
         """
-        self._tokenizer = read_tokenizer(folder)
+        self._tokenizer, self.changed_json = read_tokenizer(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         self._id_to_special = {
             number: token.content for number, token in added.items() if token.special
@@ -56,7 +57,7 @@ class TextCodec:
         return max(vocab.values(), default=-1) + 1
 
     def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it."""
+        """The tokenizer as tokenizer.json would have it."""
         text: str = self._tokenizer.to_str()
         return text
 
