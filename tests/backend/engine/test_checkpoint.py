@@ -195,6 +195,8 @@ def test_empty_or_broken_index(sharded: Path) -> None:
     assert "weight_map is empty" in refusal(sharded)
     (sharded / INDEX).write_text("[" * 100_000)
     assert f"{INDEX}: not valid JSON" in refusal(sharded)
+    (sharded / INDEX).write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert refusal(sharded).endswith("not valid JSON (a pointer of Git LFS; run git lfs pull)")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
