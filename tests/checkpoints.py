@@ -55,6 +55,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 10}),
     "mistral-full": ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "mistral-some-windows": (
+        "Mistral",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": (
         "Qwen2",

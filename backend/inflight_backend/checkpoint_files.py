@@ -11,11 +11,13 @@ tell clients what is in them.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from inflight_backend.errors import CheckpointError
 
 _DOWNLOAD = "hf download NAME --local-dir FOLDER"
+_LFS_POINTER = b"version https://git-lfs"
 
 
 def find_file(folder: Path, name: str) -> Path | None:
@@ -37,6 +39,13 @@ def find_file(folder: Path, name: str) -> Path | None:
     if not any(target.is_relative_to(root) for root in allowed):
         raise CheckpointError(f"{name}: is a link that leaves the checkpoint folder")
     return path if target.is_file() else None
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """True for what a clone without Git LFS has in the place of a large file."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    return False
 
 
 def find_config(folder: Path) -> Path:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import CheckpointError, InvalidRequest
+from inflight_backend.tokenizer_file import read_json, read_tokenizer, special_token
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 _MAX_WITHHELD_TOKENS = 8  # a character has at most 4 bytes, and a token at least one
@@ -29,14 +28,9 @@ class TextCodec:
 
         ``end_id`` ends answers, -1 for none, and so do ``more_end_ids``, which the model names
         beside it: a chat model may end its turn with one token and a text with another.
+        ``changed_json`` is what tokenizer.json would have to say, where that is not what it says.
         """
-        path = find_file(folder, "tokenizer.json")
-        if path is None:
-            raise CheckpointError(f"tokenizer.json is missing in the folder '{folder.name}'")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for a bad file
-            raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
+        self._tokenizer, self.changed_json = read_tokenizer(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         self._id_to_special = {
             number: token.content for number, token in added.items() if token.special
@@ -63,7 +57,7 @@ class TextCodec:
         return max(vocab.values(), default=-1) + 1
 
     def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it."""
+        """The tokenizer as tokenizer.json would have it."""
         text: str = self._tokenizer.to_str()
         return text
 
@@ -73,13 +67,25 @@ class TextCodec:
         if self.vocab_size > num_rows:
             raise CheckpointError(
                 f"the tokenizer has {self.vocab_size} tokens, the model's embedding "
-                f"only {num_rows} rows: they do not belong together"
+                f"only {num_rows} rows: {self._way_out(num_rows)}"
             )
         if (end_id := max(self.end_id, *self.more_end_ids, -1)) >= num_rows:
             raise CheckpointError(
                 f"the checkpoint's end id, {end_id}, is outside the model's embedding, "
                 f"which has {num_rows} rows"
             )
+
+    def _way_out(self, num_rows: int) -> str:
+        """Some checkpoints add a token for padding that the model never got a row for."""
+        vocab = self._tokenizer.get_vocab(with_added_tokens=False)
+        if max(vocab.values(), default=-1) >= num_rows:
+            return "they do not belong together"
+        added = self._tokenizer.get_added_tokens_decoder()
+        first = min(number for number in added if number >= num_rows)
+        return (
+            "they do not belong together, unless you take what the model never had out of "
+            f"added_tokens in tokenizer.json, from {added[first].content!r} (id {first}) on"
+        )
 
     def encode(self, text: str, max_tokens: int) -> list[int]:
         """Token ids of a prompt, special tokens added as the checkpoint has it.
@@ -130,16 +136,13 @@ class TextCodec:
         return twice[len(once) :] if twice.startswith(once) else once
 
     def _find_id(self, folder: Path, kind: str) -> int:
-        """The id of ``eos_token`` (``kind`` eos) in tokenizer_config.json, else of the model."""
-        token = _read_json(folder, "tokenizer_config.json").get(f"{kind}_token")
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            token_id = self._tokenizer.token_to_id(token)
-            if token_id is not None:
-                return int(token_id)
+        """The id of the tokenizer's ``eos_token`` (``kind`` eos), else of the model's."""
+        token = special_token(folder, kind)
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        if token_id is not None:
+            return int(token_id)
         for name in ("generation_config.json", "config.json"):
-            value = _read_json(folder, name).get(f"{kind}_token_id")
+            value = read_json(folder, name).get(f"{kind}_token_id")
             if isinstance(value, list) and value:
                 value = value[0]
             if isinstance(value, bool) or (isinstance(value, int) and value < -1):
@@ -269,7 +272,7 @@ def _read_end_ids(folder: Path) -> list[int]:
     As for `transformers`, generation_config.json says it, else config.json.
     """
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder, name).get("eos_token_id")
+        value = read_json(folder, name).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -285,15 +288,3 @@ def _read_end_ids(folder: Path) -> list[int]:
             )
         return sorted(set(ids) - {-1})
     return []
-
-
-def _read_json(folder: Path, name: str) -> dict[str, object]:
-    """What a file says; nothing if there is none."""
-    path = find_file(folder, name)
-    if path is None:
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from None
-    return content if isinstance(content, dict) else {}

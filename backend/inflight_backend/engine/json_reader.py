@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from inflight_backend.checkpoint_files import is_lfs_pointer
 from inflight_backend.errors import CheckpointError
 
 _MAX_BYTES = 64 * 2**20  # the index of a very large checkpoint has some 10 MB
@@ -32,7 +33,8 @@ class JsonReader:
         except OSError as error:
             raise CheckpointError(f"{name}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{name}: not valid JSON ({error})") from None
+            why = "a pointer of Git LFS; run git lfs pull" if is_lfs_pointer(path) else error
+            raise CheckpointError(f"{name}: not valid JSON ({why})") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{name}: must hold a JSON object")
         return cls(values, name)
@@ -42,6 +44,10 @@ class JsonReader:
 
     def __iter__(self) -> Iterator[str]:
         return (key for key, value in self._values.items() if value is not None)
+
+    def equals(self, other: JsonReader) -> bool:
+        """True if both objects hold the same."""
+        return self._values == other._values
 
     def is_null(self, key: str) -> bool:
         """True when the key is written as ``null``."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from inflight_backend.checkpoint_files import find_config
 from inflight_backend.engine.json_reader import JsonReader
-from inflight_backend.engine.models import ARCHITECTURE_TO_TRAITS
+from inflight_backend.engine.models import ARCHITECTURE_TO_MODEL_TYPE, ARCHITECTURE_TO_TRAITS
 from inflight_backend.engine.models.traits import ModelTraits
 
 # Keys of one `rope_type`; of other types we would compute wrong positions, so they are refused.
@@ -22,6 +22,8 @@ _ROPE_KEYS = {
     },
 }
 _DTYPES = ("float32", "bfloat16", "float16")
+# As transformers, MLX and the first compressed-tensors call it.
+_QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +80,13 @@ class ModelConfig:
     def from_reader(cls, reader: JsonReader) -> ModelConfig:
         """The same from an open reader."""
         architecture = _read_architecture(reader)
+        _refuse_unsupported(reader)
         traits = ARCHITECTURE_TO_TRAITS[architecture](reader)
         hidden_size = reader.integer("hidden_size", maximum=2**17)
         num_heads = reader.integer("num_attention_heads", maximum=2**12)
         num_kv_heads = _read_num_kv_heads(reader, traits, num_heads)
         num_layers = reader.integer("num_hidden_layers", maximum=1024)
         max_positions = reader.integer("max_position_embeddings")
-        _refuse_unsupported(reader)
         return cls(
             architecture=architecture,
             vocab_size=reader.integer("vocab_size"),
@@ -114,6 +116,9 @@ def _read_architecture(reader: JsonReader) -> str:
         reader.fail("architectures", f"is missing; supported: {supported}")
     if names[0] not in ARCHITECTURE_TO_TRAITS:
         reader.fail("architectures", f"{names[0]!r} is not supported; supported: {supported}")
+    wanted = ARCHITECTURE_TO_MODEL_TYPE[names[0]]
+    if (found := reader.text("model_type", default=wanted)) != wanted:
+        reader.fail("model_type", f"{found!r} is not that of {names[0]}, which is {wanted!r}")
     return names[0]
 
 
@@ -146,8 +151,15 @@ def _refuse_unsupported(reader: JsonReader) -> None:
     activation = reader.text("hidden_act", default="silu")
     if activation not in ("silu", "swish"):
         reader.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
-    if "quantization_config" in reader:
-        reader.fail("quantization_config", "is not supported; give an unquantised checkpoint")
+    for key in _QUANTIZATION_KEYS:
+        if key in reader:
+            reader.fail(key, "is not supported; give an unquantised checkpoint")
+    if not reader.boolean("is_causal", default=True):
+        reader.fail("is_causal", "false is not supported: a token sees those before it only")
+    if any(reader.section("per_layer_config")):
+        reader.fail("per_layer_config", "is not supported: all layers are the same")
+    if "transformers_weights" in reader:
+        reader.fail("transformers_weights", "is not supported; name the weights model.safetensors")
 
 
 def _read_dtype(reader: JsonReader) -> str:
@@ -159,15 +171,15 @@ def _read_dtype(reader: JsonReader) -> str:
 
 
 def _read_rope(reader: JsonReader, max_positions: int) -> RopeConfig:
-    """``rope_parameters`` as transformers 5 writes it, else ``rope_scaling`` and ``rope_theta``."""
-    where = "rope_parameters" if "rope_parameters" in reader else "rope_scaling"
-    section = reader.section(where)
+    """``rope_parameters`` as transformers 5 writes it, or ``rope_scaling`` and ``rope_theta``."""
+    section = _rope_section(reader)
     theta = section.number("rope_theta", default=reader.number("rope_theta", default=10_000.0))
     kind = section.text("rope_type", default=section.text("type", default="default"))
     if kind not in _ROPE_KEYS:
         section.fail("rope_type", f"{kind!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
-    if section.number("partial_rotary_factor", default=1.0) != 1.0:
-        section.fail("partial_rotary_factor", "other than 1 is not supported")
+    for place in (section, reader):
+        if place.number("partial_rotary_factor", default=1.0) != 1.0:
+            place.fail("partial_rotary_factor", "other than 1 is not supported")
     known = _ROPE_KEYS[kind] | {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     for key in section:
         if key not in known:
@@ -180,5 +192,23 @@ def _read_rope(reader: JsonReader, max_positions: int) -> RopeConfig:
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
     if high <= low:
         section.fail("high_freq_factor", f"({high}) must be above low_freq_factor ({low})")
-    original = section.integer("original_max_position_embeddings", default=max_positions)
+    key = "original_max_position_embeddings"
+    outside = reader.integer(key, default=max_positions)
+    original = section.integer(key, default=outside)
+    if key in reader and outside != original:  # releases of transformers differ in which they take
+        reader.fail(key, f"({outside}) is not that of the rope ({original})")
     return RopeConfig(theta, kind, factor, low, high, original)
+
+
+def _rope_section(reader: JsonReader) -> JsonReader:
+    """``rope_parameters`` or ``rope_scaling``, whichever says anything.
+
+    A file of transformers 5 to which somebody has added what a model card tells, for longer
+    contexts, has both: it takes the second then, and forgets the theta of the first.
+    """
+    new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if not any(old):
+        return new
+    if any(new) and not new.equals(old):
+        reader.fail("rope_scaling", "is given beside rope_parameters and differs; keep one of them")
+    return old

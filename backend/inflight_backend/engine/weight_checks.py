@@ -18,6 +18,18 @@ from inflight_backend.engine.parameters import (
 from inflight_backend.engine.weight_files import DTYPE_TO_BYTES, list_names
 from inflight_backend.errors import CheckpointError
 
+# What tools lay beside or instead of a weight that they quantise (GPTQ and AWQ, ModelOpt and
+# compressed-tensors, bitsandbytes, MLX), some without a word of it in config.json.
+_QUANTISED = (
+    ".qweight",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight.absmax",
+    ".SCB",
+    ".scales",
+)
+
 
 class Entry(Protocol):
     """A tensor of a checkpoint as the header of its file describes it."""
@@ -40,6 +52,11 @@ def check_weights(config: ModelConfig, entries: Mapping[str, Entry], where: str)
 
     ``entries``: of all files, by name; ``where``: the file to blame if some are missing.
     """
+    if packed := next((name for name in entries if name.endswith(_QUANTISED)), None):
+        raise CheckpointError(
+            f"{entries[packed].file}: {packed} is of quantised weights, which are not supported; "
+            "give an unquantised checkpoint"
+        )
     specs = decoder_parameters(config)
     sources = {source.name: source for spec in specs for source in spec.sources}
     if missing := [name for name in sources if name not in entries]:

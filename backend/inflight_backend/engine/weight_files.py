@@ -6,10 +6,9 @@ The loader and ``inflight plan`` both ask here, so that the plan is of what the 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from contextlib import suppress
 from pathlib import Path
 
-from inflight_backend.checkpoint_files import find_file
+from inflight_backend.checkpoint_files import find_file, is_lfs_pointer
 from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.errors import CheckpointError
 
@@ -20,7 +19,8 @@ DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _SHOWN_NAMES = 3
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_LFS_POINTER = b"version https://git-lfs"
+_OF_TRAINING = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def weight_files(folder: Path) -> dict[str, set[str] | None]:
@@ -28,6 +28,7 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
 
     `CheckpointError` says what the folder holds instead, and the way out.
     """
+    _refuse_adapter(folder)
     if (path := find_file(folder, INDEX)) is not None:
         index = JsonReader.from_file(path).section("weight_map")
         files: dict[str, set[str] | None] = {}
@@ -40,6 +41,11 @@ def weight_files(folder: Path) -> dict[str, set[str] | None]:
             promised.add(tensor)
         if not files:
             raise CheckpointError(f"{INDEX}: weight_map is empty")
+        if SINGLE not in files and find_file(folder, SINGLE) is not None:
+            raise CheckpointError(
+                f"{SINGLE}: is beside {INDEX}, which names other files (transformers reads the "
+                "first, vLLM the others); remove the one that is old"
+            )
         return dict(sorted(files.items()))
     if find_file(folder, SINGLE) is not None:
         return {SINGLE: None}
@@ -61,14 +67,24 @@ def list_names(names: Sequence[str]) -> str:
 
 def damage(path: Path) -> str:
     """What to say of a file that is no safetensors file."""
-    with suppress(OSError), path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            return f"{path.name}: a pointer of Git LFS, not the weights; run git lfs pull"
+    if is_lfs_pointer(path):
+        return f"{path.name}: a pointer of Git LFS, not the weights; run git lfs pull"
     return f"{path.name}: not a whole safetensors file, truncated or damaged"
 
 
+def _refuse_adapter(folder: Path) -> None:
+    """Where the model's own weights are too, transformers adds the adapter to them."""
+    for name in _ADAPTERS:
+        if (folder / "adapter_config.json").is_file() and (folder / name).is_file():
+            raise CheckpointError(
+                f"{name}: an adapter (LoRA) is not supported; merge it into its model, or take it "
+                "and adapter_config.json out of the folder"
+            )
+
+
 def _what_else(folder: Path) -> str:
-    if pickles := _names(folder, *_PICKLES):
+    pickles = [name for name in _names(folder, *_PICKLES) if not name.startswith(_OF_TRAINING)]
+    if pickles:
         return (
             f"{pickles[0]}: only safetensors are read, a pickle could run code; convert it "
             f"(transformers: save_pretrained writes {SINGLE})"

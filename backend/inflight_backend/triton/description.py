@@ -27,9 +27,10 @@ class ModelDescription:
 
     The limits are those of one request alone, whatever sets them: more is always refused.
 
-    ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text. No path of
-    this machine is told. The files are read when first asked for; `CheckpointError` at once, and
-    then, if one of them is a link that leaves the folder.
+    ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text, that of
+    tokenizer.json to what `inflight_backend.tokenizer_file` makes of it. No path of this machine is
+    told. The files are read when first asked for; `CheckpointError` at once, and then, if one of
+    them is a link that leaves the folder.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ModelDescription:
         self._limits = limits
         self._end_id = -1 if codec is None else codec.end_id
         self._stop_token_ids = () if codec is None else codec.more_end_ids
+        self._tokenizer_json = None if codec is None else codec.changed_json
         if self._stop_token_ids and not takes_stop_tokens:
             _logger.warning(
                 "config.pbtxt of this model is of an older version, without the input "
@@ -65,6 +67,9 @@ class ModelDescription:
         """The description; ``OSError`` or ``ValueError`` if a file cannot be read as text."""
         if not self._text:
             longest = longest_text(self._limits)
+            files = {p.name: p.read_text(encoding="utf-8") for p in self._paths()}
+            if self._tokenizer_json is not None:
+                files["tokenizer.json"] = self._tokenizer_json
             content = {
                 "model": self._name,
                 "max_input_len": min(self._limits.max_input_len, longest),
@@ -72,7 +77,7 @@ class ModelDescription:
                 "vocab_size": self._limits.vocab_size,
                 "end_id": self._end_id,
                 "stop_token_ids": self._stop_token_ids,
-                "files": {p.name: p.read_text(encoding="utf-8") for p in self._paths()},
+                "files": files,
             }
             self._text = json.dumps(content)
         return self._text

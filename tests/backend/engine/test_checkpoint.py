@@ -195,6 +195,8 @@ def test_empty_or_broken_index(sharded: Path) -> None:
     assert "weight_map is empty" in refusal(sharded)
     (sharded / INDEX).write_text("[" * 100_000)
     assert f"{INDEX}: not valid JSON" in refusal(sharded)
+    (sharded / INDEX).write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert refusal(sharded).endswith("not valid JSON (a pointer of Git LFS; run git lfs pull)")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
@@ -206,8 +208,52 @@ def test_pickles_are_not_opened(folder: Path, name: str) -> None:
     assert text.startswith(f"{name}: only safetensors are read")
 
 
+def test_weights_in_one_file_and_in_others(sharded: Path, checkpoint: Folder) -> None:
+    """Whoever saved last meant one of them; transformers reads the first, vLLM the others."""
+    shutil.copy(checkpoint("llama-mha", num_shards=1) / WEIGHTS, sharded / WEIGHTS)
+    assert refusal(sharded).startswith(f"{WEIGHTS}: is beside {INDEX}, which names other files")
+    with pytest.raises(CheckpointError, match="remove the one that is old"):
+        make_plan(sharded)
+
+
+def test_an_index_of_one_file(folder: Path) -> None:
+    names = load_file(folder / WEIGHTS)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, WEIGHTS)}))
+    Engine.load(folder, CONFIG)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_an_adapter_beside_the_model(folder: Path, name: str) -> None:
+    """transformers adds it to the model's weights; one that was merged may leave its settings."""
+    (folder / "adapter_config.json").write_text("{}")
+    Engine.load(folder, CONFIG)
+    (folder / name).write_bytes(b"")
+    assert refusal(folder).startswith(f"{name}: an adapter (LoRA) is not supported; merge it")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qweight",  # GPTQ and AWQ
+        "weight_packed",  # compressed-tensors
+        "weight_scale",  # ModelOpt
+        "SCB",  # bitsandbytes
+        "scales",  # MLX
+    ],
+)
+def test_quantised_without_a_word_in_the_configuration(folder: Path, name: str) -> None:
+    change(folder, **{f"model__layers__0__mlp__up_proj__{name}": torch.zeros(2)})
+    text = refusal(folder)
+    assert text.startswith(f"{WEIGHTS}: model.layers.0.mlp.up_proj.{name} is of quantised weights")
+    with pytest.raises(CheckpointError, match="give an unquantised checkpoint"):
+        make_plan(folder)
+
+
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
+    assert "no model.safetensors" in refusal(folder)
+    for name in ("optimizer.pt", "training_args.bin", "rng_state_0.pth", "scheduler.pt"):
+        (folder / name).write_bytes(b"")  # what a training leaves is no reason to convert it
     assert "no model.safetensors" in refusal(folder)
 
 

@@ -76,6 +76,31 @@ def test_rope_of_llama_3() -> None:
     assert linear.rope == RopeConfig(10_000.0, "linear", 2.0)
 
 
+def test_rope_is_said_once() -> None:
+    """Of two that differ transformers 5 takes ``rope_scaling``: no theta of the other one."""
+    new = {"rope_type": "default", "rope_theta": 5e5}
+    old = {"rope_type": "llama3", **LLAMA3}
+    text = "config.json: rope_scaling is given beside rope_parameters and differs"
+    assert text in refusal(LLAMA, rope_parameters=new, rope_scaling=old)
+    assert read(LLAMA, rope_parameters=new, rope_scaling=new).rope == RopeConfig(5e5)
+    for nothing in ({}, None, {"type": None}):
+        assert read(LLAMA, rope_parameters=new, rope_scaling=nothing).rope == RopeConfig(5e5)
+        assert read(LLAMA, rope_parameters=nothing, rope_scaling=old).rope.kind == "llama3"
+
+
+def test_positions_that_the_rope_was_trained_for() -> None:
+    """Phi-3 as a Llama has the key outside, and a plain rope."""
+    key = "original_max_position_embeddings"
+    assert read(LLAMA, **{key: 1024}).rope == RopeConfig(10_000.0)
+    scaling = {"rope_type": "llama3", **LLAMA3}
+    assert read(LLAMA, rope_scaling=scaling, **{key: 8192}).rope.original_max_positions == 8192
+    text = refusal(LLAMA, rope_scaling=scaling, **{key: 1024})
+    assert text == f"config.json: {key} (1024) is not that of the rope (8192)"
+    del scaling[key]
+    assert read(LLAMA, rope_scaling=scaling, **{key: 1024}).rope.original_max_positions == 1024
+    assert read(LLAMA, rope_scaling=scaling).rope.original_max_positions == 4096
+
+
 @pytest.mark.parametrize(
     "config", [RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 128), RopeConfig(1e4, "linear", 3.0)]
 )
@@ -136,6 +161,15 @@ def test_window_of_mistral(changes: dict[str, Any], window: int | None) -> None:
     assert not config.has_qkv_bias
 
 
+def test_windows_of_ministral() -> None:
+    """`AutoConfig` takes a Mistral with ``layer_types`` for a Ministral."""
+    values = {**QWEN, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    types = ["full_attention", "sliding_attention"] * 2
+    config = read(values, sliding_window=9, layer_types=types)
+    assert config.sliding_windows == (None, 9, None, 9)
+    assert "there is no sliding window" in refusal(values, sliding_window=None, layer_types=types)
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -167,6 +201,13 @@ def test_unknown_architecture() -> None:
     assert "architectures is missing" in refusal(LLAMA, architectures=...)
 
 
+def test_model_type_is_that_of_the_architecture() -> None:
+    """transformers goes by it: a Mistral's layers slide, a Llama's do not."""
+    assert read(LLAMA, model_type="llama") == read(LLAMA)
+    text = refusal(LLAMA, model_type="mistral")
+    assert text.endswith("model_type 'mistral' is not that of LlamaForCausalLM, which is 'llama'")
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -186,7 +227,13 @@ def test_unknown_architecture() -> None:
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization": {"bits": 4}}, "quantization is not supported"),
+        ({"compression_config": {"format": "dense"}}, "compression_config is not supported"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+        ({"is_causal": False}, "is_causal false is not supported"),
+        ({"per_layer_config": {"1": {"sliding_window": 5}}}, "per_layer_config is not supported"),
+        ({"transformers_weights": "a.safetensors"}, "transformers_weights is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
         ({"rope_theta": -1.0}, "rope_theta must be finite and above 0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supp"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic' is not supported"),
@@ -219,6 +266,10 @@ def test_values_that_are_refused(changes: dict[str, Any], named: str) -> None:
         (
             {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["linear"] * 4},
             "layer_types holds 'linear'",
+        ),
+        (
+            {"sliding_window": 4, "layer_types": ["sliding_attention"] * 4},
+            "layer_types holds 'sliding_attention', and there is no sliding window",
         ),
     ],
 )

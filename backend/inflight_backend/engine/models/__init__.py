@@ -11,6 +11,10 @@ from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.models import llama, mistral, qwen2, qwen3
 from inflight_backend.engine.models.traits import ModelTraits
 
+_FAMILIES = (llama, mistral, qwen2, qwen3)
+
 ARCHITECTURE_TO_TRAITS: dict[str, Callable[[JsonReader], ModelTraits]] = {
-    family.ARCHITECTURE: family.read_traits for family in (llama, mistral, qwen2, qwen3)
+    family.ARCHITECTURE: family.read_traits for family in _FAMILIES
 }
+ARCHITECTURE_TO_MODEL_TYPE = {family.ARCHITECTURE: family.MODEL_TYPE for family in _FAMILIES}
+"""What ``model_type`` says: transformers goes by it, whatever ``architectures`` says."""

@@ -4,6 +4,7 @@ from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.models.traits import ModelTraits
 
 ARCHITECTURE = "LlamaForCausalLM"
+MODEL_TYPE = "llama"
 
 
 def read_traits(reader: JsonReader) -> ModelTraits:

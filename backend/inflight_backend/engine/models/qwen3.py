@@ -4,6 +4,7 @@ from inflight_backend.engine.json_reader import JsonReader
 from inflight_backend.engine.models.traits import ModelTraits, read_layer_windows
 
 ARCHITECTURE = "Qwen3ForCausalLM"
+MODEL_TYPE = "qwen3"
 
 
 def read_traits(reader: JsonReader) -> ModelTraits:

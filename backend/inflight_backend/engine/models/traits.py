@@ -28,16 +28,26 @@ def read_layer_windows(reader: JsonReader) -> tuple[int | None, ...]:
     """
     num_layers = reader.integer("num_hidden_layers", maximum=1024)
     if not reader.boolean("use_sliding_window", default=False):
-        return (None,) * num_layers
+        return windows_by_type(reader, None) or (None,) * num_layers
     window = reader.integer("sliding_window")
+    if windows := windows_by_type(reader, window):
+        return windows
+    first = reader.integer("max_window_layers", minimum=0)
+    return tuple(None if layer < first else window for layer in range(num_layers))
+
+
+def windows_by_type(reader: JsonReader, window: int | None) -> tuple[int | None, ...]:
+    """``window`` for each layer that ``layer_types`` lets slide, None for the others.
+
+    Empty without that key. ``window`` None: none may slide.
+    """
+    num_layers = reader.integer("num_hidden_layers", maximum=1024)
     types = reader.texts("layer_types")
-    if not types:
-        first = reader.integer("max_window_layers", minimum=0)
-        types = ["full_attention"] * first + ["sliding_attention"] * max(0, num_layers - first)
-        types = types[:num_layers]
-    if len(types) != num_layers:
+    if types and len(types) != num_layers:
         reader.fail("layer_types", f"has {len(types)} entries for {num_layers} layers")
     for kind in types:
         if kind not in ("full_attention", "sliding_attention"):
             reader.fail("layer_types", f"holds {kind!r}, which is not supported")
+        if kind == "sliding_attention" and window is None:
+            reader.fail("layer_types", f"holds {kind!r}, and there is no sliding window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)

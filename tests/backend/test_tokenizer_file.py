@@ -1,0 +1,145 @@
+"""tokenizer.json and what stands beside it: which tokens a text becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from inflight_backend.errors import CheckpointError
+from inflight_backend.request_validation import RequestLimits
+from inflight_backend.text import TextCodec
+from inflight_backend.triton.description import ModelDescription
+
+BOS, EOS, PAD = "<bos>", "<eos>", "[PAD]"
+BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
+TEXT = "a b"
+NAMES = {"bos_token": BOS, "eos_token": {"content": EOS}, "tokenizer_class": "LlamaTokenizerFast"}
+LIMITS = RequestLimits(258, 100, 200, exclude_input_in_output=False, refusal_reason=lambda _: None)
+
+
+def make_tokenizer(bos: str = BOS, *, has_template: bool = False) -> Tokenizer:
+    """A token for each byte, and three more; ``has_template`` puts the first before a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([bos, EOS, PAD])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    if has_template:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=["first", "$A"],
+            special_tokens=[{"id": "first", "ids": [BOS_ID], "tokens": [bos]}],
+        )
+    return tokenizer
+
+
+PLAIN = make_tokenizer().encode(TEXT).ids
+
+
+def write(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
+    """A folder with a tokenizer and the file that speaks of it."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def told(folder: Path, codec: TextCodec) -> Tokenizer:
+    """The tokenizer that clients are told."""
+    description = json.loads(ModelDescription("m", folder, LIMITS, codec).to_json())
+    return Tokenizer.from_str(description["files"]["tokenizer.json"])
+
+
+def test_limits_of_the_training_are_not_those_of_requests(tmp_path: Path) -> None:
+    """transformers sets both anew for each call."""
+    import transformers
+
+    tokenizer = make_tokenizer()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(pad_id=PAD_ID, pad_token=PAD, length=8)
+    codec = TextCodec(write(tmp_path, tokenizer))
+    assert codec.encode(TEXT, 10) == PLAIN
+    assert len(codec.encode_word("word " * 100)) == 500
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert oracle.encode(TEXT) == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({}, None),
+        ({"add_bos_token": True, "add_eos_token": False}, [BOS_ID, *PLAIN]),
+        ({"add_bos_token": True, "add_eos_token": True}, [BOS_ID, *PLAIN, EOS_ID]),
+        ({"add_eos_token": True}, [*PLAIN, EOS_ID]),
+        ({"add_bos_token": False}, PLAIN),
+        ({"add_bos_token": None}, PLAIN),
+        ({"add_bos_token": True, "bos_token": None}, PLAIN),
+        ({"add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, None),
+        ({"add_bos_token": False, "tokenizer_class": None}, None),
+    ],
+)
+@pytest.mark.parametrize("has_template", [False, True])
+def test_texts_begin_and_end_as_the_tokenizer_s_configuration_says(
+    tmp_path: Path, config: dict[str, Any], wanted: list[int] | None, has_template: bool
+) -> None:
+    """DeepSeek-R1-Distill asks for the first token there, and its tokenizer.json adds none."""
+    tokenizer = make_tokenizer(has_template=has_template)
+    codec = TextCodec(write(tmp_path, tokenizer, **{**NAMES, **config}))
+    wanted = tokenizer.encode(TEXT).ids if wanted is None else wanted
+    assert codec.encode(TEXT, 10) == wanted
+    assert codec.encode_word(TEXT) == PLAIN
+    assert told(tmp_path, codec).encode(TEXT).ids == wanted
+
+
+def test_special_tokens_may_be_named_in_their_own_file(tmp_path: Path) -> None:
+    write(tmp_path, make_tokenizer(), add_bos_token=True, tokenizer_class="LlamaTokenizer")
+    tokens = {"bos_token": BOS, "eos_token": EOS, "pad_token": {"content": PAD}}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    codec = TextCodec(tmp_path)
+    assert codec.encode(TEXT, 10) == [BOS_ID, *PLAIN]
+    assert (codec.end_id, codec.pad_id) == (EOS_ID, PAD_ID)
+
+
+def test_a_name_of_a_token_is_no_template(tmp_path: Path) -> None:
+    bos = "$A:1 begin of: text"
+    config = {**NAMES, "bos_token": bos, "add_bos_token": True}
+    codec = TextCodec(write(tmp_path, make_tokenizer(bos), **config))
+    assert codec.encode(TEXT, 10) == [BOS_ID, *PLAIN]
+
+
+def test_a_first_token_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = {**NAMES, "bos_token": "<s>", "add_bos_token": True}
+    write(tmp_path, make_tokenizer(), **config)
+    with pytest.raises(CheckpointError) as caught:
+        TextCodec(tmp_path)
+    assert str(caught.value) == (
+        "tokenizer_config.json: add_bos_token is true, and tokenizer.json has no '<s>', "
+        "the bos_token"
+    )
+
+
+def test_a_file_that_says_it_all_is_told_as_it_is(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(has_template=True)
+    codec = TextCodec(write(tmp_path, tokenizer, **NAMES, add_bos_token=True))
+    assert codec.changed_json is None
+    text = json.loads(ModelDescription("m", tmp_path, LIMITS, codec).to_json())["files"]
+    assert text["tokenizer.json"] == (tmp_path / "tokenizer.json").read_text()
+
+
+def test_an_added_token_without_a_row_is_named(tmp_path: Path) -> None:
+    """Wizard-Vicuna: 32,000 rows, and [PAD] has id 32,000."""
+    codec = TextCodec(write(tmp_path, make_tokenizer()))
+    codec.check_fits(259)
+    complaint = "259 tokens, .* only 257 rows: .* added_tokens .* from '<eos>' .id 257. on"
+    with pytest.raises(CheckpointError, match=complaint):
+        codec.check_fits(257)
+    with pytest.raises(CheckpointError, match=r"255 rows: they do not belong together$"):
+        codec.check_fits(255)
+
+
+def test_a_pointer_in_the_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid s\n")
+    with pytest.raises(CheckpointError, match="a pointer of Git LFS, not the file; run git lfs"):
+        TextCodec(tmp_path)
