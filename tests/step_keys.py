@@ -41,6 +41,7 @@ _CONFIG = EngineConfig(
 )
 CONFIGS = {
     "plain": _CONFIG,
+    "bfloat16": replace(_CONFIG, dtype="bfloat16"),  # draws of logits as they are, and changed
     "fp8 cache": replace(_CONFIG, kv_cache_dtype="fp8"),
     "deterministic": replace(_CONFIG, deterministic_mode=True),
 }

@@ -29,7 +29,8 @@ def rows(setting: Setting) -> Iterator[Row]:
     device = setting.device
     for vocabulary in [100] if setting.is_dry else [128256, 32000]:
         for batch in [2] if setting.is_dry else [1, 8, 64, 256]:
-            logits = 4 * torch.randn(batch, vocabulary, device=device)
+            # In the dtype of the model, as an engine draws.
+            logits = (4 * torch.randn(batch, vocabulary, device=device)).bfloat16()
             seeds = torch.arange(batch, device=device)
             for kind, (temperature, top_k, top_p) in _KINDS.items():
                 arguments = (

@@ -124,6 +124,17 @@ def check_attention(
     )
 
 
+def make_output(query: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """``out``, if it can hold the answer for ``query`` [T, H, D], or new memory; ValueError."""
+    if out is None:
+        return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _host.check_shape("out", out, query.shape)
+    _host.check_dtype("out", out, (query.dtype,))
+    _host.check_contiguous("out", out)
+    _host.check_same_device(query=query, out=out)
+    return out
+
+
 def cache_strides(key_cache: torch.Tensor, value_cache: torch.Tensor) -> dict[str, Any]:
     """Kernel arguments: strides over block, token and head of both caches, and the block size."""
     return {

@@ -31,6 +31,7 @@ from inflight_kernels import _host
 from inflight_kernels._device import dot, narrow
 from inflight_kernels._paging import (
     check_attention,
+    make_output,
     scores_to_log2,
     tile_rows,
     to_product_dtype,
@@ -267,6 +268,7 @@ def paged_attention_context(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     tile: ContextTile | None = None,
+    out: torch.Tensor | None = None,  # [T, H, D], contiguous: written, instead of new memory
 ) -> torch.Tensor:
     """Attention output [T, H, D] in the query's dtype; K and V of the chunk are in the cache.
 
@@ -289,7 +291,7 @@ def paged_attention_context(
     _host.check_contiguous("query_starts", query_starts)
     _host.check_same_device(query=query, query_starts=query_starts)
     _host.check_positive("max_query_len", max_query_len)
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    out = make_output(query, out)
     if num_tokens == 0 or num_sequences == 0:
         return out.zero_()
     num_kv_heads = key_cache.shape[2]

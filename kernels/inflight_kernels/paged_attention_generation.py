@@ -39,6 +39,7 @@ from inflight_kernels._device import dot, narrow, unpack_fp8, wait_for_inputs
 from inflight_kernels._paging import (
     cache_strides,
     check_attention,
+    make_output,
     scores_to_log2,
     tile_rows,
     to_product_dtype,
@@ -349,6 +350,7 @@ def paged_attention_generation(
     value_scale: float = 1.0,
     num_splits: int | None = None,
     tile: GenerationTile | None = None,
+    out: torch.Tensor | None = None,  # [B, H, D], contiguous: written, instead of new memory
 ) -> torch.Tensor:
     """Attention output [B, H, D] in the query's dtype; the new token's K and V are in the cache.
 
@@ -364,7 +366,7 @@ def paged_attention_generation(
     batch_size, num_heads, head_dim = query.shape
     _host.check_shape("context_lengths", context_lengths, (batch_size,))
     _host.check_positive("num_splits", num_splits)
-    out = torch.empty((batch_size, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    out = make_output(query, out)
     if batch_size == 0:
         return out
     num_kv_heads = key_cache.shape[2]

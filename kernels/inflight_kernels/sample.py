@@ -9,13 +9,16 @@ batch. Filters keep ``{x >= t}`` for a threshold t, which is the largest t such 
     top-p:  sum of exp(x) over x >= t   >=  p * (the same sum over what top-k kept)
 
 and is found digit by digit in the ordered bits of a float, only in rows that ask for the filter.
-The first two of eight digits (sign and exponent) take a pass over the row each; one more pass
-copies the tokens that share them, if they are few (else it is tried again with the third digit),
-and the other digits are looked for among these. For min-p t is the best x plus log(min_p).
+For top-p, tokens so far below the best one that all of them together may be left out are so at
+once: one pass copies the others, if they are few, and t is looked for among these. Else the first
+two of eight digits (sign and exponent) take a pass over the row each; one more copies the tokens
+that share them, if they are few (else it is tried again with the third digit), and the other digits
+are looked for among these. For min-p t is the best x plus log(min_p).
 
 Two launches. The first cuts each row into chunks, so that a small batch fills the machine, and
 leaves maximum, its index and the sum of exponentials of each; the second, one program per row,
 decides from those and reads again only the chunk it draws from (or the row, where it filters).
+Logits of 16 bits are read as such: what is drawn is what their float32 twins would give.
 Sums are float32: a token differs from the float64 reference when the uniform number falls within
 about 1e-6 of a boundary.
 """
@@ -54,13 +57,22 @@ def _mix(value):
 
 
 @triton.jit
-def _scaled(logits_ptr, offs, vocabulary, temperature):
-    """logits / temperature, -inf past the end; exact division, so that ties are the reference's."""
-    x = tl.load(logits_ptr + offs, mask=offs < vocabulary, other=-float("inf"))
-    x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+def _over_temperature(logits, is_token, temperature):
+    """logits / temperature in float32, -inf where there is no token; exact division, so that ties
+    are the reference's."""
+    logits = logits.to(tl.float32)
+    x = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
     # A tiny temperature may overflow; what counts is the distance from the best token.
     x = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
-    return tl.where(offs < vocabulary, x, -float("inf"))
+    return tl.where(is_token, x, -float("inf"))
+
+
+@triton.jit
+def _scaled(logits_ptr, offs, vocabulary, temperature):
+    """logits / temperature at ``offs``, -inf past the end."""
+    is_token = offs < vocabulary
+    logits = tl.load(logits_ptr + offs, mask=is_token, other=-float("inf"))
+    return _over_temperature(logits, is_token, temperature)
 
 
 @triton.jit
@@ -80,18 +92,21 @@ def _is_in_question(bits, threshold, shift, floor):
 
 @triton.jit
 def _copy_in_question(
-    copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift, floor,
-    BLOCK: tl.constexpr
+    copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift, floor, best,
+    least, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Copy logits / temperature of the tokens in question, in order, as far as there are places;
-    returns how many such tokens there are."""
+    """Copy the logits of the tokens in question that are ``best + least`` or more, in order, as far
+    as there are places; returns how many such tokens there are."""
     number = 0
     for first in range(0, vocabulary, BLOCK):
         offs = first + tl.arange(0, BLOCK)
-        x = _scaled(logits_ptr, offs, vocabulary, temperature)
-        is_copied = _is_in_question(_ordered_bits(x), threshold, shift, floor) & (offs < vocabulary)
+        is_token = offs < vocabulary
+        logits = tl.load(logits_ptr + offs, mask=is_token, other=-float("inf"))
+        x = _over_temperature(logits, is_token, temperature)
+        is_copied = _is_in_question(_ordered_bits(x), threshold, shift, floor) & is_token
+        is_copied &= x - best >= least  # the difference, not the sum, is exact where it matters
         places = number + tl.cumsum(is_copied.to(tl.int32), axis=0) - 1
-        tl.store(copied_ptr + places, x, mask=is_copied & (places < num_places))
+        tl.store(copied_ptr + places, logits, mask=is_copied & (places < num_places))
         number += tl.sum(is_copied.to(tl.int32), axis=0)
     tl.debug_barrier()  # what one thread has written is read by others
     return number
@@ -99,14 +114,15 @@ def _copy_in_question(
 
 @triton.jit
 def _find_threshold(
-    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, target,
+    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, target, least,
     BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Ordered bits of the largest t with measure(x >= t) >= target.
 
     Measured are tokens whose ordered bits are at least ``floor``: counted, or, with BY_MASS,
-    exp(x - best) summed. Each pass fixes four more bits of t, from the top.
-    copied_ptr [num_places] float32 is written.
+    exp(x - best) summed; then t is at least ``best + least``, and tokens below need not be read.
+    Each pass fixes four more bits of t, from the top. copied_ptr [num_places], of the logits'
+    dtype, is written.
     """
     digits = tl.arange(0, 16)
     threshold = tl.full([], 0, tl.uint32)
@@ -114,13 +130,14 @@ def _find_threshold(
     num_read = vocabulary
     for step in range(8):
         shift = 28 - 4 * step
-        if ((step == 2) | (step == 3)) & (num_read == vocabulary):
+        is_tried = (step == 2) | (step == 3) | ((step == 0) & BY_MASS)
+        if is_tried & (num_read == vocabulary):
             num_left = _copy_in_question(
                 copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift,
-                floor, 2 * TILE
+                floor, best, least, 2 * TILE
             )  # fmt: skip
             if num_left <= num_places:
-                logits_ptr, num_read, temperature = copied_ptr, num_left, 1.0
+                logits_ptr, num_read = copied_ptr, num_left
         # Summed per lane and only then across lanes: one reduction per pass.
         lanes = tl.zeros([TILE, 16], tl.float32)
         for first in range(0, num_read, TILE):
@@ -162,7 +179,7 @@ def _chunk_kernel(
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = offs < vocabulary
     logits_ptr += row * stride_logits
-    logits = tl.load(logits_ptr + offs, mask=mask, other=-float("inf"))
+    logits = tl.load(logits_ptr + offs, mask=mask, other=-float("inf")).to(tl.float32)
     broken = tl.sum((logits != logits).to(tl.int32), axis=0) > 0
     best = tl.max(logits, axis=0)
     index = tl.argmax(logits, axis=0, tie_break_left=True)
@@ -185,8 +202,8 @@ def _filter_floor(
     if top_k > 0:
         wanted = tl.minimum(top_k, vocabulary).to(tl.float32)
         floor = _find_threshold(
-            logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, wanted, False,
-            TILE
+            logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, wanted,
+            -float("inf"), False, TILE
         )  # fmt: skip
     if (top_p > 0) & (top_p < 1):
         if top_k > 0:
@@ -195,9 +212,12 @@ def _filter_floor(
                 x = _scaled(logits_ptr, first + tl.arange(0, TILE), vocabulary, temperature)
                 lanes += tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             mass = tl.sum(lanes, axis=0)
+        # What lies further below the best token than this has a tenth of the mass that may be left
+        # out, even if that is all tokens.
+        least = tl.log(0.1 * (1.0 - top_p) * mass / vocabulary)
         floor = _find_threshold(
             logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, top_p * mass,
-            True, TILE
+            least, True, TILE
         )  # fmt: skip
     return floor
 
@@ -256,7 +276,7 @@ def _draw(
 def _sample_kernel(
     out_ptr,  # [N] int64
     log_probs_ptr,  # [N] float32
-    copied_ptr,  # [N, num_places] float32: for the search of thresholds
+    copied_ptr,  # [N, num_places] like logits: for the search of thresholds
     maxima_ptr,
     tokens_ptr,
     sums_ptr,
@@ -325,7 +345,7 @@ def _sample_kernel(
 
 
 def sample_with_log_probs(
-    logits: torch.Tensor,  # [N, V] float32
+    logits: torch.Tensor,  # [N, V] float32, bfloat16 or float16
     temperature: torch.Tensor,  # [N] float32, >= 0; 0: greedy
     top_k: torch.Tensor,  # [N] int32; 0: off, 1: greedy
     top_p: torch.Tensor,  # [N] float32; 0 or >= 1: off; greedy where all filters are 0
@@ -341,7 +361,7 @@ def sample_with_log_probs(
     Raises ValueError naming the argument that does not fit.
     """
     _host.check_shape("logits", logits, (None, None))
-    _host.check_dtype("logits", logits, (torch.float32,))
+    _host.check_dtype("logits", logits, _host.FLOAT_DTYPES)
     _host.check_rows("logits", logits)
     num_rows, vocabulary = logits.shape
     if not 0 < vocabulary <= _MAX_VOCABULARY:
@@ -372,7 +392,7 @@ def sample_with_log_probs(
     ).unbind()
     tokens = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     num_places = vocabulary // (16 * _COPIED_SHARE) * 16  # so that each row begins aligned
-    copied = torch.empty((num_rows, num_places), dtype=torch.float32, device=logits.device)
+    copied = torch.empty((num_rows, num_places), dtype=logits.dtype, device=logits.device)
     _chunk_kernel[(num_chunks, num_rows)](
         maxima,
         tokens,

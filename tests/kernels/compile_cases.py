@@ -169,10 +169,11 @@ def _linear(shape: Shape, dtype: torch.dtype) -> None:
     invariant_linear(x, weight, x_scales=scales, weight_scales=weight_scales)
 
 
-def _sample(vocabulary: int) -> None:
+def _sample(vocabulary: int, dtype: torch.dtype) -> None:
     """With min-p, whose code holds all of the other."""
     numbers, seeds = torch.empty(64), _int64(64)
-    sample(torch.empty(64, vocabulary), numbers, _int32(64), numbers, seeds, seeds, numbers)
+    logits = torch.empty(64, vocabulary, dtype=dtype)
+    sample(logits, numbers, _int32(64), numbers, seeds, seeds, numbers)
 
 
 def _adjust(vocabulary: int) -> None:
@@ -212,7 +213,9 @@ def token_cases() -> Iterator[Case]:
     yield Case("invariant_linear", shape.name, _BOTH, partial(_linear, shape, _BF16))
     yield Case("invariant_linear", f"{shape.name} fp8", _HOPPER, partial(_linear, shape, _FP8))
     yield Case("copy_blocks", shape.name, _BOTH, partial(_copy, shape))
-    yield Case("sample", shape.name, _BOTH, partial(_sample, shape.vocabulary))
+    for dtype in (_BF16, torch.float32):  # as drawn from, and as changed before
+        label = f"{shape.name} {str(dtype).removeprefix('torch.')}"
+        yield Case("sample", label, _BOTH, partial(_sample, shape.vocabulary, dtype))
     yield Case("adjust_logits", shape.name, _BOTH, partial(_adjust, shape.vocabulary))
     yield Case("mask_logits", shape.name, _BOTH, partial(_mask, shape.vocabulary))
     yield Case("ban_tokens", shape.name, _BOTH, partial(_ban, shape.vocabulary))

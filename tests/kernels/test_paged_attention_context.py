@@ -168,10 +168,27 @@ def test_fp8_cache(device: torch.device, generator: torch.Generator) -> None:
     assert_attention_close(out, expected)
 
 
+def test_both_kinds_of_a_mixed_step_write_to_one_answer(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    cache = make_cache(
+        generator, [20, 33], num_kv_heads=1, head_dim=64, tokens_per_block=16, device=device
+    )
+    query = torch.randn(8, 2, 64, generator=generator).to(device)
+    out = torch.full_like(query, torch.nan)
+    keys, values, tables = cache.memory
+    first = (query[:7], keys, values, tables[:1], starts_of([7], device), cache.lengths[:1], 0.125)
+    assert paged_attention_context(*first, out=out[:7]).data_ptr() == out.data_ptr()
+    rest = (query[7:], keys, values, tables[1:], cache.lengths[1:], 0.125)
+    paged_attention_generation(*rest, out=out[7:])
+    assert_attention_close(out, expected_tokens(query, [7, 1], cache, 0.125))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"query_starts": torch.zeros(2, dtype=torch.int32)}, "query_starts: shape"),
+        ({"out": torch.zeros(4, 4, 64)}, "out: shape"),
         ({"query_starts": torch.zeros(3, dtype=torch.int64)}, "query_starts: dtype"),
         (
             {"value_cache": torch.zeros(4, 2, 16, 64).transpose(1, 2)},

@@ -278,6 +278,9 @@ def cut(width: int, first: int) -> dict[str, torch.Tensor]:
         ({"sliding_window": 0}, "sliding_window: must be greater than 0"),
         ({"softcap": -1.0}, "softcap: must be greater than 0"),
         ({"num_splits": 0}, "num_splits: must be greater than 0"),
+        ({"out": torch.zeros(2, 4, 32)}, "out: shape"),
+        ({"out": torch.zeros(2, 4, 64, dtype=torch.float16)}, "out: dtype"),
+        ({"out": torch.zeros(4, 4, 64)[::2]}, "out: must be contiguous"),
     ],
 )
 def test_refuses_what_does_not_fit(change: dict[str, object], message: str) -> None:

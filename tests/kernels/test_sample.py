@@ -56,6 +56,21 @@ def test_equals_the_reference(
     assert torch.equal(sample(*arguments), reference.sample(*arguments))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_count_as_in_float32(
+    device: torch.device, generator: torch.Generator, dtype: torch.dtype
+) -> None:
+    """Bit by bit, whatever is searched among tokens that were copied; of so few digits many tie."""
+    rows = [(0.0, 0, 0.0), (0.7, 0, 0.9), (1.3, 40, 0.0), (0.9, 40, 0.5), (1.0, 0, 0.999)]
+    logits = (3 * torch.randn(len(rows), 5000, generator=generator)).to(device, dtype)
+    settings = (*parameters(device, rows), *noise_arguments(len(rows), device))
+    tokens, log_probs = sample_with_log_probs(logits, *settings)
+    wide_tokens, wide_log_probs = sample_with_log_probs(logits.float(), *settings)
+    assert torch.equal(tokens, wide_tokens)
+    assert torch.equal(log_probs, wide_log_probs)
+    assert torch.equal(tokens, reference.sample(logits, *settings))
+
+
 def test_min_p_equals_the_reference(device: torch.device, generator: torch.Generator) -> None:
     """Alone, with the other filters, off, and so high that one token is left."""
     rows = [(0.0, 0, 0.0), (1.0, 0, 0.0), (0.7, 5, 0.9), (2.0, 0, 0.95), (1.5, 0, 1.0), (1.0, 0, 0)]
@@ -197,7 +212,7 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": torch.zeros(2, 8).half()}, "logits: dtype"),
+        ({"logits": torch.zeros(2, 8).double()}, "logits: dtype"),
         ({"logits": torch.zeros(2, 0)}, "logits: rows must have 1 to"),
         ({"temperature": torch.zeros(3)}, "temperature: shape"),
         ({"top_k": torch.zeros(2, dtype=torch.int64)}, "top_k: dtype"),

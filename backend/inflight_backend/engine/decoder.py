@@ -66,7 +66,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, hidden] -> [N, vocab] float32."""
-        return self._lm_head(hidden).float()
+        return self.plain_logits(hidden).float()
+
+    def plain_logits(self, hidden: Tensor) -> Tensor:
+        """The same numbers in the dtype of the model, for a draw that changes none of them: of many
+        rows, their float32 form takes longer to write and to read than all else of a draw."""
+        return self._lm_head(hidden)
 
     def _attend(
         self, index: int, layer: _Layer, x: Activation, num_tokens: int, attention: AttentionStep

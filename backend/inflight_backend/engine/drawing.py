@@ -74,7 +74,7 @@ def restrict(logits: Tensor, sampling: SamplingInputs, masks: Tensor | None, ops
 
 def _forbid_end(logits: Tensor, sampling: SamplingInputs) -> None:
     """Put -inf at the end id of rows whose next token comes before their minimum, in place."""
-    end_ids = sampling.end_ids
+    end_ids = sampling.end_ids.long()
     is_forbidden = (end_ids >= 0) & (end_ids < logits.shape[1])
     is_forbidden &= sampling.positions < sampling.min_end_positions
     columns = end_ids.clamp(0, logits.shape[1] - 1)[:, None]

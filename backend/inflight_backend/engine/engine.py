@@ -331,10 +331,14 @@ class Engine:
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
         is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
-        if is_plain and not rules and not self._beams.are_in(slots):
+        is_plain = is_plain and not self._beams.are_in(slots)
+        may_forbid_end = self._slots.may_forbid_end(slots)
+        if is_plain and not rules and not may_forbid_end:
             return runner.run(num_rows)
         hidden = runner.forward(num_rows)
-        sampling = self._slots.sampling(words.generation_slots.long())
+        sampling = self._slots.sampling(
+            words.generation_slots.long(), may_forbid_end=may_forbid_end
+        )
         return self._finish(hidden, sampling, slots, rules)
 
     def _finish(
@@ -396,7 +400,7 @@ class Engine:
         """The next token of every row of hidden [num_samples, hidden_size], without features."""
         if len(hidden) == 0:
             return torch.empty(0, dtype=torch.int64, device=hidden.device)
-        logits = self._decoder.logits(hidden)
+        logits = self._decoder.plain_logits(hidden)
         restrict(logits, sampling, None, self._ops)
         tokens = self._choose(logits, sampling, has_min_p=False)
         self._slots.store(sampling.slots, tokens)
@@ -410,7 +414,7 @@ class Engine:
         self._adjustments.move(slots, parents, words.move_tokens.long(), positions)
 
     def _choose(self, logits: Tensor, sampling: SamplingInputs, *, has_min_p: bool) -> Tensor:
-        """A token for every row of logits [num_samples, vocab], which may be changed."""
+        """A token for every row of logits [num_samples, vocab]."""
         if sampling.is_all_greedy:
             return self._ops.greedy(logits)
         return self._ops.sample(logits, *sampling.filters(has_min_p=has_min_p))
@@ -421,8 +425,9 @@ class Engine:
         return self._decoder.forward(step.tokens, self._attention.begin(step.attention), None)
 
     def _record_draw(self, slots: Tensor, hidden: Tensor) -> Tensor:
-        """What is recorded behind it: the draw of requests without features."""
-        return self._draw(hidden, self._slots.sampling(slots.long()))
+        """What is recorded behind it: the draw of requests without features, whose end need not
+        wait (the host knows whose must; ten small launches would look after it in every step)."""
+        return self._draw(hidden, self._slots.sampling(slots.long(), may_forbid_end=False))
 
     def _make_runner(self, capture: Capture | None) -> GraphRunner | None:
         if not (self.config.cuda_graph_mode and self._attention.is_capturable):

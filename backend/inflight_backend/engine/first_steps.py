@@ -56,12 +56,15 @@ class FirstStepsEngine(Protocol):
 
 
 def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
-    """The small ones, then ``largest``, which also sets slots up anew that those have used."""
+    """The small ones, then ``largest``, which also sets slots up anew that those have used.
+
+    Its logits are changed, by a mask, for they are float32 then: that way needs the most room.
+    """
     for batch in _batches(engine.config):
         engine.enqueue(batch)
-    engine.mask_next(lambda: _mask(engine.vocab_size))
-    engine.enqueue(_context(_PLAIN, 1))
-    engine.enqueue(largest)
+    for batch in (_context(_PLAIN, 1), largest):
+        engine.mask_next(lambda: _mask(engine.vocab_size))
+        engine.enqueue(batch)
 
 
 def _batches(config: EngineConfig) -> Iterator[ScheduledBatch]:

@@ -21,7 +21,7 @@ def largest_batch(config: EngineConfig) -> ScheduledBatch:
     length = min(config.num_tokens_limit // num_requests, config.seq_len_limit)
     tokens = (0,) * length
     num_blocks = -(-length // config.tokens_per_block)
-    sampling = SamplingParams(top_k=2, top_p=0.9)  # the way that needs the most room
+    sampling = SamplingParams(top_k=2, top_p=0.9)  # to search a threshold takes room
     num_candidates = 2 * config.max_beam_width if config.max_beam_width > 1 else 0
     slots = range(num_requests)
     return ScheduledBatch(

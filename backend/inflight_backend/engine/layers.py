@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
+
 _MANY_TOKENS = 512
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0  # largest finite float8_e4m3fn
+
+# What torch says where cuBLAS or CUTLASS has no product of a shape with a scale per row.
+_NO_SUCH_PRODUCT = ("CUBLAS_STATUS_NOT_SUPPORTED", "cutlass cannot")
+_ADA, _ADA_IS_MENDED = (8, 9), (2, 12)
+_Shape: TypeAlias = tuple[int, int, int]
+_refused: set[_Shape] = set()
 
 
 class Quantized(NamedTuple):
@@ -92,20 +102,38 @@ class Fp8Linear:
     that no other form of it is ever kept, or here. On CUDA the product is cuBLAS's or CUTLASS's, in
     bfloat16 out; elsewhere it is taken in float32, for tests. Both dimensions of the weight must
     be multiples of 16 on CUDA (`config.resolve` sees to it).
+
+    A library may have no product with a scale per row for some shapes: cuBLAS on Hopper is known to
+    refuse few tokens with many columns (pytorch/ao issue 4582: 256 and 9,216). Then both scales
+    are multiplied in behind it.
     """
 
-    __slots__ = ("_bias", "_dtype", "_weight")
+    __slots__ = ("_bias", "_dtype", "_one", "_weight")
 
     def __init__(self, weight: Parameter, bias: Tensor | None = None) -> None:
         if isinstance(weight, Tensor):
             weight = Fp8Weight(quantize(weight), weight.dtype)
         self._weight, self._dtype = weight
         self._bias = bias
+        self._one = self._weight.scales.new_ones(())
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows] in the dtype of the first weight."""
-        weight, scales = self._weight
         if x.values.is_cuda:
+            return self._product(x)
+        weight, scales = self._weight
+        product = functional.linear(x.values.float(), weight.float()) * x.scales * scales.t()
+        return (product if self._bias is None else product + self._bias).to(self._dtype)
+
+    def _product(self, x: Quantized) -> Tensor:
+        """The library's. Refusing is its choice of a kernel: nothing has been launched then, and
+        what is recorded has run before, so a recording never holds a refusal."""
+        weight, scales = self._weight
+        rows, columns = weight.shape
+        shape = (len(x.values), rows, columns)
+        if shape in _refused or not _takes_row_scales(weight.device):
+            return self._scaled_apart(x)
+        try:
             # Row-major times column-major, as the tensor cores want it.
             return torch._scaled_mm(
                 x.values,
@@ -116,8 +144,48 @@ class Fp8Linear:
                 out_dtype=self._dtype,
                 use_fast_accum=True,
             )
-        product = functional.linear(x.values.float(), weight.float()) * x.scales * scales.t()
-        return (product if self._bias is None else product + self._bias).to(self._dtype)
+        except RuntimeError as error:
+            if not any(text in str(error) for text in _NO_SUCH_PRODUCT):
+                raise
+            if not _refused:
+                _logger.warning(
+                    "no FP8 product with a scale per row for %d tokens and a weight of %d x %d: "
+                    "scales are multiplied in behind it, there and wherever else it is refused",
+                    *shape,
+                )
+            _refused.add(shape)
+        return self._scaled_apart(x)
+
+    def _scaled_apart(self, x: Quantized) -> Tensor:
+        weight, scales = self._weight
+        product = torch._scaled_mm(
+            x.values,
+            weight.t(),
+            scale_a=self._one,
+            scale_b=self._one,
+            out_dtype=torch.float32,
+            use_fast_accum=True,
+        )
+        product *= x.scales
+        if self._bias is not None:
+            return (product * scales.t() + self._bias).to(self._dtype)
+        answer = torch.empty(product.shape, dtype=self._dtype, device=product.device)
+        return torch.mul(product, scales.t(), out=answer)
+
+
+def is_scaled_apart(num_tokens: int, rows: int, columns: int) -> bool:
+    """Whether such a product was refused with scales per row (see `Fp8Linear`)."""
+    return (num_tokens, rows, columns) in _refused
+
+
+@cache
+def _takes_row_scales(device: torch.device) -> bool:
+    """False on Ada with a torch before 2.12: its kernel there ignores the current stream, so it can
+    neither be recorded nor run on another one (pytorch issue 177651)."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _ADA:
+        return True
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= _ADA_IS_MENDED
 
 
 def quantize(x: Tensor) -> Quantized:

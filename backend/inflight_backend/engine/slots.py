@@ -94,6 +94,7 @@ class SlotTable:
         self._host_lengths = np.zeros(num_slots, dtype=np.int64)
         self._host_is_greedy = np.zeros(num_slots, dtype=np.bool_)
         self._host_min_end = np.zeros(num_slots, dtype=np.int64)
+        self._has_min_end = False
 
     def set_up(self, batch: ScheduledBatch, words: StepWords) -> None:
         """Take over the setups, the new blocks and the verified slots of a plan."""
@@ -102,6 +103,8 @@ class SlotTable:
         for setup in batch.setups:
             self._host_is_greedy[setup.slot] = setup.sampling.is_greedy
             self._host_min_end[setup.slot] = setup.min_end_position if setup.end_id >= 0 else 0
+        if batch.setups:
+            self._has_min_end = bool(self._host_min_end.any())
         if batch.new_blocks:
             self._block_tables[words.block_slots.long(), words.block_indices.long()] = (
                 words.block_ids
@@ -164,10 +167,10 @@ class SlotTable:
         """
         slots = generation_slots.long()
         positions = self._cached_lengths[slots]
-        is_row = slots != self._padding_slot
-        contexts = torch.where(is_row, positions + 1, 0)
+        is_padding = slots == self._padding_slot
+        contexts = (positions + 1).masked_fill_(is_padding, 0)
         self._cached_lengths[slots] = contexts
-        slot_mapping = torch.where(is_row, self._cache_slots(slots, positions), -1)
+        slot_mapping = self._cache_slots(slots, positions).masked_fill_(is_padding, -1)
         attention = AttentionInputs(
             num_context_sequences=0,
             num_context_tokens=0,
@@ -261,14 +264,23 @@ class SlotTable:
     def _cache_slots(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where tokens at ``positions`` of ``slots`` lie in the cache, [T] int64."""
         size = self._tokens_per_block
-        return self._block_tables[slots, positions // size].long() * size + positions % size
+        blocks = self._block_tables[slots, positions // size]
+        return torch.add(positions % size, blocks, alpha=size)  # int64, as the positions are
+
+    def may_forbid_end(self, slots: Sequence[int], most_drafts: int = 0) -> bool:
+        """Whether the end of some of ``slots`` may have to wait, in the draw of the step that was
+        begun last; ``most_drafts`` are the most tokens that a row may lag behind."""
+        if not self._has_min_end:
+            return False
+        rows = list(slots)
+        return bool((self._host_min_end[rows] > self._host_lengths[rows] - most_drafts).any())
 
     def _sampling_flags(self, batch: ScheduledBatch) -> tuple[bool, bool]:
         """Whether all rows are greedy, and whether some row's end may have to wait."""
         slots = drawing_slots(batch)
         most_drafts = max((len(run.drafts) for run in batch.runs), default=0)
-        may_forbid_end = (self._host_min_end[slots] > self._host_lengths[slots] - most_drafts).any()
-        return bool(self._host_is_greedy[slots].all()), bool(may_forbid_end)
+        is_all_greedy = bool(self._host_is_greedy[slots].all())
+        return is_all_greedy, self.may_forbid_end(slots, most_drafts)
 
     def sampling(
         self,
@@ -295,7 +307,7 @@ class SlotTable:
             min_p=floats[:, columns.MIN_P],
             seeds=rows.view(torch.int64)[:, columns.SEED],
             positions=positions,
-            end_ids=rows[:, columns.END_ID].long(),
+            end_ids=rows[:, columns.END_ID],
             min_end_positions=rows[:, columns.MIN_END_POSITION],
             is_all_greedy=is_all_greedy,
             may_forbid_end=may_forbid_end,

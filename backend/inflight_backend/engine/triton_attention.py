@@ -70,9 +70,14 @@ class TritonAttention:
         )
 
     def attend_context(
-        self, layer: int, query: Tensor, inputs: AttentionInputs, longest: int
+        self,
+        layer: int,
+        query: Tensor,
+        inputs: AttentionInputs,
+        longest: int,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The chunks of a step: query [num_context_tokens, H, D]."""
+        """The chunks of a step: query and ``out`` [num_context_tokens, H, D]."""
         count = inputs.num_context_sequences
         return paged_attention_context(
             query,
@@ -83,10 +88,13 @@ class TritonAttention:
             self._scale,
             self._windows[layer],
             max_query_len=longest if self._num_splits is None else None,
+            out=out,
         )
 
-    def attend_generation(self, layer: int, query: Tensor, inputs: AttentionInputs) -> Tensor:
-        """The generations of a step: query [num_generations, H, D]."""
+    def attend_generation(
+        self, layer: int, query: Tensor, inputs: AttentionInputs, out: Tensor | None = None
+    ) -> Tensor:
+        """The generations of a step: query and ``out`` [num_generations, H, D]."""
         first = inputs.num_context_sequences
         return paged_attention_generation(
             query,
@@ -96,6 +104,7 @@ class TritonAttention:
             self._scale,
             self._windows[layer],
             num_splits=self._num_splits,
+            out=out,
         )
 
 
@@ -113,8 +122,10 @@ class _TritonStep:
         num_context = inputs.num_context_tokens
         if num_context == 0:
             return backend.attend_generation(layer, query, inputs)
-        chunks = backend.attend_context(layer, query[:num_context], inputs, self.longest)
         if num_context == len(query):
-            return chunks
-        rest = backend.attend_generation(layer, query[num_context:], inputs)
-        return torch.cat((chunks, rest))
+            return backend.attend_context(layer, query, inputs, self.longest)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        chunks, rest = query[:num_context], query[num_context:]
+        backend.attend_context(layer, chunks, inputs, self.longest, out[:num_context])
+        backend.attend_generation(layer, rest, inputs, out[num_context:])
+        return out

@@ -42,7 +42,8 @@ def sample(
     positions: Tensor,
     min_p: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token per row of logits [N, V] float32 -> [N] int64; -1 where a row is not finite.
+    """Draw one token per row of logits [N, V] -> [N] int64; -1 where a row is not finite. Logits of
+    16 bits count as the same numbers in float32.
 
     temperature [N] float32, top_k [N] int32 (0: off), top_p [N] float32 (0 or >= 1: off), seeds
     and positions [N] int64: what `uniform` hashes; the position is the one the drawn token will
@@ -54,6 +55,7 @@ def sample(
     rows = (_draws(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
     if rows.numel() == 0:
         return tokens
+    logits = logits.float()
     kept = _filtered(logits, rows, temperature, top_k, top_p, min_p)
     tokens[rows] = _draw(kept, uniform(seeds[rows], positions[rows]))
     return tokens
@@ -89,7 +91,7 @@ def log_probs_of_draws(
     rows = (_draws(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
     if rows.numel() == 0:
         return result
-    kept = _filtered(logits, rows, temperature, top_k, top_p, min_p).log_softmax(dim=-1)
+    kept = _filtered(logits.float(), rows, temperature, top_k, top_p, min_p).log_softmax(dim=-1)
     result[rows] = kept.gather(1, tokens[rows, None]).squeeze(1)
     return result
 

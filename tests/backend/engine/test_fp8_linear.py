@@ -1,0 +1,105 @@
+"""FP8 products on a GPU whose library has none with a scale per row, for some shapes or at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight_backend.engine import layers
+from inflight_backend.engine.layers import Fp8Linear, is_scaled_apart, quantize
+
+ROWS, COLUMNS = 48, 96
+
+
+class Library:
+    """`torch._scaled_mm` of a GPU: it refuses scales per row for up to ``most_refused`` tokens."""
+
+    def __init__(self, most_refused: int, message: str = "CUBLAS_STATUS_NOT_SUPPORTED") -> None:
+        self.most_refused = most_refused
+        self.message = message
+        self.num_asked = 0
+        self.num_tensor_wise = 0
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        scale_a: Tensor,
+        scale_b: Tensor,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+    ) -> Tensor:
+        assert use_fast_accum
+        if scale_a.numel() == scale_b.numel() == 1 and len(x) > 1:
+            self.num_tensor_wise += 1
+        else:
+            self.num_asked += 1
+            assert (scale_a.shape, scale_b.shape) == ((len(x), 1), (1, weight.shape[1]))
+            if len(x) <= self.most_refused:
+                raise RuntimeError(f"CUDA error: {self.message} when calling `cublasLtMatmul`")
+        product = (x.float() @ weight.float()) * scale_a * scale_b
+        return (product if bias is None else product + bias).to(out_dtype)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known() -> Iterator[None]:
+    layers._refused.clear()
+    yield
+    layers._refused.clear()
+
+
+def product(linear: Fp8Linear, x: Tensor) -> Tensor:
+    return linear._product(quantize(x))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_scales_are_multiplied_in_behind_what_is_refused(
+    monkeypatch: pytest.MonkeyPatch, has_bias: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = Library(most_refused=8)
+    monkeypatch.setattr(torch, "_scaled_mm", library)
+    weight = torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16)
+    bias = torch.randn(ROWS, dtype=torch.bfloat16) if has_bias else None
+    linear = Fp8Linear(weight, bias)
+    few, many = (torch.randn(count, COLUMNS, dtype=torch.bfloat16) for count in (5, 9))
+    for _ in range(3):
+        for x in (few, many):
+            found = product(linear, x)
+            assert found.dtype == torch.bfloat16
+            torch.testing.assert_close(found, linear(quantize(x)), rtol=1e-2, atol=1e-2)
+    assert library.num_tensor_wise == 3
+    assert library.num_asked == 1 + 3, "a shape is asked for once"
+    assert is_scaled_apart(5, ROWS, COLUMNS)
+    assert not is_scaled_apart(9, ROWS, COLUMNS)
+    assert caplog.text.count("no FP8 product") == 1
+
+
+def test_other_errors_of_the_device_stay_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", Library(8, "an illegal memory access"))
+    linear = Fp8Linear(torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        product(linear, torch.randn(5, COLUMNS, dtype=torch.bfloat16))
+    assert not is_scaled_apart(5, ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "expected"),
+    [
+        ((8, 9), "2.11.0+cu130", False),
+        ((8, 9), "2.12.1", True),
+        ((9, 0), "2.11.0+cu130", True),
+        ((12, 0), "2.10.0", True),
+    ],
+)
+def test_ada_of_an_old_torch_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch, "__version__", version)
+    takes_row_scales = layers._takes_row_scales.__wrapped__
+    assert takes_row_scales(torch.device("cuda")) is expected
