@@ -13,8 +13,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -37,6 +38,10 @@ MAX_WAITING = 256
 """Grammars that wait to be compiled, 64 KiB each at most."""
 
 _NUM_THREADS = 2
+# llguidance calls itself for every reference, and a stack that is full ends the process. A chain of
+# as many as a schema holds takes some 30 MB; what is not used takes no memory.
+_STACK_BYTES = 128 * 2**20
+_stack_size_lock = threading.Lock()
 _JSON = '{"type":["object","array"]}'  # what xgrammar, TensorRT-LLM's default, calls JSON
 # Without a bound some models write blanks until their tokens run out.
 _BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
@@ -158,7 +163,8 @@ class GuideCompiler:
         future: Future[LLMatcher] = Future()
         self._waiting[guide] = weakref.ref(future)
         if self._num_workers < _NUM_THREADS:
-            self._pool.submit(self._work)
+            with _large_stacks():
+                self._pool.submit(self._work)
             self._num_workers += 1
         return future
 
@@ -205,6 +211,17 @@ class GuideCompiler:
                 f"{_short(_explain(matcher.get_error()))}"
             )
         return matcher
+
+
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """For the threads that are started meanwhile."""
+    with _stack_size_lock:
+        size_of_others = threading.stack_size(_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(size_of_others)
 
 
 def to_grammar(guide: Guide) -> str:
