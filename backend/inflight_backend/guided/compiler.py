@@ -9,6 +9,7 @@ weakly, so one whose requests were stopped or refused is passed over.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError
-from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
+from inflight_backend.guided.bounds import check_schema, check_unrolled, pattern_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
 from inflight_backend.private_log import get_logger
@@ -35,7 +36,7 @@ MAX_CACHED = 64
 """Grammars kept for requests to come."""
 
 MAX_WAITING = 256
-"""Grammars that wait to be compiled, 64 KiB each at most."""
+"""Grammars that wait to be compiled, 256 KiB each at most."""
 
 _NUM_THREADS = 2
 # llguidance calls itself for every reference, and a stack that is full ends the process. A chain of
@@ -49,6 +50,11 @@ _BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
 # the loop (60,000 bytes take 70 ms; of brackets that a recursion has opened there is no end).
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _MAX_ERROR_LENGTH = 300
+_ONE_OF = (  # the library's own words name an option that no request has
+    "of the choices of 'oneOf' two may fit one value; write 'anyOf', or tell them apart by their "
+    "types or by a required string with a 'const' of its own"
+)
+_LINE_OF_OURS = re.compile(r"\n *\d+ \| ")
 # A step of a guided row costs the loop some 10 ms with the heaviest grammars that were found (one
 # step of them 1.7 s), and a grammar at most some 40 MB (as llguidance's LLParserLimits says).
 _LIMITS = LLParserLimits(
@@ -233,7 +239,7 @@ def _to_lark(guide: Guide) -> str:
     if guide.type is GuideType.EBNF_GRAMMAR:
         return to_lark(guide.text)
     if guide.type is GuideType.REGEX:
-        check_unrolled(unrolled_size(guide.text))
+        check_unrolled(pattern_size(guide.text))
         return str(_only_grammar(LLMatcher.grammar_from_regex(guide.text))["lark_grammar"])
     schema = _JSON if guide.type is GuideType.JSON else guide.text
     check_schema(schema)
@@ -253,11 +259,12 @@ def _explain(error: str) -> str:
     """What llguidance says, without the grammar that we made and the places in it."""
     if error.startswith("NoExtensionBias"):
         return "there is no text that it allows"
-    text = error.partition("\n   1 | ")[0].removesuffix("<non-verbose/>")
+    text = _LINE_OF_OURS.split(error)[0].removesuffix("<non-verbose/>")
     place, separator, rest = text.partition("): ")
     is_place = place.removeprefix("at ").replace("(", "").isdecimal()
     text = rest if separator and is_place else text
-    return text.removeprefix("failed to compile JSON schema: ")
+    text = text.removeprefix("failed to compile JSON schema: ")
+    return _ONE_OF if text.startswith("oneOf constraints are not supported") else text
 
 
 def _short(error: object) -> str:

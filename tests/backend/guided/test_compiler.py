@@ -84,11 +84,10 @@ def test_ebnf(compiler: GuideCompiler, grammar: str, good: str, bad: str) -> Non
 @pytest.mark.parametrize(
     ("guide_type", "grammar", "message"),
     [
-        (EBNF, 'answer ::= "a"', "No 'root' rule found"),
-        (EBNF, "root ::= a", "Rule 'a' not found"),
-        (EBNF, 'root ::= start\nstart ::= "a"', "Rule 'start' already exists"),
+        (EBNF, 'answer ::= "a"', "there is no rule 'root'"),
+        (EBNF, "root ::= a", "there is no rule 'a'"),
         (EBNF, "root ::= [a&&b]", "has && in a [class]; escape it"),
-        (EBNF, r'root ::= "\xE9"', r"has \xE9; write \u00E9"),
+        (EBNF, r"root ::= [\d]", r"has \d, which is no escape"),
         (EBNF, r'root ::= "\uD800"', "which is no character"),
         (EBNF, "start: /a/", "is no EBNF grammar"),
         (EBNF, "\n".join(f'r{i} ::= "a"' for i in range(300)), "has 300 rules, more than 256"),
@@ -181,7 +180,7 @@ from inflight_backend.serve.settings import DEMO_MODEL
 
 compiler = GuideCompiler((DEMO_MODEL / "tokenizer.json").read_text, 270, 0)
 for link in ('{"properties":{"a":%s}}', '{"anyOf":[%s,{"type":"null"}]}', '{"allOf":[%s]}'):
-    count = 64_000 // (len(link) + 30)
+    count = 125_000 // (len(link) + 30)
     parts = [f'"d{i}":' + link % f'{{"$ref":"#/$defs/d{i + 1}"}}' for i in range(count)]
     schema = f'{{"$ref":"#/$defs/d0","$defs":{{{",".join(parts)},"d{count}":{{}}}}}}'
     pending = compiler.start(Guide(GuideType.JSON_SCHEMA, schema))
