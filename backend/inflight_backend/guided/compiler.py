@@ -1,6 +1,9 @@
 """Compiles grammars on threads of its own, each once, and hands out matchers.
 
 A compiled grammar is a matcher of llguidance that has seen nothing yet; every answer gets a copy.
+The copies share what they have found out about the texts so far, and its limits: once one of them
+meets one, none of them can go on. So a grammar that is worn is compiled anew for those to come, and
+each answer under way may have a matcher of its own, once.
 
 So many grammars wait at most, and only as long as somebody waits for them: the queue knows them
 weakly, so one whose requests were stopped or refused is passed over.
@@ -17,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -55,10 +59,10 @@ _ONE_OF = (  # the library's own words name an option that no request has
     "types or by a required string with a 'const' of its own"
 )
 _LINE_OF_OURS = re.compile(r"\n *\d+ \| ")
-# A step of a guided row costs the loop some 10 ms with the heaviest grammars that were found (one
-# step of them 1.7 s), and a grammar at most some 40 MB (as llguidance's LLParserLimits says).
+# A step of a guided row costs the loop some 40 ms with the heaviest grammars that were found (one
+# step of them 1.7 s without limits), and a grammar at most some 40 MB (as LLParserLimits says).
 _LIMITS = LLParserLimits(
-    step_lexer_fuel=50_000,
+    step_lexer_fuel=200_000,
     step_max_items=20_000,
     max_lexer_states=20_000,
     max_grammar_size=100_000,
@@ -66,12 +70,40 @@ _LIMITS = LLParserLimits(
 )
 
 
+_MAX_SECONDS_ANEW = 0.05  # of the loop's time, for an answer that others have left no room
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGuide:
+    """A grammar that answers can be matched with; ``seconds`` is what compiling it took."""
+
+    matcher: LLMatcher
+    tokenizer: LLTokenizer
+    grammar: str
+    seconds: float
+
+    @property
+    def is_worn(self) -> bool:
+        """True once an answer has met a limit that all of them share."""
+        probe = self.matcher.deep_copy()
+        probe.compute_bitmask()
+        return bool(probe.is_error())
+
+    def compile_anew(self) -> LLMatcher | None:
+        """A matcher that shares nothing; None if the loop cannot wait for it."""
+        if self.seconds > _MAX_SECONDS_ANEW:
+            return None
+        made: list[LLMatcher] = []
+        _run(lambda: made.append(_match(self.tokenizer, self.grammar)))
+        return made[0] if made and not made[0].is_error() else None
+
+
 class PendingGuide:
     """A grammar that may still be compiled."""
 
     __slots__ = ("_deadline", "_future")
 
-    def __init__(self, future: Future[LLMatcher]) -> None:
+    def __init__(self, future: Future[CompiledGuide]) -> None:
         self._future = future
         self._deadline = time.monotonic() + COMPILE_SECONDS
 
@@ -99,12 +131,17 @@ class PendingGuide:
             # One of its own: an exception keeps every frame that it has been raised through.
             raise InvalidRequest(str(refusal))
         try:
-            return self._future.result().deep_copy()
+            return self._future.result().matcher.deep_copy()
         except BaseException:  # our bug, or a panic of the library
             _logger.exception("a grammar could not be compiled")
             raise ServingError(
                 f"'{GUIDE_FIELD}' could not be compiled: the server failed"
             ) from None
+
+    def take_again(self) -> LLMatcher | None:
+        """A matcher that shares nothing with those of other answers, if it is made soon enough; for
+        one answer that could not go on with the first."""
+        return self._future.result().compile_anew()
 
 
 class GuideCompiler:
@@ -121,8 +158,8 @@ class GuideCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[Guide, weakref.ref[Future[LLMatcher]]] = OrderedDict()
-        self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()
+        self._waiting: OrderedDict[Guide, weakref.ref[Future[CompiledGuide]]] = OrderedDict()
+        self._compiled: OrderedDict[Guide, Future[CompiledGuide]] = OrderedDict()
         self._num_workers = 0
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="GuideCompiler")
 
@@ -149,14 +186,15 @@ class GuideCompiler:
             self._waiting.clear()
         self._pool.shutdown(wait=False)
 
-    def _find(self, guide: Guide) -> Future[LLMatcher] | None:
-        if guide in self._compiled:
-            self._compiled.move_to_end(guide)
-            return self._compiled[guide]
+    def _find(self, guide: Guide) -> Future[CompiledGuide] | None:
+        compiled = self._compiled.pop(guide, None)
+        if compiled is not None and not _is_worn(compiled):
+            self._compiled[guide] = compiled  # the last that was asked for
+            return compiled
         waiting = self._waiting.get(guide)
         return None if waiting is None else waiting()
 
-    def _enqueue(self, guide: Guide) -> Future[LLMatcher]:
+    def _enqueue(self, guide: Guide) -> Future[CompiledGuide]:
         self._waiting.pop(guide, None)  # nobody waited for it any longer
         if len(self._waiting) >= MAX_WAITING:
             wanted = [each for each in self._waiting.items() if each[1]() is not None]
@@ -166,7 +204,7 @@ class GuideCompiler:
                 f"'{GUIDE_FIELD}' cannot be compiled now: {MAX_WAITING} grammars wait for that, "
                 "which is the limit; try again later"
             )
-        future: Future[LLMatcher] = Future()
+        future: Future[CompiledGuide] = Future()
         self._waiting[guide] = weakref.ref(future)
         if self._num_workers < _NUM_THREADS:
             with _large_stacks():
@@ -186,7 +224,7 @@ class GuideCompiler:
                         self._compiled.pop(guide, None)
                 future.set_exception(error)
 
-    def _take(self) -> tuple[Guide, Future[LLMatcher]] | None:
+    def _take(self) -> tuple[Guide, Future[CompiledGuide]] | None:
         """The next one that somebody waits for; None ends the thread's work."""
         with self._lock:
             while self._waiting:
@@ -201,14 +239,16 @@ class GuideCompiler:
             self._num_workers -= 1
             return None
 
-    def _compile(self, guide: Guide) -> LLMatcher:
+    def _compile(self, guide: Guide) -> CompiledGuide:
         try:
             tokenizer = self.load_tokenizer()
         except Exception as error:  # the library raises whatever a bad tokenizer makes it raise
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' cannot be used with the tokenizer of this model: {_short(error)}"
             ) from None
-        matcher = LLMatcher(tokenizer, to_grammar(guide), log_level=0, limits=_LIMITS)
+        grammar = to_grammar(guide)
+        began = time.perf_counter()
+        matcher = _match(tokenizer, grammar)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one is dear, and shows what is too much
         if matcher.is_error():
@@ -216,7 +256,15 @@ class GuideCompiler:
                 f"'{GUIDE_FIELD}' is no {guide.type.value} that can be used: "
                 f"{_short(_explain(matcher.get_error()))}"
             )
-        return matcher
+        return CompiledGuide(matcher, tokenizer, grammar, time.perf_counter() - began)
+
+
+def _match(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _is_worn(future: Future[CompiledGuide]) -> bool:
+    return future.done() and future.exception() is None and future.result().is_worn
 
 
 @contextmanager
@@ -228,6 +276,14 @@ def _large_stacks() -> Iterator[None]:
             yield
         finally:
             threading.stack_size(size_of_others)
+
+
+def _run(work: Callable[[], None]) -> None:
+    """Do ``work`` on a large stack; what it raises is lost."""
+    thread = threading.Thread(target=work, name="GuideAgain", daemon=True)
+    with _large_stacks():
+        thread.start()
+    thread.join()
 
 
 def to_grammar(guide: Guide) -> str:
