@@ -65,7 +65,7 @@ from inflight_scheduler import (
 )
 
 if TYPE_CHECKING:
-    from inflight_backend.guided.masks import Matcher
+    from inflight_backend.guided.masks import OwnGuide
 
 _logger = get_logger(__name__)
 
@@ -349,12 +349,12 @@ class GptManager:
         self._guard.call("send_response", self._send_cb, request_id, [], True, error)
 
     def _enrol(
-        self, request: InferenceRequest, llm_request: LlmRequest, matcher: Matcher | None
+        self, request: InferenceRequest, llm_request: LlmRequest, guide: OwnGuide | None
     ) -> None:
         """The one way in: everybody who works for a request knows it from now on, or nobody."""
         try:
-            if matcher is not None:
-                self._rules.guides.add(request.request_id, matcher)
+            if guide is not None:
+                self._rules.guides.add(request.request_id, *guide)
             self._rules.processors.add(request)
             self._active.add(llm_request)
             self._deadlines.add(llm_request)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
+
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.guided.bounds import MAX_SCHEMA_BYTES
 from inflight_backend.guided.guide import GUIDE_FIELD, TYPE_FIELD, Guide, GuideType
 from inflight_backend.inference_request import InferenceRequest
 
 MAX_GUIDE_BYTES = 64 * 1024
-"""Size of a guide."""
+"""Size of a regex or of a grammar; a schema may have `MAX_SCHEMA_BYTES`."""
 
 MAX_GUIDE_DEPTH = 64
 """Brackets open at once in a guide, of any kind."""
 
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-_QUOTED = {"json_schema": '"', "regex": "", "ebnf_grammar": '"'}
+_ESCAPE, _STRING = r"\\.", r'"[^"\\]*(?:\\.[^"\\]*)*"?'
+_CLASS, _COMMENT = r"\[[^\]\\]*(?:\\.[^\]\\]*)*\]?", r"#[^\n]*"
+_PLAIN_TEXT = {  # whose brackets nest nothing
+    GuideType.JSON_SCHEMA: re.compile(_STRING, re.DOTALL),
+    GuideType.REGEX: re.compile(_ESCAPE, re.DOTALL),
+    GuideType.EBNF_GRAMMAR: re.compile("|".join((_ESCAPE, _STRING, _CLASS, _COMMENT)), re.DOTALL),
+}
+_BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def read_guide(request: InferenceRequest) -> Guide | None:
@@ -25,7 +34,9 @@ def read_guide(request: InferenceRequest) -> Guide | None:
             )
         return None
     name = _string(request, TYPE_FIELD)
-    text = _string(request, GUIDE_FIELD) if request.has_tensor(GUIDE_FIELD) else ""
+    is_schema = name.lower() == GuideType.JSON_SCHEMA.value
+    max_bytes = MAX_SCHEMA_BYTES if is_schema else MAX_GUIDE_BYTES
+    text = _string(request, GUIDE_FIELD, max_bytes) if request.has_tensor(GUIDE_FIELD) else ""
     if not name and not text:
         return None  # of several rows in one request, one without a guide
     try:
@@ -48,14 +59,14 @@ def read_guide(request: InferenceRequest) -> Guide | None:
     return Guide(guide_type, text)
 
 
-def _string(request: InferenceRequest, name: str) -> str:
+def _string(request: InferenceRequest, name: str, max_bytes: int = MAX_GUIDE_BYTES) -> str:
     tensor = request.get_tensor(name)
     if tensor.size != 1:
         raise InvalidRequest(f"'{name}' must hold one string, got {tensor.size}")
     value = tensor.reshape(-1)[0]
     data = value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
-    if len(data) > MAX_GUIDE_BYTES:
-        raise InvalidRequest(f"'{name}' has {len(data)} bytes, more than {MAX_GUIDE_BYTES}")
+    if len(data) > max_bytes:
+        raise InvalidRequest(f"'{name}' has {len(data)} bytes, more than {max_bytes}")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -67,20 +78,13 @@ def _string(request: InferenceRequest, name: str) -> str:
 
 def _check_depth(guide_type: GuideType, text: str) -> None:
     """Refuse what is nested so deeply that a parser might not come back; quoted text is skipped."""
-    quote, depth, is_quoted, is_escaped = _QUOTED[guide_type.value], 0, False, False
-    for character in text:
-        if is_escaped:
-            is_escaped = False
-        elif character == "\\":
-            is_escaped = True
-        elif quote and character == quote:
-            is_quoted = not is_quoted
-        elif not is_quoted:
-            depth = max(depth + _BRACKETS.get(character, 0), 0)
-            if depth > MAX_GUIDE_DEPTH:
-                raise InvalidRequest(
-                    f"'{GUIDE_FIELD}' is nested more than {MAX_GUIDE_DEPTH} brackets deep"
-                )
+    depth = 0
+    for bracket in _BRACKET.findall(_PLAIN_TEXT[guide_type].sub("", text)):
+        depth = depth + 1 if bracket in "([{" else max(depth - 1, 0)
+        if depth > MAX_GUIDE_DEPTH:
+            raise InvalidRequest(
+                f"'{GUIDE_FIELD}' is nested more than {MAX_GUIDE_DEPTH} brackets deep"
+            )
 
 
 def _known() -> str:

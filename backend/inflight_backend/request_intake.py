@@ -23,7 +23,7 @@ from inflight_backend.request_validation import RequestLimits, validate
 from inflight_scheduler import LlmRequest
 
 if TYPE_CHECKING:
-    from inflight_backend.guided.masks import Matcher
+    from inflight_backend.guided.masks import OwnGuide
 
 _logger = get_logger(__name__)
 
@@ -38,10 +38,10 @@ class RequestIntake:
         self,
         limits: RequestLimits,
         is_active: Callable[[int], bool],
-        enrol: Callable[[InferenceRequest, LlmRequest, Matcher | None], None],
+        enrol: Callable[[InferenceRequest, LlmRequest, OwnGuide | None], None],
         refuse: Callable[[int, str], None],
     ) -> None:
-        """``enrol`` makes a request active, with the matcher of its guide, or leaves no trace of it
+        """``enrol`` makes a request active, with what guides its answer, or leaves no trace of it
         and raises. ``refuse`` sends the final response of a request that was not taken.
         """
         self._limits = limits
@@ -111,4 +111,6 @@ class RequestIntake:
         """Make a request active, guided if it asked for that."""
         llm_request, guide = validate(request, self._limits), request.guide
         request.llm_request = request.guide = None  # sent again, it is another request
-        self._enrol(request, llm_request, None if guide is None else guide.take())
+        self._enrol(
+            request, llm_request, None if guide is None else (guide.take(), guide.take_again)
+        )

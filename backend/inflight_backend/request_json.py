@@ -13,11 +13,13 @@ MAX_JSON_BYTES = 64 * 1024
 _MAX_SHOWN = 100
 
 
-def read_json_object(field: str, text: bytes | str) -> dict[str, Any]:
+def read_json_object(
+    field: str, text: bytes | str, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
     """The object that ``text`` is; `InvalidRequest` names ``field`` and what is wrong."""
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    if len(data) > MAX_JSON_BYTES:
-        raise InvalidRequest(f"'{field}' has {len(data)} bytes, more than {MAX_JSON_BYTES}")
+    if len(data) > max_bytes:
+        raise InvalidRequest(f"'{field}' has {len(data)} bytes, more than {max_bytes}")
     try:
         content = json.loads(data, object_pairs_hook=_unique)
     except _DoubledKey as doubled:

@@ -1,6 +1,9 @@
 """Compiles grammars on threads of its own, each once, and hands out matchers.
 
 A compiled grammar is a matcher of llguidance that has seen nothing yet; every answer gets a copy.
+The copies share what they have found out about the texts so far, and its limits: once one of them
+meets one, none of them can go on. So a grammar that is worn is compiled anew for those to come, and
+each answer under way may have a matcher of its own, once.
 
 So many grammars wait at most, and only as long as somebody waits for them: the queue knows them
 weakly, so one whose requests were stopped or refused is passed over.
@@ -9,18 +12,21 @@ weakly, so one whose requests were stopped or refused is passed over.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError
-from inflight_backend.guided.bounds import check_schema, check_unrolled, unrolled_size
+from inflight_backend.guided.bounds import check_schema, check_unrolled, pattern_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
 from inflight_backend.private_log import get_logger
@@ -34,9 +40,13 @@ MAX_CACHED = 64
 """Grammars kept for requests to come."""
 
 MAX_WAITING = 256
-"""Grammars that wait to be compiled, 64 KiB each at most."""
+"""Grammars that wait to be compiled, 256 KiB each at most."""
 
 _NUM_THREADS = 2
+# llguidance calls itself for every reference, and a stack that is full ends the process. A chain of
+# as many as a schema holds takes some 30 MB; what is not used takes no memory.
+_STACK_BYTES = 128 * 2**20
+_stack_size_lock = threading.Lock()
 _JSON = '{"type":["object","array"]}'  # what xgrammar, TensorRT-LLM's default, calls JSON
 # Without a bound some models write blanks until their tokens run out.
 _BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
@@ -44,10 +54,15 @@ _BLANKS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
 # the loop (60,000 bytes take 70 ms; of brackets that a recursion has opened there is no end).
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _MAX_ERROR_LENGTH = 300
-# A step of a guided row costs the loop some 10 ms with the heaviest grammars that were found (one
-# step of them 1.7 s), and a grammar at most some 40 MB (as llguidance's LLParserLimits says).
+_ONE_OF = (  # the library's own words name an option that no request has
+    "of the choices of 'oneOf' two may fit one value; write 'anyOf', or tell them apart by their "
+    "types or by a required string with a 'const' of its own"
+)
+_LINE_OF_OURS = re.compile(r"\n *\d+ \| ")
+# A step of a guided row costs the loop some 40 ms with the heaviest grammars that were found (one
+# step of them 1.7 s without limits), and a grammar at most some 40 MB (as LLParserLimits says).
 _LIMITS = LLParserLimits(
-    step_lexer_fuel=50_000,
+    step_lexer_fuel=200_000,
     step_max_items=20_000,
     max_lexer_states=20_000,
     max_grammar_size=100_000,
@@ -55,12 +70,40 @@ _LIMITS = LLParserLimits(
 )
 
 
+_MAX_SECONDS_ANEW = 0.05  # of the loop's time, for an answer that others have left no room
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGuide:
+    """A grammar that answers can be matched with; ``seconds`` is what compiling it took."""
+
+    matcher: LLMatcher
+    tokenizer: LLTokenizer
+    grammar: str
+    seconds: float
+
+    @property
+    def is_worn(self) -> bool:
+        """True once an answer has met a limit that all of them share."""
+        probe = self.matcher.deep_copy()
+        probe.compute_bitmask()
+        return bool(probe.is_error())
+
+    def compile_anew(self) -> LLMatcher | None:
+        """A matcher that shares nothing; None if the loop cannot wait for it."""
+        if self.seconds > _MAX_SECONDS_ANEW:
+            return None
+        made: list[LLMatcher] = []
+        _run(lambda: made.append(_match(self.tokenizer, self.grammar)))
+        return made[0] if made and not made[0].is_error() else None
+
+
 class PendingGuide:
     """A grammar that may still be compiled."""
 
     __slots__ = ("_deadline", "_future")
 
-    def __init__(self, future: Future[LLMatcher]) -> None:
+    def __init__(self, future: Future[CompiledGuide]) -> None:
         self._future = future
         self._deadline = time.monotonic() + COMPILE_SECONDS
 
@@ -88,12 +131,17 @@ class PendingGuide:
             # One of its own: an exception keeps every frame that it has been raised through.
             raise InvalidRequest(str(refusal))
         try:
-            return self._future.result().deep_copy()
+            return self._future.result().matcher.deep_copy()
         except BaseException:  # our bug, or a panic of the library
             _logger.exception("a grammar could not be compiled")
             raise ServingError(
                 f"'{GUIDE_FIELD}' could not be compiled: the server failed"
             ) from None
+
+    def take_again(self) -> LLMatcher | None:
+        """A matcher that shares nothing with those of other answers, if it is made soon enough; for
+        one answer that could not go on with the first."""
+        return self._future.result().compile_anew()
 
 
 class GuideCompiler:
@@ -110,8 +158,8 @@ class GuideCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[Guide, weakref.ref[Future[LLMatcher]]] = OrderedDict()
-        self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()
+        self._waiting: OrderedDict[Guide, weakref.ref[Future[CompiledGuide]]] = OrderedDict()
+        self._compiled: OrderedDict[Guide, Future[CompiledGuide]] = OrderedDict()
         self._num_workers = 0
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="GuideCompiler")
 
@@ -138,14 +186,15 @@ class GuideCompiler:
             self._waiting.clear()
         self._pool.shutdown(wait=False)
 
-    def _find(self, guide: Guide) -> Future[LLMatcher] | None:
-        if guide in self._compiled:
-            self._compiled.move_to_end(guide)
-            return self._compiled[guide]
+    def _find(self, guide: Guide) -> Future[CompiledGuide] | None:
+        compiled = self._compiled.pop(guide, None)
+        if compiled is not None and not _is_worn(compiled):
+            self._compiled[guide] = compiled  # the last that was asked for
+            return compiled
         waiting = self._waiting.get(guide)
         return None if waiting is None else waiting()
 
-    def _enqueue(self, guide: Guide) -> Future[LLMatcher]:
+    def _enqueue(self, guide: Guide) -> Future[CompiledGuide]:
         self._waiting.pop(guide, None)  # nobody waited for it any longer
         if len(self._waiting) >= MAX_WAITING:
             wanted = [each for each in self._waiting.items() if each[1]() is not None]
@@ -155,10 +204,11 @@ class GuideCompiler:
                 f"'{GUIDE_FIELD}' cannot be compiled now: {MAX_WAITING} grammars wait for that, "
                 "which is the limit; try again later"
             )
-        future: Future[LLMatcher] = Future()
+        future: Future[CompiledGuide] = Future()
         self._waiting[guide] = weakref.ref(future)
         if self._num_workers < _NUM_THREADS:
-            self._pool.submit(self._work)
+            with _large_stacks():
+                self._pool.submit(self._work)
             self._num_workers += 1
         return future
 
@@ -174,7 +224,7 @@ class GuideCompiler:
                         self._compiled.pop(guide, None)
                 future.set_exception(error)
 
-    def _take(self) -> tuple[Guide, Future[LLMatcher]] | None:
+    def _take(self) -> tuple[Guide, Future[CompiledGuide]] | None:
         """The next one that somebody waits for; None ends the thread's work."""
         with self._lock:
             while self._waiting:
@@ -189,14 +239,16 @@ class GuideCompiler:
             self._num_workers -= 1
             return None
 
-    def _compile(self, guide: Guide) -> LLMatcher:
+    def _compile(self, guide: Guide) -> CompiledGuide:
         try:
             tokenizer = self.load_tokenizer()
         except Exception as error:  # the library raises whatever a bad tokenizer makes it raise
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' cannot be used with the tokenizer of this model: {_short(error)}"
             ) from None
-        matcher = LLMatcher(tokenizer, to_grammar(guide), log_level=0, limits=_LIMITS)
+        grammar = to_grammar(guide)
+        began = time.perf_counter()
+        matcher = _match(tokenizer, grammar)
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one is dear, and shows what is too much
         if matcher.is_error():
@@ -204,7 +256,34 @@ class GuideCompiler:
                 f"'{GUIDE_FIELD}' is no {guide.type.value} that can be used: "
                 f"{_short(_explain(matcher.get_error()))}"
             )
-        return matcher
+        return CompiledGuide(matcher, tokenizer, grammar, time.perf_counter() - began)
+
+
+def _match(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+
+def _is_worn(future: Future[CompiledGuide]) -> bool:
+    return future.done() and future.exception() is None and future.result().is_worn
+
+
+@contextmanager
+def _large_stacks() -> Iterator[None]:
+    """For the threads that are started meanwhile."""
+    with _stack_size_lock:
+        size_of_others = threading.stack_size(_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(size_of_others)
+
+
+def _run(work: Callable[[], None]) -> None:
+    """Do ``work`` on a large stack; what it raises is lost."""
+    thread = threading.Thread(target=work, name="GuideAgain", daemon=True)
+    with _large_stacks():
+        thread.start()
+    thread.join()
 
 
 def to_grammar(guide: Guide) -> str:
@@ -216,7 +295,7 @@ def _to_lark(guide: Guide) -> str:
     if guide.type is GuideType.EBNF_GRAMMAR:
         return to_lark(guide.text)
     if guide.type is GuideType.REGEX:
-        check_unrolled(unrolled_size(guide.text))
+        check_unrolled(pattern_size(guide.text))
         return str(_only_grammar(LLMatcher.grammar_from_regex(guide.text))["lark_grammar"])
     schema = _JSON if guide.type is GuideType.JSON else guide.text
     check_schema(schema)
@@ -236,11 +315,12 @@ def _explain(error: str) -> str:
     """What llguidance says, without the grammar that we made and the places in it."""
     if error.startswith("NoExtensionBias"):
         return "there is no text that it allows"
-    text = error.partition("\n   1 | ")[0].removesuffix("<non-verbose/>")
+    text = _LINE_OF_OURS.split(error)[0].removesuffix("<non-verbose/>")
     place, separator, rest = text.partition("): ")
     is_place = place.removeprefix("at ").replace("(", "").isdecimal()
     text = rest if separator and is_place else text
-    return text.removeprefix("failed to compile JSON schema: ")
+    text = text.removeprefix("failed to compile JSON schema: ")
+    return _ONE_OF if text.startswith("oneOf constraints are not supported") else text
 
 
 def _short(error: object) -> str:

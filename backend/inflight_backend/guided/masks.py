@@ -6,7 +6,7 @@ read first, so a pause or a shared prefix changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -45,9 +45,21 @@ class Matcher(Protocol):
         """What it was."""
 
 
+TakeAgain = Callable[[], Matcher | None]
+"""Makes a matcher that shares nothing with those of other answers; None if there is no time."""
+
+OwnGuide = tuple[Matcher, TakeAgain]
+"""What guides one answer, and what may take its place."""
+
+
+def _take_nothing() -> None:
+    return None
+
+
 @dataclass(slots=True)
 class _Answer:
     matcher: Matcher
+    take_again: TakeAgain
     num_read: int = 0
     error: str = ""
 
@@ -62,9 +74,10 @@ class AnswerGuides:
         self._answers: dict[int, _Answer] = {}
         self._executor: Any = None
 
-    def add(self, request_id: int, matcher: Matcher) -> None:
-        """Guide a request from its first token on."""
-        self._answers[request_id] = _Answer(matcher)
+    def add(self, request_id: int, matcher: Matcher, take_again: TakeAgain = _take_nothing) -> None:
+        """Guide a request from its first token on; if ``matcher`` has met a limit that it shares
+        with other answers', go on with another."""
+        self._answers[request_id] = _Answer(matcher, take_again)
 
     def discard(self, request_id: int) -> None:
         """Forget a request, guided or not."""
@@ -101,6 +114,8 @@ class AnswerGuides:
                 open_rows.append((index, answer, request))
         self._fill([(answer.matcher, index) for index, answer, _ in open_rows], bits)
         for index, answer, request in open_rows:
+            if answer.matcher.is_error() and _start_again(answer, _new_tokens(request, latest, 0)):
+                self._fill([(answer.matcher, index)], bits)
             self._set_ends(bits[index], answer, request)
         masks = np.empty((len(rows), 2 + bits.shape[1]), dtype=np.int32)
         masks[:, 0], masks[:, 2:] = [row for row, _ in rows], bits
@@ -109,16 +124,15 @@ class AnswerGuides:
 
     def _read(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
         """Read what is new; False if the answer ends with it."""
-        start = request.orig_prompt_len + answer.num_read
-        tokens = request.tokens[start : request.num_drawn_tokens]
-        if request.num_pending_tokens:
-            tokens.append(latest[request.request_id])
+        tokens = _new_tokens(request, latest, answer.num_read)
         if tokens and (tokens[-1] in request.end_ids or tokens[-1] < 0):
             return False
         if tokens:
             answer.num_read += len(tokens)
             if not answer.matcher.consume_tokens(tokens):
-                answer.error = _too_much(answer.matcher)
+                error = _too_much(answer.matcher)
+                if not _start_again(answer, _new_tokens(request, latest, 0)):
+                    answer.error = error
         return True
 
     def _fill(self, matchers: list[tuple[Matcher, int]], bits: npt.NDArray[np.int32]) -> None:
@@ -156,6 +170,24 @@ class AnswerGuides:
                 _set_bit(bits, request.end_id, True)
         elif not is_left:
             answer.error = _NOTHING_BUT_ENDS if as_text.any() else _NOTHING
+
+
+def _new_tokens(request: LlmRequest, latest: Mapping[int, int], num_read: int) -> list[int]:
+    """What was drawn for ``request`` behind the first ``num_read`` tokens."""
+    tokens = request.tokens[request.orig_prompt_len + num_read : request.num_drawn_tokens]
+    if request.num_pending_tokens:
+        tokens.append(latest[request.request_id])
+    return tokens
+
+
+def _start_again(answer: _Answer, tokens: list[int]) -> bool:
+    """Follow ``tokens``, all there are, with another matcher, once; False if that cannot be."""
+    matcher = answer.take_again()
+    answer.take_again = _take_nothing
+    if matcher is None or not matcher.consume_tokens(tokens):
+        return False
+    answer.matcher = matcher
+    return True
 
 
 def _too_much(matcher: Matcher) -> str:

@@ -318,7 +318,7 @@ def _guide(value: Any) -> dict[str, object]:
 
 def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
     try:
-        guide = json.dumps(schema)
+        guide = json.dumps(schema, separators=(",", ":"))
     except RecursionError:  # it was read with a few frames more to go
         raise bad_field("response_format", "the schema is nested too deeply") from None
     return {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}

@@ -267,6 +267,20 @@ def test_what_becomes_too_dear_on_the_way_fails_alone(
     assert text_of(recorder, 91) == "a" * 9
 
 
+def test_an_answer_that_meets_a_limit_leaves_all_others_theirs(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one guide share what they find out, and its limits: the first to meet one, after
+    however many, ended those under way and all to come."""
+    limits = LLParserLimits(max_lexer_states=600, verbose_errors=False)
+    monkeypatch.setattr(compiler_module, "_LIMITS", limits)
+    drawn: dict[str, Any] = {"runtime_top_k": 200, "num_new": 90}
+    requests = [ask(n, "regex", "x(.{0,90}y){2}", random_seed=n, **drawn) for n in range(16)]
+    recorder = serve(random_model, requests, params())
+    for number in range(16):
+        match("x[^\n]+", text_of(recorder, number))
+
+
 @pytest.mark.case(55)
 def test_others_are_served_while_a_grammar_is_compiled(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -328,7 +342,7 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
 
 
 def test_bad_guides_are_answered_and_hurt_nobody(random_model: Path) -> None:
-    bad = [("regex", "("), ("json_schema", "[]"), ("ebnf_grammar", "x"), ("regex", "a{9999}")]
+    bad = [("regex", "("), ("json_schema", "[]"), ("ebnf_grammar", "x"), ("regex", "a{20001}")]
     requests = [ask(i, *guide) for i, guide in enumerate(bad)] + [ask(9, num_new=10)]
     recorder = serve(random_model, requests, params())
     for number in range(len(bad)):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guide_validation import MAX_GUIDE_BYTES, MAX_GUIDE_DEPTH, read_guide
-from inflight_backend.guided.bounds import check_schema, unrolled_size
+from inflight_backend.guided.bounds import MAX_SCHEMA_BYTES, check_schema, unrolled_size
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.serve.settings import DEMO_MODEL
@@ -44,6 +44,7 @@ def test_every_kind_is_read() -> None:
         ("regex", None, "'guided_decoding_guide' is missing or empty: regex needs it"),
         ("json_schema", "", "'guided_decoding_guide' is missing or empty: json_schema needs it"),
         ("regex", "a" * (MAX_GUIDE_BYTES + 1), f"65537 bytes, more than {MAX_GUIDE_BYTES}"),
+        ("json_schema", json.dumps({"title": "a" * 270_000}), f"more than {MAX_SCHEMA_BYTES}"),
         ("regex", "(" * (MAX_GUIDE_DEPTH + 1), f"more than {MAX_GUIDE_DEPTH} brackets deep"),
         ("json_schema", '{"a":[' * 33, f"more than {MAX_GUIDE_DEPTH} brackets deep"),
         ("json_schema", '{"items":' * 500 + "{}" + "}" * 500, "brackets deep"),
@@ -62,6 +63,8 @@ def test_refused_with_field_and_bound(guide_type: Any, guide: Any, message: str)
 def test_brackets_in_strings_do_not_nest() -> None:
     assert read_guide(ask("json_schema", json.dumps({"const": "[" * 500}))) is not None
     assert read_guide(ask("regex", r"\(" * 500)) is not None
+    after_a_quote = 'root ::= [^"(] # the "\n' + '"(" ' * 100
+    assert read_guide(ask("ebnf_grammar", after_a_quote)) is not None
 
 
 @pytest.mark.parametrize(
@@ -98,10 +101,10 @@ def test_sizes_of_any_text_are_found(pattern: str) -> None:
         ("true", "must be a JSON object"),
         ('{"items": {"type": "null", "type": "string"}}', "has the key 'type' twice"),
         ('{"const": 1' + "0" * 5000 + "}", "is not valid JSON"),
-        ('{"pattern": "a{6000}"}', "has 6000 symbols when written out, more than 5000"),
-        ('{"patternProperties": {"a{3000}": {"pattern": "b{2001}"}}}', "has 5001 symbols"),
+        ('{"pattern": "a{21000}"}', "has 21000 symbols when written out, more than 20000"),
+        ('{"patternProperties": {"a{9000}": {}, "b{11001}": {}}}', "has 20001 symbols"),
         ('{"items": {"x-guidance": {}}}', "has the key 'x-guidance'"),
-        ('{"multipleOf": 10001}', "'multipleOf' numbers whose product is above 10000"),
+        ('{"multipleOf": 10001}', "'multipleOf' numbers for one value whose product is above"),
         ('{"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}', "above 10000"),
         ('{"multipleOf": 1' + "0" * 400 + "}", "above 10000"),
     ],

@@ -85,7 +85,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
             {"response_format": {"type": "json_object"}},
             {
                 "guided_decoding_guide_type": "json_schema",
-                "guided_decoding_guide": '{"type": "object"}',
+                "guided_decoding_guide": '{"type":"object"}',
             },
         ),
         (
@@ -94,7 +94,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
-            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a":1}'},
         ),
         # What asks for nothing is taken.
         ({"user": "u", "logit_bias": {}, "seed": None, "store": False}, {}),
