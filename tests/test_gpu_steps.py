@@ -142,3 +142,39 @@ def test_the_replays_of_a_whole_engine_leave_it_as_it_was() -> None:
     assert times.device is not None
     assert times.device > 0
     assert answers() == before
+
+
+def test_kernels_are_told_by_what_they_take_of_a_step() -> None:
+    from gpu_parts import steps
+
+    names = [f"kernel {number} {'long ' * 20}" for number in range(12)]
+    ran = [(name, 2.0 + number) for number, name in enumerate(names) for _ in range(4)]
+    *told, everything = steps.told_kernels(iter([*ran, ("often", 1.0), *[("often", 1.0)] * 99]), 2)
+    assert told[0] == {"what": "kernel", "name": "often", "us": 50.0, "launches": 50.0}
+    assert [row["us"] for row in told[1:]] == [26.0, 24.0, 22.0, 20.0, 18.0, 16.0, 14.0]
+    assert all(len(row["name"]) <= 80 for row in told)
+    assert everything == {
+        "what": "all kernels",
+        "us": 50 + 4 * sum(range(2, 14)) / 2,
+        "launches": 74,
+    }
+
+
+def test_a_step_is_taken_apart() -> None:
+    """On a CPU the profiler tells of torch's operations: the product of the head is one of them."""
+    from gpu_parts import steps
+    from gpu_parts.common import TINY, Setting, make_engine
+
+    config = EngineConfig(
+        max_batch_size=2, max_num_tokens=16, max_seq_len=16, tokens_per_block=16,
+        max_tokens_in_paged_kv_cache=32, attention_backend="triton",
+    )  # fmt: skip
+    setting = Setting(torch.device("cpu"), is_dry=False, is_quick=False, stop_at=float("inf"))
+    engine = make_engine(setting, replace(TINY, num_layers=1, sliding_windows=(None,)), config)
+    blocks = (BlockAssignment(0, 0, 0), BlockAssignment(1, 0, 1))
+    engine.execute(steps._context_batch(engine, [0, 1], 8, blocks))
+    *kernels, everything = steps._parts(setting, engine, 2, 8)
+    assert 1 < len(kernels) <= 8
+    assert {row["batch"] for row in kernels} == {2}
+    assert everything["what"] == "all kernels"
+    assert everything["launches"] >= sum(row["launches"] for row in kernels) > 0

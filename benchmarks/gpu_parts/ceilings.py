@@ -7,11 +7,12 @@ steps run: no step is faster than the sum of its own products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from gpu_parts.common import LLAMA_8B, Row, Setting
 
-from inflight_backend.engine.layers import Fp8Linear, Linear, quantize
+from inflight_backend.engine.layers import Fp8Linear, Linear, is_scaled_apart, quantize
 
 
 def rows(setting: Setting) -> Iterator[Row]:
@@ -25,13 +26,23 @@ def rows(setting: Setting) -> Iterator[Row]:
     qkv = LLAMA_8B.query_size + 2 * LLAMA_8B.kv_size
     # 17: where FP8 products pick another kernel from so many rows on, fewer should be padded to it.
     batches = [1, 64, 256] if setting.is_quick else [1, 8, 16, 17, 32, 64, 128, 256, 1024, 8192]
-    for name, rows_, columns in (
+    linears = (
         ("gate_up", 2 * inner, hidden),
         ("down", hidden, inner),
         ("qkv", qkv, hidden),
         ("output", hidden, LLAMA_8B.query_size),
-    ):
+    )
+    yield from _products(setting, "head", LLAMA_8B.vocab_size, hidden, [1, 64, 256], has_fp8=False)
+    for name, rows_, columns in linears:
         yield from _products(setting, name, rows_, columns, batches)
+    # Where cuBLASLt's own choice for few rows is faster than cuBLAS's, the engine should take it.
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        for name, rows_, columns in linears:
+            few = [batch for batch in batches if batch <= 256]
+            yield from _products(setting, f"{name} cublaslt", rows_, columns, few, has_fp8=False)
+    finally:
+        torch.backends.cuda.preferred_blas_library("default")
 
 
 def _bandwidth(setting: Setting) -> Iterator[Row]:
@@ -55,23 +66,31 @@ def _bandwidth(setting: Setting) -> Iterator[Row]:
 
 
 def _products(
-    setting: Setting, name: str, num_rows: int, columns: int, batches: list[int]
+    setting: Setting,
+    name: str,
+    num_rows: int,
+    columns: int,
+    batches: list[int],
+    *,
+    has_fp8: bool = True,
 ) -> Iterator[Row]:
     weight = torch.randn(num_rows, columns, dtype=torch.bfloat16, device=setting.device)
-    plain, quantised = Linear(weight), Fp8Linear(weight)
+    plain, quantised = Linear(weight), Fp8Linear(weight) if has_fp8 else None
     for batch in batches:
         x = torch.randn(batch, columns, dtype=torch.bfloat16, device=setting.device)
-        x_fp8 = quantize(x)
-        for kind, call, width in (
-            ("bf16", lambda x=x: plain(x), 2),
-            ("fp8", lambda x=x_fp8: quantised(x), 1),
-        ):
+        calls: list[tuple[str, Callable[[], object], int]] = [("bf16", partial(plain, x), 2)]
+        if quantised is not None:
+            calls.append(("fp8", partial(quantised, quantize(x)), 1))
+        for kind, call, width in calls:
             seconds = time_seconds(setting, call)
+            is_apart = kind == "fp8" and is_scaled_apart(batch, num_rows, columns)
+            apart = {"scales": "apart"} if is_apart else {}
             flops = 2 * batch * num_rows * columns
             moved = (num_rows * columns + batch * columns) * width + 2 * batch * num_rows
             yield {
                 "what": f"{name} {kind}",
                 "tokens": batch,
+                **apart,
                 **setting.figures(
                     us=1e6 * seconds,
                     tflop_per_s=flops / seconds / 1e12,

@@ -117,11 +117,15 @@ def _kernel_checks(setting: Setting) -> Iterator[_Check]:
                 yield _Check(f"generation {label}", _LIMIT[_BF16], run, has_rows=True)
                 run = partial(_context, setting, *model)
                 yield _Check(f"context {label}", _LIMIT[_BF16], run, has_rows=True)
-    yield _Check("sample", 0.0, partial(_sample, setting))
+    for dtype in (_BF16, torch.float32):  # as drawn from, and as changed before
+        yield _Check(f"sample {_name(dtype)}", 0.0, partial(_sample, setting, dtype))
     for name, limit, draw in draw_checks.CHECKS:
         yield _Check(name, limit, partial(draw, setting))
     yield _Check("copy_blocks", 0.0, partial(_copy, setting))
-    yield _Check("fp8 linear", 2e-2, partial(_fp8_linear, setting), has_rows=True)
+    # Few tokens and many columns: what cuBLAS is known to refuse with a scale per row.
+    for tokens, columns in ((17, 4096), (1, 14_336), (256, 14_336), (300, 14_336)):
+        run = partial(_fp8_linear, setting, tokens, columns)
+        yield _Check(f"fp8 linear {tokens} x {columns}", 2e-2, run, has_rows=True)
     for dtype, limit in ((_BF16, _LIMIT[_BF16]), (_FP8, 2e-2)):
         run = partial(_invariant_linear, setting, dtype)
         yield _Check(f"invariant_linear {_name(dtype)}", limit, run, has_rows=True)
@@ -283,22 +287,22 @@ def _context(
     )
 
 
-def _sample(setting: Setting) -> tuple[Tensor, Tensor]:
+def _sample(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens of greedy and filtered rows, but for those where the sixth digit decides."""
     sampling = import_module("inflight_kernels.sample")
     device = setting.device
     count, vocabulary = (5, 50) if setting.is_dry else (80, 128_256)
-    logits = 4 * torch.randn(count, vocabulary, device=device)
+    logits = (4 * torch.randn(count, vocabulary, device=device)).to(dtype)
     kinds = torch.arange(count, device=device) % 5
     arguments = (
-        logits,
+        logits.float(),
         torch.where(kinds == 0, 0.0, 0.8),
         torch.where((kinds == 1) | (kinds == 4), 20, 0).int(),
         torch.where((kinds == 2) | (kinds == 4), 0.9, 1.0),
         torch.arange(count, device=device),
         torch.arange(count, device=device) + 5,
     )
-    found, expected = sampling.sample(*arguments), reference.sample(*arguments)
+    found, expected = sampling.sample(logits, *arguments[1:]), reference.sample(*arguments)
     return draw_checks.where_clear(found, expected, arguments)
 
 
@@ -313,10 +317,11 @@ def _copy(setting: Setting) -> tuple[Tensor, Tensor]:
     return target, expected
 
 
-def _fp8_linear(setting: Setting) -> tuple[Tensor, Tensor]:
-    size = 64 if setting.is_dry else 4096
+def _fp8_linear(setting: Setting, tokens: int, columns: int) -> tuple[Tensor, Tensor]:
+    columns = 64 if setting.is_dry else columns
     weight, x = (
-        torch.randn(rows_, size, dtype=_BF16, device=setting.device) for rows_ in (size, 17)
+        torch.randn(rows_, columns, dtype=_BF16, device=setting.device)
+        for rows_ in (64 if setting.is_dry else 4096, tokens)
     )
     rounded, activation = quantize(weight), quantize(x)
     expected = (activation.values.float() * activation.scales) @ (

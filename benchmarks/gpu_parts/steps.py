@@ -3,13 +3,15 @@
 256 prompts are computed for real, then steps of the first 256, 128, ... 1 slots are timed in three
 ways, each from the same context on: recordings replayed behind one another with nothing of the host
 in between (the device alone); one step submitted while the one before it runs, as the server does;
-and one by one. The device idles for the difference of the first two.
+and one by one. The device idles for the difference of the first two. Last, because it asks the
+profiler: which kernels a step of generations is made of.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +37,9 @@ from inflight_scheduler import (
 
 _NUM_STEPS = 20
 _BLOCK = 64
+_PROFILED, _NUM_PROFILED, _NUM_TOLD = (256, 64, 1), 3, 8
+"""Batches whose step is taken apart, steps of each, and kernels told of it."""
+_PROFILER_SECONDS = 10  # with less left it is not begun
 
 
 def bf16(setting: Setting) -> Iterator[Row]:
@@ -67,26 +72,37 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
     engine = make_engine(setting, model, config)
     labels = {"model": "8B", "precision": quantization if is_fp8 else "bf16"}
     yield {**labels, **start_row(setting, "8B", engine, time.monotonic() - start)}
-    yield {**labels, **_prompt(setting, engine, 40 if setting.is_dry else 2048, is_fp8)}
+    for length in (40, 8) if setting.is_dry else (2048, 128):
+        yield {**labels, **_prompt(setting, engine, length, is_fp8)}
     tokens_per_second = _fill(setting, engine, batches[0], context, num_blocks)
     yield {**labels, "what": "fill", **setting.figures(tokens_per_s=tokens_per_second)}
     for batch_size in batches:
         yield {**labels, **_steps(setting, engine, batch_size, context, is_fp8)}
+    for batch_size in (2,) if setting.is_dry else _PROFILED:
+        has_time = setting.is_dry or setting.seconds_left > _PROFILER_SECONDS
+        if has_time and engine._attention.is_capturable:
+            for row in _parts(setting, engine, batch_size, context):
+                yield {**labels, **row}
 
 
 def _prompt(setting: Setting, engine: Engine, length: int, is_fp8: bool) -> Row:
-    """Time to the token of one prompt, in the last slot: median of three after a warm-up."""
+    """Time to the token of one prompt, in the last slot, and what of it the host took to submit an
+    eager step: medians of three after a warm-up."""
     slot = engine.config.max_batch_size - 1
     batch = _context_batch(engine, [slot], length, _blocks([slot], length))
-    times = []
+    times, submits = [], []
     for _ in range(4):
         setting.synchronize()
         start = time.perf_counter()
-        engine.execute(batch)
+        pending = engine.submit(batch)
+        submits.append(1e6 * (time.perf_counter() - start))
+        pending.read()
         times.append(1e3 * (time.perf_counter() - start))
     floor = context_floor_ms(setting, engine.model_config, is_fp8, length)
-    measured = sorted(times[1:])[1]
-    figures = setting.figures(ms=measured, floor_ms=floor, of_floor=floor / measured)
+    measured, submit = sorted(times[1:])[1], sorted(submits[1:])[1]
+    figures = setting.figures(
+        ms=measured, floor_ms=floor, of_floor=floor / measured, host_us=submit
+    )
     return {"what": "prompt", "tokens": length, **figures}
 
 
@@ -221,3 +237,57 @@ def _steps(setting: Setting, engine: Engine, batch_size: int, context: int, is_f
         host_us=1e6 * times.host,
         tokens_per_s=batch_size / times.overlapped,
     )
+
+
+def _parts(setting: Setting, engine: Engine, batch_size: int, context: int) -> Iterator[Row]:
+    """The kernels that take most of a step of generations, then all of them. What would be recorded
+    runs eagerly, since profilers are known to misread recordings (pytorch/kineto issue 1165): its
+    kernels are the same. What a recorded step takes beyond them are gaps."""
+    batch = ScheduledBatch(iteration=2, generation_slots=tuple(range(batch_size)))
+    engine.execute(_rewind(batch, context))
+    engine.execute(batch)
+    slots = engine._buffer.padded_slots[:batch_size]  # of ``batch``, which has just run
+
+    @torch.inference_mode()
+    def run() -> None:
+        for _ in range(_NUM_PROFILED):
+            engine._record_draw(slots, engine._record_forward(slots))
+
+    run()
+    setting.synchronize()
+    where = setting.device.type.upper()  # by this name the profiler knows it
+    activity = getattr(torch.profiler.ProfilerActivity, where)
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        run()
+        setting.synchronize()
+    ran = (
+        (event.name, event.time_range.elapsed_us())
+        for event in profiler.events() or ()
+        if event.device_type.name == where
+    )
+    for row in told_kernels(ran, _NUM_PROFILED):
+        figures = {name: row.pop(name) for name in ("us", "launches")}
+        yield {"batch": batch_size, "context": context, **row, **setting.figures(**figures)}
+
+
+def told_kernels(ran: Iterable[tuple[str, float]], num_steps: int) -> Iterator[Row]:
+    """Of kernels that ran in so many steps, (name, microseconds) each: launches and time per step
+    of those that took longest, then of all."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for name, microseconds in ran:
+        times[name].append(microseconds)
+    longest = sorted(times, key=lambda name: -sum(times[name]))
+    for name in longest[:_NUM_TOLD]:
+        mine = times[name]
+        yield {
+            "what": "kernel",
+            "name": name[:80],
+            "us": sum(mine) / num_steps,
+            "launches": len(mine) / num_steps,
+        }
+    everything = [microseconds for mine in times.values() for microseconds in mine]
+    yield {
+        "what": "all kernels",
+        "us": sum(everything) / num_steps,
+        "launches": len(everything) / num_steps,
+    }

@@ -18,8 +18,12 @@ from benchmarks.paged_batch import LLAMA_8B, LLAMA_13B, TINY, Heads, PagedBatch,
 _MAX_CACHE_BYTES = 48 * 2**30
 _BLOCK = 64
 # Tokens of a block if nobody says otherwise: half a tile. At these (batch, context) it is measured
-# beside blocks of a whole one.
-_DEFAULT_BLOCK, _DEFAULT_BLOCK_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
+# beside blocks of a whole one; as is the layout with heads first, in which a tile is one piece of
+# memory instead of one for each token. Both run the code that is compiled for the others.
+_DEFAULT_BLOCK, _COMPARED_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
+# Tokens that tables have room for: as in a recorded step, which may meet rows so long. There it is
+# that for which the splits are chosen, and what other rows leave behind costs something.
+_ROOM = (8192, 131_072)
 # Beside the splits chosen for a shape, in a sweep: as many per row, whatever the batch.
 _SPLITS, _LEAST_PROGRAMS, _MOST_PROGRAMS = (1, 2, 4, 8, 16, 32), 64, 8192
 # What a sweep tries beside the chosen tile, most promising first by the code compiled for sm_90
@@ -45,14 +49,25 @@ def rows(setting: Setting) -> Iterator[Row]:
                     if _cache_bytes(heads, lengths, dtype) > _MAX_CACHE_BYTES:
                         continue
                     yield from _variants(setting, heads, lengths, dtype, "uniform")
-                    if (batch, context) in _DEFAULT_BLOCK_AT and heads == LLAMA_8B:
-                        yield from _variants(
-                            setting, heads, lengths, dtype, "uniform", block=_DEFAULT_BLOCK
-                        )
+                    if (batch, context) in _COMPARED_AT and heads == LLAMA_8B:
+                        yield from _compared(setting, heads, lengths, dtype)
         longest = contexts[-1]
         ragged = [longest] + [contexts[0] + 37 * row % 1000 for row in range(batches[-1] - 1)]
         if setting.is_wanted(batches[-1], longest):
             yield from _variants(setting, heads, ragged, torch.bfloat16, "ragged")
+
+
+def _compared(
+    setting: Setting, heads: Heads, lengths: list[int], dtype: torch.dtype
+) -> Iterator[Row]:
+    """The same work in other blocks, layouts and tables; the last two run what is compiled already
+    and are left out of a sweep of tiles."""
+    uniform = partial(_variants, setting, heads, lengths, dtype, "uniform")
+    yield from uniform(block=_DEFAULT_BLOCK)
+    if not setting.has_sweep:
+        yield from uniform(has_heads_first=True)
+        for room in _ROOM:
+            yield from uniform(room=room)
 
 
 def _cache_bytes(heads: Heads, lengths: list[int], dtype: torch.dtype) -> int:
@@ -67,6 +82,8 @@ def _variants(
     kind: str,
     *,
     block: int = _BLOCK,
+    has_heads_first: bool = False,
+    room: int = 0,
 ) -> Iterator[Row]:
     # Imported late: a dry run switches the interpreter on before triton is imported.
     from inflight_kernels.paged_attention_generation import (
@@ -82,8 +99,12 @@ def _variants(
         tokens_per_block=block,
         cache_dtype=dtype,
         device=setting.device,
+        has_heads_first=has_heads_first,
     )
-    paged = (batch.query, batch.key_cache, batch.value_cache, batch.block_tables)
+    tables = batch.block_tables
+    if room:
+        tables = functional.pad(tables, (0, max(0, room // block - tables.shape[1])))
+    paged = (batch.query, batch.key_cache, batch.value_cache, tables)
     chosen = choose_tile(heads.head_dim, dtype, heads.num_heads // heads.num_kv_heads)
     ranked = RANKED[dtype == torch.float8_e4m3fn] if setting.has_sweep else ()
     tiles = dict.fromkeys((chosen, *(GenerationTile(*fields) for fields in ranked)))
@@ -111,12 +132,16 @@ def _variants(
             "chosen": tile == chosen and num_splits is None,
             "block": block,
         }
+        if has_heads_first:
+            parameters["layout"] = "heads first"
+        if room:
+            parameters["room"] = room
         if num_splits is not None:
             parameters["splits"] = num_splits
         size = _cache_bytes(heads, lengths, dtype)
         flops = 4 * sum(lengths) * heads.num_heads * heads.head_dim
         wants_peer = bool(parameters["chosen"]) and kind == "uniform" and block == _BLOCK
-        wants_peer = wants_peer and dtype == torch.bfloat16
+        wants_peer = wants_peer and dtype == torch.bfloat16 and not (has_heads_first or room)
         baselines = {"sdpa": _sdpa(batch, heads, lengths)} if wants_peer else {}
         yield Row(parameters, call, size, flops, baselines)
 

@@ -23,7 +23,7 @@ from inflight_kernels._tiles import PATH, tile_key
 
 Row = dict[str, Any]
 _HEADS = {heads.name: heads for heads in (LLAMA_8B, LLAMA_13B)}
-_LABELS = ("shape", "cache", "batch", "context", "kind", "work", "block")
+_LABELS = ("shape", "cache", "batch", "context", "kind", "work", "block", "layout", "room")
 
 
 def best_tiles(ops: dict[str, list[Row]], capability: int) -> dict[str, list[int]]:

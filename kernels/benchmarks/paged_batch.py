@@ -43,21 +43,29 @@ def make_batch(
     tokens_per_block: int,
     cache_dtype: torch.dtype,
     device: torch.device,
+    has_heads_first: bool = False,
 ) -> PagedBatch:
-    """A batch whose requests own distinct blocks in random order; bfloat16 queries."""
+    """A batch whose requests own distinct blocks in random order; bfloat16 queries. With heads
+    first the tokens of a block lie together in memory for each head, else those of all heads."""
     per_row = [-(-length // tokens_per_block) for length in context_lens]
     order = torch.randperm(sum(per_row), dtype=torch.int32)
     tables = torch.zeros(len(per_row), max(per_row), dtype=torch.int32)
     for row, blocks in enumerate(order.split(per_row)):  # type: ignore[no-untyped-call]
         tables[row, : len(blocks)] = blocks
     shape = (sum(per_row), tokens_per_block, heads.num_kv_heads, heads.head_dim)
+    if has_heads_first:
+        shape = (shape[0], shape[2], shape[1], shape[3])
+    caches = (_random(shape, cache_dtype, device) for _ in range(2))
+    key_cache, value_cache = (
+        cache.transpose(1, 2) if has_heads_first else cache for cache in caches
+    )
     query = torch.randn(
         sum(query_lens), heads.num_heads, heads.head_dim, dtype=torch.bfloat16, device=device
     )
     return PagedBatch(
         query,
-        _random(shape, cache_dtype, device),
-        _random(shape, cache_dtype, device),
+        key_cache,
+        value_cache,
         tables.to(device),
         torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
         torch.tensor(context_lens, dtype=torch.int32, device=device),

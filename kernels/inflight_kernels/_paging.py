@@ -85,6 +85,24 @@ def check_attention(
     softcap: float | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless the paged arguments fit one another."""
+    _check_arguments(
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
+    )
+    if key_cache.dtype == torch.float8_e4m3fn:
+        _host.check_fp8_device()
+
+
+@_host.once_in_a_row
+def _check_arguments(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lengths: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> None:
     _host.check_shape("query", query, (None, None, None))
     _host.check_dtype("query", query, _host.FLOAT_DTYPES)
     num_heads, head_dim = query.shape[1:]
@@ -96,8 +114,6 @@ def check_attention(
     _host.check_shape("value_cache", value_cache, key_cache.shape)
     _host.check_dtype("key_cache", key_cache, (query.dtype, torch.float8_e4m3fn))
     _host.check_dtype("value_cache", value_cache, (key_cache.dtype,))
-    if key_cache.dtype == torch.float8_e4m3fn:
-        _host.check_fp8_device()
     _host.check_rows("key_cache", key_cache)
     _host.check_rows("value_cache", value_cache)
     if num_heads % key_cache.shape[2]:

@@ -312,15 +312,16 @@ def _workspace(
     needed = workspace_size(batch_size, num_heads, head_dim, num_splits) if num_splits > 1 else 0
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
-    _host.check_shape("workspace", workspace, (None,))
-    _host.check_dtype("workspace", workspace, (torch.float32,))
-    _host.check_contiguous("workspace", workspace)
-    _host.check_same_device(query=query, workspace=workspace)
-    if workspace.numel() < needed:
-        raise ValueError(
-            f"workspace: needs {needed} elements for {num_splits} splits, got {workspace.numel()}; "
-            "size it with workspace_size()"
-        )
+    else:
+        _host.check_shape("workspace", workspace, (None,))
+        _host.check_dtype("workspace", workspace, (torch.float32,))
+        _host.check_contiguous("workspace", workspace)
+        _host.check_same_device(query=query, workspace=workspace)
+        if workspace.numel() < needed:
+            raise ValueError(
+                f"workspace: needs {needed} elements for {num_splits} splits, "
+                f"got {workspace.numel()}; size it with workspace_size()"
+            )
     num_partial = batch_size * num_heads * num_splits * head_dim if needed else 0
     return workspace[:num_partial], workspace[num_partial:needed]
 

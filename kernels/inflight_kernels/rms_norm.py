@@ -98,20 +98,8 @@ def _launch(
     quantize: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, new residual, scales); the last two are empty unless asked for."""
-    _host.check_shape("x", x, (None, None))
-    _host.check_dtype("x", x, _host.FLOAT_DTYPES)
-    _host.check_rows("x", x)
+    _check(x, residual, weight)
     num_tokens, hidden = x.shape
-    if hidden > _MAX_HIDDEN:
-        raise ValueError(f"x: rows may have up to {_MAX_HIDDEN} elements, got {hidden}")
-    _host.check_shape("weight", weight, (hidden,))
-    _host.check_dtype("weight", weight, _host.FLOAT_DTYPES)
-    _host.check_contiguous("weight", weight)
-    _host.check_same_device(x=x, weight=weight, residual=residual)
-    if residual is not None:
-        _host.check_shape("residual", residual, x.shape)
-        _host.check_dtype("residual", residual, (x.dtype,))
-        _host.check_rows("residual", residual)
     out_dtype = torch.float8_e4m3fn if quantize else x.dtype
     out = torch.empty((num_tokens, hidden), dtype=out_dtype, device=x.device)
     scales = torch.empty((num_tokens if quantize else 0, 1), dtype=torch.float32, device=x.device)
@@ -138,3 +126,22 @@ def _launch(
             **_host.LAUNCH_OPTIONS,
         )
     return out, new_residual, scales
+
+
+@_host.once_in_a_row
+def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+    """Raise ValueError, naming the argument, unless all fit one another."""
+    _host.check_shape("x", x, (None, None))
+    _host.check_dtype("x", x, _host.FLOAT_DTYPES)
+    _host.check_rows("x", x)
+    hidden = x.shape[1]
+    if hidden > _MAX_HIDDEN:
+        raise ValueError(f"x: rows may have up to {_MAX_HIDDEN} elements, got {hidden}")
+    _host.check_shape("weight", weight, (hidden,))
+    _host.check_dtype("weight", weight, _host.FLOAT_DTYPES)
+    _host.check_contiguous("weight", weight)
+    _host.check_same_device(x=x, weight=weight, residual=residual)
+    if residual is not None:
+        _host.check_shape("residual", residual, x.shape)
+        _host.check_dtype("residual", residual, (x.dtype,))
+        _host.check_rows("residual", residual)

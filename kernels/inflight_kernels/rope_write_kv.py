@@ -143,6 +143,7 @@ def _rope_write_kv_kernel(
     tl.store(ptrs + HALF, _to_cache(high, value_scale, value_cache_ptr), mask=mask)
 
 
+@_host.once_in_a_row
 def _check(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -152,9 +153,11 @@ def _check(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    weights: dict[str, torch.Tensor | None],
+    query_norm_weight: torch.Tensor | None,
+    key_norm_weight: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
+    weights = {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
     _host.check_shape("query", query, (None, None, None))
     _host.check_dtype("query", query, _host.FLOAT_DTYPES)
     num_tokens, _, head_dim = query.shape
@@ -224,9 +227,9 @@ def rope_write_kv(
     Positions and slots are not checked against their bounds: they live on the device.
     Raises ValueError naming the argument that does not fit.
     """
-    weights = {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
     _check(
-        query, key, value, cos_sin, positions, key_cache, value_cache, slot_mapping, weights
+        query, key, value, cos_sin, positions, key_cache, value_cache, slot_mapping,
+        query_norm_weight, key_norm_weight,
     )  # fmt: skip
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from kernels.machine_code import disassemble, overwritten_inputs
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -49,6 +50,8 @@ class CompiledKernel:
     num_byte_reads: int  # of shared memory, one byte each
     comes_early: bool  # launched while the kernel before it ends
     waits_first: bool  # for that kernel, before it touches global memory
+    num_register_inputs: int  # products of a warp group that read registers
+    overwritten_inputs: list[str]  # those that lose what they read, see `machine_code`
 
     def as_json(self) -> dict[str, Any]:
         """A dict of numbers and strings."""
@@ -130,6 +133,10 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
             capture_output=True,
             text=True,
         ).stdout
+        has_wgmma = "wgmma.mma_async" in ptx
+        num_inputs, overwritten = (
+            overwritten_inputs(disassemble(Path(cubin.name))) if has_wgmma else (0, [])
+        )
     first_access = re.search(r"\b(ld|st|atom|red|cp\.async)\S*\.global", ptx)
     assert first_access is not None
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
@@ -151,4 +158,6 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
         num_byte_reads=len(re.findall(r"ld\.shared\S*\.[bsu]8\b", ptx)),
         comes_early=kernel.metadata.launch_pdl,
         waits_first="griddepcontrol.wait" in ptx[: first_access.start()],
+        num_register_inputs=num_inputs,
+        overwritten_inputs=overwritten,
     )

@@ -210,6 +210,13 @@ def test_the_invariant_linear_is_pipelined_on_tensor_cores(reports: list[Report]
     assert refused(hopper, lambda report: report["num_wgmma"] > 0) == []
 
 
+def test_no_product_loses_what_it_reads_from_registers(reports: list[Report]) -> None:
+    """The assembler that Triton brings for Hopper is known to make such code (`machine_code`)."""
+    hopper = [report for report in reports if report["num_wgmma"] > 0]
+    assert sum(report["num_register_inputs"] for report in hopper) >= 4 * len(hopper)
+    assert refused(hopper, lambda report: report["overwritten_inputs"] == []) == []
+
+
 def test_sampling_reads_16_bytes_at_a_time(reports: list[Report]) -> None:
     kernels = of_kernel(reports, "_chunk_kernel") + of_kernel(reports, "_sample_kernel")
     assert refused(kernels, lambda report: report["num_loads_16"] > 0) == []

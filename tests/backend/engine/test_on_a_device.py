@@ -164,7 +164,7 @@ def test_recordings_that_fail_are_told_where_the_device_is(
 def test_a_recorded_decoder_makes_nothing_for_the_draw(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the recording of the draw holds this")
 
     config = replace(CPU, attention_backend="triton")
