@@ -262,6 +262,28 @@ def test_a_pause_that_is_not_told_is_found() -> None:
         assert (divergence.number, divergence.what) == (content["i"], "paused requests")
 
 
+@pytest.mark.parametrize(
+    ("key", "width", "what"), [("c", 2, "context requests"), ("g", 1, "generation requests")]
+)
+def test_another_order_of_those_who_run_is_found(key: str, width: int, what: str) -> None:
+    """Nothing else differs then, neither blocks nor who is paused."""
+    settings = replace(SMALL, num_blocks=60)
+    lines = play(settings, num_requests=60, seed=5).text.splitlines(keepends=True)
+    num_changed = 0
+    for index, line in enumerate(lines[1:], start=1):
+        content = json.loads(line)
+        rows = content.get(key, [])
+        if len(rows) < 2 * width:
+            continue
+        content[key] = rows[width : 2 * width] + rows[:width] + rows[2 * width :]
+        changed = [*lines[:index], json.dumps(content) + "\n", *lines[index + 1 :]]
+        divergence = replay(read("".join(changed))).divergence
+        assert divergence is not None
+        assert (divergence.number, divergence.what) == (content["i"], what)
+        num_changed += 1
+    assert num_changed > 3
+
+
 def test_another_policy_is_a_divergence_with_both_sides() -> None:
     world = play(SMALL, num_requests=30, seed=5)
     text = world.text.replace('"max_utilization"', '"guaranteed_no_evict"')
