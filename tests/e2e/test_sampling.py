@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.harness import ServeProcess
+from tritonclient.utils import InferenceServerException
 
 from inflight_client.protocol import ENSEMBLE_INPUT_MAP, INPUT_BY_NAME
 from inflight_client.tensors import make_inputs
@@ -141,6 +142,19 @@ def test_a_client_that_names_no_output_gets_what_it_asked_for(server: ServeProce
     assert list(plain) == ["output_ids", "sequence_length"]
     (more,) = infer(server, **values, return_log_probs=True, return_num_output_tokens=True)
     assert set(more) == {*plain, "output_log_probs", "cum_log_probs", "num_output_tokens"}
+
+
+def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
+    """That of v0.16 and v0.17."""
+    for model, prompt in (
+        ("tensorrt_llm", {"input_ids": [5, 6], "request_output_len": 3}),
+        ("ensemble", {"text_input": PROMPT, "max_tokens": 3}),
+    ):
+        asked: dict[str, Any] = {**prompt, "model": model, "return_kv_cache_reuse_stats": True}
+        (answer,) = infer(server, **asked)
+        assert answer["kv_cache_alloc_total_blocks"].item() >= 1
+        with pytest.raises(InferenceServerException, match="'return_perf_metrics' is given twice"):
+            list(infer(server, **asked, return_perf_metrics=True))
 
 
 def test_several_sequences(server: ServeProcess) -> None:
