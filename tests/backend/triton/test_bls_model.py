@@ -151,6 +151,13 @@ def test_every_row_needs_tokens(make_relay: Relay, lengths: list[int]) -> None:
     assert message == "'max_tokens' must be above 0 in every row"
 
 
+def test_an_empty_response_says_that_it_was_all(make_relay: Relay) -> None:
+    """As the peer's: its clients may pass over what comes with the news of the end."""
+    sender = ask(make_relay())
+    assert sender.ends_empty
+    assert texts_of(sender) == [["tensorrt_llm"]]
+
+
 def test_sequences_of_a_relay_that_does_not_accumulate(make_relay: Relay) -> None:
     sender = ask(make_relay(), num_return_sequences=2)
     assert texts_of(sender) == [["0a"], ["1a"], ["0b"], ["1b"]]
