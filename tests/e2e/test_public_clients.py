@@ -20,7 +20,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from e2e.front import FrontProcess
 from e2e.harness import assert_counts
-from e2e.plain import PlainServer, infer, repository_server, stream_infer
+from e2e.plain import PlainServer, generate_stream, infer, repository_server, stream_infer
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
@@ -312,6 +312,25 @@ def test_clients_that_wait_for_the_end_and_ask_for_no_empty_one(
         assert has_ended.wait(WAIT)
     text = b"".join(texts.get() for _ in range(texts.qsize())).decode()
     assert_counts(PROMPT, text.removeprefix(PROMPT), NUM_TOKENS)
+
+
+@pytest.mark.parametrize("server", ["--decoupled"], indirect=True)
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_benchmark_clients(server: PlainServer, model: str) -> None:
+    """Those of vLLM, SGLang and TensorRT-LLM, and Modular's, which asks for answers of one length.
+
+    They add up the texts, though what they send sounds as if the server did.
+    """
+    body: dict[str, Any] = {"accumulate_tokens": True, "text_input": COUNTDOWN, "max_tokens": 20}
+    body |= {"temperature": 0.0, "top_p": 1.0, "stream": True}
+    body["return_num_output_tokens"] = True  # what comes behind the end may be no text
+    for more, length in (({}, 0), ({"min_length": 12}, 12), ({"ignore_eos": True}, 20)):
+        events = generate_stream(server, model, **body, **more)
+        text = "".join(event["text_output"] for event in events)
+        assert len(events) > 1
+        assert text.startswith(REST), events
+        assert sum(event["num_output_tokens"] for event in events) >= length
+        assert more or text == REST
 
 
 def test_token_clients_end_at_what_they_name(server: PlainServer) -> None:

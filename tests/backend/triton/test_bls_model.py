@@ -169,6 +169,25 @@ def test_request_parameters_are_refused_by_name(make_relay: Relay) -> None:
     assert message.startswith("[INVALID_ARG] 'surprise' came as a request parameter")
 
 
+@pytest.mark.parametrize(("accumulates", "texts"), [("true", ["a", "ab"]), ("false", ["a", "b"])])
+def test_what_benchmark_clients_say_beside_it(
+    make_relay: Relay, accumulates: str, texts: list[str]
+) -> None:
+    """Where it ends goes on as a tensor, since what is relayed has no parameters; whether texts
+    accumulate is for the deployment to say, not for them."""
+    sent: list[RelayedRequest] = []
+
+    def answer_two(request: RelayedRequest) -> list[Tensors]:
+        sent.append(request)
+        return [part(("a",)), part(("b",))]
+
+    relay = make_relay(accumulate_tokens=accumulates, tensorrt_llm_model_name="two")
+    with answering(answer_two, "two"):
+        sender = ask(relay, parameters='{"accumulate_tokens":true,"ignore_eos":true}')
+    assert texts_of(sender) == [[text] for text in texts]
+    assert [request.inputs["end_id"].tolist() for request in sent] == [[[-1]]]
+
+
 def test_a_failure_of_ours_ends_one_request_and_loses_none_behind_it(
     make_relay: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
