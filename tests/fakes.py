@@ -198,6 +198,7 @@ class FakeSender:
         self.responses: list[FakeResponse] = []
         self.is_final = threading.Event()
         self.has_response = threading.Event()
+        self.ends_empty = False  # the end came by itself, behind the last response
         self.cancelled = False
 
     def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
@@ -208,6 +209,7 @@ class FakeSender:
             self.responses.append(response)
             self.has_response.set()
         if flags:
+            self.ends_empty = response is None
             self.is_final.set()
 
     def is_cancelled(self) -> bool:

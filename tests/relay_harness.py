@@ -40,7 +40,11 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
     load(model, "vllm_model", parameters)
 
     def send(
-        prompt: str | None = "1 2", settings: Any = None, parameters: Any = None, **flags: bool
+        prompt: str | None = "1 2",
+        settings: Any = None,
+        parameters: Any = None,
+        sender: FakeSender | None = None,
+        **flags: bool,
     ) -> FakeSender:
         tensors: dict[str, Any] = {}
         if prompt is not None:
@@ -50,6 +54,7 @@ def vllm_model(**parameters: str) -> Iterator[Ask]:
             tensors["sampling_parameters"] = np.array([text], dtype=object)
         tensors |= {name: np.array([value]) for name, value in flags.items()}
         request = FakeRequest(tensors, parameters=json.dumps(parameters or {}))
+        request.sender = sender or request.sender
         model.execute([request])
         assert request.sender.is_final.wait(WAIT)
         return request.sender

@@ -21,6 +21,7 @@ _LOGITS = f"{_B}test_request_outputs.py::test_logits_are_those_of_transformers"
 _NUMBERS = f"{_B}test_request_outputs.py::test_numbers_and_times"
 _ENSEMBLE = "e2e/test_serve.py::test_settings_of_the_ensemble_reach_the_model"
 _MAPPED = f"{_B}test_model_repository.py::test_ensemble_tensors_match_the_maps_in_order"
+_OLDER = "e2e/test_sampling.py::test_the_older_name_of_return_perf_metrics"
 _NEWER = "e2e/test_serve.py::test_newer_names_reach_the_model_through_the_ensemble"
 _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_errors_on"
 _SAME = f"{_B}test_model_repository.py::test_the_relay_has_the_tensors_of_the_ensemble"
@@ -155,6 +156,7 @@ _LLM_INPUTS = (
     ),
     *rows("return_log_probs return_context_logits return_generation_logits", _LOGITS),
     *rows("return_perf_metrics", _NUMBERS),
+    *rows("return_kv_cache_reuse_stats", _OLDER, note="before v0.18: return_perf_metrics"),
     *rows("return_num_input_tokens return_num_output_tokens", _NUMBERS, note="after v0.19"),
     *rows(
         "exclude_input_in_output",
@@ -302,6 +304,7 @@ _TEXT_INPUTS = (
     *rows("seed", _MAPPED, _NEWER, note="after v0.19: random_seed"),
     *rows("return_log_probs return_context_logits return_generation_logits", _MAPPED, _NAMED),
     *rows("return_perf_metrics", _MAPPED, _NAMED),
+    *rows("return_kv_cache_reuse_stats", _MAPPED, _OLDER, note="before v0.18: return_perf_metrics"),
     *rows("return_num_input_tokens return_num_output_tokens", _MAPPED, _NAMED, note="after v0.19"),
     *rows("beam_width", _MAPPED, _BEAMS),
     *rows("stream", "e2e/test_serve.py::test_text_streams_over_http"),

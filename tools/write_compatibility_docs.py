@@ -36,10 +36,18 @@ value in brackets asks for nothing and passes. *Not there* means that a model ha
 Triton names it, and settings are named when the server starts. Of fields in an HTTP body that are
 no tensors Triton makes request parameters, and of HTTP and gRPC headers that it is told to forward.
 `vllm_model` takes those, and parameters that a gRPC client sends, as vLLM's settings; the others
-refuse them by name, all but `inflight_error_codes`, and on `tensorrt_llm` the `Streaming` of the
-peer's own client, which must say what input `streaming` says (on a stop request: true or false). So
-start Triton without `--http-header-forward-pattern` and `--grpc-header-forward-pattern`. Each row
-has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md).
+refuse them by name. These pass:
+
+- `inflight_error_codes`, everywhere.
+- `Streaming` of the peer's own client, on `tensorrt_llm` and `ensemble`: it must say what input
+  `streaming` says (on a stop request: true or false).
+- `accumulate_tokens` and `ignore_eos` of benchmark clients (vLLM's, SGLang's, TensorRT-LLM's,
+  Modular's), on `tensorrt_llm`, `ensemble` and `tensorrt_llm_bls`. The first changes nothing, as
+  with the peer: they add up the texts themselves. The second, if true, is `end_id` -1; the peer
+  passes it over.
+
+So start Triton without `--http-header-forward-pattern` and `--grpc-header-forward-pattern`. Each
+row has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md).
 
 **Same name, another default.** `normalize_log_probs` is false, as in TensorRT-LLM since March 2026
 (its pull request 12366): log probabilities are the model's own. Before, it was true:

@@ -49,6 +49,7 @@ class ServerParameters:
     max_tokens_in_paged_kv_cache: int | None
     kv_cache_free_gpu_mem_fraction: float
     exclude_input_in_output: bool
+    merge_responses: bool
     cancellation_check_period_ms: int
     stats_check_period_ms: int
     device: str

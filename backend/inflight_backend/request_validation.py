@@ -138,7 +138,8 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
         end_id=end_id,
         beam_width=params.width,
         beams=beams,
-        pad_id=integer(request, "pad_id", -1, -1, limits.vocab_size - 1),
+        # Tokenizers with an added [PAD] have one that the model has not; it is only written.
+        pad_id=integer(request, "pad_id", -1, -1, _INT32_MAX),
         is_streaming=request.is_streaming and limits.may_stream,
         exclude_input_in_output=flag(
             request, "exclude_input_in_output", limits.exclude_input_in_output

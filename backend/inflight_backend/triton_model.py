@@ -155,7 +155,9 @@ class TritonPythonModel:
 
         codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
         self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
-        self._dispatcher = ResponseDispatcher(stop_request=lambda n: self._frontend.stop(n))
+        self._dispatcher = ResponseDispatcher(
+            stop_request=lambda n: self._frontend.stop(n), merges=parameters.merge_responses
+        )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
         self._frontend = Frontend(
             ResponseFactory(pb_utils, is_decoupled), self._arrivals, self._dispatcher, codec

@@ -212,13 +212,14 @@ def test_a_stream_tells_all_beams_so_far_and_a_pause_repeats_none(folder: Path) 
 def test_whole_answers_begin_with_the_prompt_and_are_padded(
     folder: Path, end_ids: list[int | None], expected: list[list[list[int]]]
 ) -> None:
+    """With what the client names, also if no token of the model is that."""
     case, beams = CASES[2], expected[2]
     whole: dict[str, Any] = {"exclude_input_in_output": False}
     requests = [make_request(i, case, end_ids[2], **whole) for i in range(2)]
-    requests[1].set_tensor("pad_id", np.array([[7]], dtype=np.int32))
+    requests[1].set_tensor("pad_id", np.array([[32_000]], dtype=np.int32))
     requests[1].replace_tensor("num_return_sequences", np.array([[3]], dtype=np.int32))
     recorder = run(folder, requests)
-    for request_id, num_beams, pad_id in ((0, 4, -1), (1, 3, 7)):
+    for request_id, num_beams, pad_id in ((0, 4, -1), (1, 3, 32_000)):
         ids = recorder.named_tensors[request_id][0]["output_ids"][0]
         assert len({len(beam) for beam in beams[:num_beams]}) > 1, "there is something to pad"
         padding = [[pad_id] * (ids.shape[1] - len(case.prompt) - len(beam)) for beam in beams]

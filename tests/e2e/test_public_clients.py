@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from e2e.front import FrontProcess
 from e2e.harness import assert_counts
-from e2e.plain import PlainServer, infer, repository_server, stream_infer
+from e2e.plain import PlainServer, generate_stream, infer, repository_server, stream_infer
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
@@ -77,7 +78,7 @@ def make_inputs(**values: Any) -> list[grpcclient.InferInput]:
     inputs = []
     for name, value in values.items():
         array = np.asarray(value)
-        array = array.astype({"i": np.int32, "b": np.bool_}[array.dtype.kind])
+        array = array.astype({"i": np.int32, "b": np.bool_}.get(array.dtype.kind, np.object_))
         inputs.append(grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))
         inputs[-1].set_data_from_numpy(array)
     return inputs
@@ -280,6 +281,56 @@ def test_answers_end_at_further_end_ids(
     text = b"".join(each["text_output"].item() for each in responses).decode()
     reason = responses[-1]["finish_reason"].item()
     assert (text, reason) == (answer, b"stop" if model == "vllm_model" else b"end_id")
+
+
+@pytest.mark.parametrize("server", ["--decoupled"], indirect=True)
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "vllm_model"])
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_clients_that_wait_for_the_end_and_ask_for_no_empty_one(
+    server: PlainServer, model: str, is_streaming: bool
+) -> None:
+    """The last response of the peers' models says that it is: some clients count on that."""
+    values: dict[str, Any] = {"text_input": PROMPT, "stream": is_streaming}
+    if model == "vllm_model":
+        values["sampling_parameters"] = json.dumps({"max_tokens": NUM_TOKENS, "temperature": 0})
+    else:
+        values["max_tokens"] = NUM_TOKENS
+    tensors = {
+        name: [value] if model == "vllm_model" else [[value]] for name, value in values.items()
+    }
+    texts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    has_ended = threading.Event()
+
+    def put(result: Any, error: Any) -> None:
+        texts.put(error or result.as_numpy("text_output").reshape(-1)[0])
+        if error or result.get_response().parameters["triton_final_response"].bool_param:
+            has_ended.set()
+
+    with grpcclient.InferenceServerClient(server.grpc_url) as client:
+        client.start_stream(callback=put)
+        client.async_stream_infer(model, make_inputs(**tensors))
+        assert has_ended.wait(WAIT)
+    text = b"".join(texts.get() for _ in range(texts.qsize())).decode()
+    assert_counts(PROMPT, text.removeprefix(PROMPT), NUM_TOKENS)
+
+
+@pytest.mark.parametrize("server", ["--decoupled"], indirect=True)
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_benchmark_clients(server: PlainServer, model: str) -> None:
+    """Those of vLLM, SGLang and TensorRT-LLM, and Modular's, which asks for answers of one length.
+
+    They add up the texts, though what they send sounds as if the server did.
+    """
+    body: dict[str, Any] = {"accumulate_tokens": True, "text_input": COUNTDOWN, "max_tokens": 20}
+    body |= {"temperature": 0.0, "top_p": 1.0, "stream": True}
+    body["return_num_output_tokens"] = True  # what comes behind the end may be no text
+    for more, length in (({}, 0), ({"min_length": 12}, 12), ({"ignore_eos": True}, 20)):
+        events = generate_stream(server, model, **body, **more)
+        text = "".join(event["text_output"] for event in events)
+        assert len(events) > 1
+        assert text.startswith(REST), events
+        assert sum(event["num_output_tokens"] for event in events) >= length
+        assert more or text == REST
 
 
 def test_token_clients_end_at_what_they_name(server: PlainServer) -> None:

@@ -11,7 +11,9 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from e2e.conftest import ServeFactory
 from e2e.harness import ServeProcess
+from tritonclient.utils import InferenceServerException
 
 from inflight_client.protocol import ENSEMBLE_INPUT_MAP, INPUT_BY_NAME
 from inflight_client.tensors import make_inputs
@@ -141,6 +143,43 @@ def test_a_client_that_names_no_output_gets_what_it_asked_for(server: ServeProce
     assert list(plain) == ["output_ids", "sequence_length"]
     (more,) = infer(server, **values, return_log_probs=True, return_num_output_tokens=True)
     assert set(more) == {*plain, "output_log_probs", "cum_log_probs", "num_output_tokens"}
+
+
+def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
+    """That of v0.16 and v0.17."""
+    for model, prompt in (
+        ("tensorrt_llm", {"input_ids": [5, 6], "request_output_len": 3}),
+        ("ensemble", {"text_input": PROMPT, "max_tokens": 3}),
+    ):
+        asked: dict[str, Any] = {**prompt, "model": model, "return_kv_cache_reuse_stats": True}
+        (answer,) = infer(server, **asked)
+        assert answer["kv_cache_alloc_total_blocks"].item() >= 1
+        with pytest.raises(InferenceServerException, match="'return_perf_metrics' is given twice"):
+            list(infer(server, **asked, return_perf_metrics=True))
+
+
+def test_a_response_for_every_token(serve: ServeFactory) -> None:
+    """For clients that take no two tokens in one response, as the harness of MLPerf; many streams,
+    since few have one each anyway."""
+    running = serve(settings={"merge_responses": "false"})
+    num_streams, num_tokens = 48, 40
+    sizes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(result: Any, error: Any) -> None:
+        sizes.put(error or result.as_numpy("sequence_length").item())
+
+    values = {"input_ids": [5, 6], "request_output_len": num_tokens, "streaming": True}
+    inputs = []
+    for name, array in make_inputs(values).items():
+        inputs.append(grpcclient.InferInput(name, array.shape, INPUT_BY_NAME[name].dtype))
+        inputs[-1].set_data_from_numpy(array)
+    with grpcclient.InferenceServerClient(running.grpc_url) as client:
+        client.start_stream(callback=put)
+        for _ in range(num_streams):
+            client.async_stream_infer("tensorrt_llm", inputs)
+        client.stop_stream()  # waits for what was asked
+    found = [sizes.get() for _ in range(sizes.qsize())]
+    assert found == [1] * num_streams * num_tokens
 
 
 def test_several_sequences(server: ServeProcess) -> None:

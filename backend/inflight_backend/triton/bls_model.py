@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
+from inflight_backend.triton.benchmark_settings import SETTINGS, with_settings
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.relay import Convert, RelayModel
 from inflight_backend.triton.relay_messages import Tensors
@@ -44,8 +45,8 @@ class TritonPythonModel(RelayModel):
         self, request: Any, head: RequestHead
     ) -> tuple[dict[str, Array], list[str], Convert]:
         """See `RelayModel.translate`."""
-        head.refuse_settings()
-        inputs = read_inputs(request)
+        head.refuse_settings(but=SETTINGS)
+        inputs = with_settings(head, read_inputs(request))
         _check_text(inputs)
         inner = {ENSEMBLE_INPUT_MAP.get(name, name): value for name, value in inputs.items()}
         outputs = list(request.requested_output_names())
@@ -59,7 +60,7 @@ class TritonPythonModel(RelayModel):
         )
 
 
-def _check_text(inputs: dict[str, Array]) -> None:
+def _check_text(inputs: Mapping[str, Array]) -> None:
     """The peer's own checks, before anything is sent."""
     if "text_input" not in inputs:
         raise InvalidRequest("'text_input' is missing")

@@ -102,9 +102,14 @@ def _num_bytes_of(message: _Message | None) -> int:
 class ResponseDispatcher:
     """Sends what the callbacks of `GptManager` hand over; its own thread, in order per request."""
 
-    def __init__(self, stop_request: Callable[[int], None]) -> None:
-        """``stop_request``: called with the id of a request whose answers can no longer be sent."""
+    def __init__(self, stop_request: Callable[[int], None], *, merges: bool = True) -> None:
+        """``stop_request``: called with the id of a request whose answers can no longer be sent.
+
+        ``merges`` False: a response for each that is handed over, for clients that count them;
+        what a slow reader has no room for travels together all the same.
+        """
         self._stop_request = stop_request
+        self._merges = merges
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._num_bytes = 0  # of what is in the queue or being sent
         self._num_bytes_lock = threading.Lock()
@@ -267,6 +272,8 @@ class ResponseDispatcher:
 
     def _merge(self, item: _Item) -> None:
         request_id, tensors, is_final, error = item
+        if not self._merges and request_id in self._pieces and self._has_room(request_id):
+            self._send_piece(request_id, self._pieces.pop(request_id))
         if request_id not in self._pieces:
             is_whole = isinstance(self._streams.get(request_id), BeamStream)
             self._pieces[request_id] = Piece(is_whole=is_whole)

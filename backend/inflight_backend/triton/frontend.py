@@ -24,6 +24,7 @@ from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.response_tensors import make_unstarted_tensors
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
+from inflight_backend.triton.benchmark_settings import SETTINGS, with_settings
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import (
     check_streaming,
@@ -131,8 +132,8 @@ class Frontend:
             factory = self._coded if head.asks_for_codes else self._factory
             stream = ResponseStream(triton_request.get_response_sender(), factory)
             try:
-                head.refuse_settings(but=(STREAMING_PARAMETER,))
-                inputs = expand(read_inputs(triton_request))
+                head.refuse_settings(but=(STREAMING_PARAMETER, *SETTINGS))
+                inputs = with_settings(head, expand(read_inputs(triton_request)))
                 is_stop = bool(read_flag(inputs, "stop"))
                 check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
                 requested = frozenset(triton_request.requested_output_names())

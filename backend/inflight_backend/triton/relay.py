@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy.typing as npt
 
@@ -22,6 +22,7 @@ from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 from inflight_backend.triton.parent import exit_with_parent
 from inflight_backend.triton.relay_messages import (
+    LastTensors,
     Part,
     RelayedEnd,
     RelayedError,
@@ -57,6 +58,7 @@ class _Errand:
         self.message = message
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.is_stopped = self.is_over = False
+        self.is_at_end = False  # what is told now is the last of the answer
         self._is_closed = False
         self._lock = threading.Lock()  # what is closed may be another connection at once
 
@@ -86,9 +88,11 @@ class Relay:
     whose streams have ended before them.
     """
 
-    def __init__(self, model_name: str, *, is_decoupled: bool) -> None:
+    def __init__(self, model_name: str, *, is_decoupled: bool, tells_end_at_once: bool) -> None:
+        """See `RelayModel` for ``tells_end_at_once``."""
         self._model_name = model_name
         self._is_decoupled = is_decoupled
+        self._tells_end_at_once = tells_end_at_once
         self._live: set[_Errand] = set()
         allow_many_connections()
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
@@ -134,7 +138,8 @@ class Relay:
         try:
             for tensors in convert(_told(self._parts_of(errand), errors)):
                 if self._is_decoupled:
-                    stream.send(tensors, is_final=False)
+                    is_final = self._tells_end_at_once and errand.is_at_end
+                    stream.send(tensors, is_final=is_final)
                 else:
                     whole = tensors
         except BaseException:  # also a panic of a library
@@ -149,7 +154,7 @@ class Relay:
                 stream.send(whole, is_final=True)
         except BaseException:
             _logger.exception("the end of a relayed request could not be sent")
-            stream.abandon(_NOT_RELAYED)
+        stream.abandon(_NOT_RELAYED)  # does nothing if it has ended
         errand.close()
         self._live.discard(errand)
 
@@ -166,6 +171,7 @@ class Relay:
                     errand.is_over = True
                     return
                 assert not isinstance(message, RelayedRequest), "the other side answers"
+                errand.is_at_end = isinstance(message, LastTensors)
                 yield message
         except CapacityExceeded as error:
             yield RelayedError(str(error), "UNAVAILABLE")
@@ -186,7 +192,13 @@ class Relay:
 
 
 class RelayModel(ABC):
-    """A Triton model that puts its requests to ``tensorrt_llm``; each kind says in which words."""
+    """A Triton model that puts its requests to ``tensorrt_llm``; each kind says in which words.
+
+    ``tells_end_at_once``: in a stream the last response says that it is the last, and holds
+    something; else an empty one follows, which clients get only if they ask for it.
+    """
+
+    tells_end_at_once: ClassVar[bool] = False
 
     def open(self, args: dict[str, str], model_name: str) -> None:
         """Start what relays to ``model_name``."""
@@ -197,7 +209,9 @@ class RelayModel(ABC):
         is_decoupled = policy.get("decoupled", False)
         self._factory = ResponseFactory(pb_utils, is_decoupled)
         self._coded = CodedFactory(pb_utils, is_decoupled)
-        self._relay = Relay(model_name, is_decoupled=is_decoupled)
+        self._relay = Relay(
+            model_name, is_decoupled=is_decoupled, tells_end_at_once=self.tells_end_at_once
+        )
 
     @abstractmethod
     def translate(

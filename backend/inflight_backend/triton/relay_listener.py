@@ -16,6 +16,7 @@ from typing import Any
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.relay_messages import (
     LENGTHS,
+    LastTensors,
     Part,
     RelayedEnd,
     RelayedRequest,
@@ -57,6 +58,8 @@ class RelayConnection:
 
     def send(self, response: Part | None = None, flags: int = 0) -> None:
         """See `TritonSender.send`; what is sent after the relay has gone is lost."""
+        if flags and isinstance(response, dict):
+            response = LastTensors(response)
         message = b"" if response is None else pack(response)
         if flags:
             message += pack(RelayedEnd())

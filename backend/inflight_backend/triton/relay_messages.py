@@ -28,6 +28,10 @@ _MAX_CONTENT_BYTES = 2**32 - 1
 _OBJECT = "object"
 
 
+class LastTensors(Tensors):
+    """Behind these comes nothing but the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class RelayedRequest:
     """What is asked: the tensors by name, and the outputs that are wanted."""
@@ -79,7 +83,9 @@ def pack(message: Message) -> bytes:
         return _pack({"requested": list(message.requested)}, message.inputs)
     if isinstance(message, RelayedError):
         return _pack({"error": [message.message, message.code]})
-    return _pack({"end": True}) if isinstance(message, RelayedEnd) else _pack({}, message)
+    if isinstance(message, RelayedEnd):
+        return _pack({"end": True})
+    return _pack({"last": True} if isinstance(message, LastTensors) else {}, message)
 
 
 def unpack(head: bytes, contents: bytes) -> Message:
@@ -90,7 +96,9 @@ def unpack(head: bytes, contents: bytes) -> Message:
     if "end" in described:
         return RelayedEnd()
     tensors = dict(_read_tensors(described["tensors"], memoryview(contents)))
-    return RelayedRequest(tensors, described["requested"]) if "requested" in described else tensors
+    if "requested" in described:
+        return RelayedRequest(tensors, described["requested"])
+    return LastTensors(tensors) if "last" in described else tensors
 
 
 def _pack(about: Mapping[str, Any], tensors: Mapping[str, Array] | None = None) -> bytes:

@@ -142,7 +142,9 @@ class _Answers:
 
 
 class TritonPythonModel(RelayModel):
-    """The model ``vllm_model``."""
+    """The model ``vllm_model``; as vLLM's own, its last response says so."""
+
+    tells_end_at_once = True
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start what relays; a failure fails the load with one line."""

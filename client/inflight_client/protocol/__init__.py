@@ -39,6 +39,7 @@ from inflight_client.protocol.specs import (
 )
 
 __all__ = [
+    "ACCUMULATE_PARAMETER",
     "AT_MOST_ONE",
     "CONTROL_INPUTS",
     "DTYPE_TO_NUMPY",
@@ -47,6 +48,7 @@ __all__ = [
     "ENSEMBLE_MODEL_NAME",
     "ENSEMBLE_OUTPUT_MAP",
     "ERROR_CODES_PARAMETER",
+    "IGNORE_EOS_PARAMETER",
     "INPUTS",
     "INPUT_BY_NAME",
     "INPUT_LENGTHS",
@@ -83,6 +85,13 @@ NOT_IN_FLIGHT = "not in flight"
 
 STREAMING_PARAMETER = "Streaming"
 """Request parameter of ``inflight_batcher_llm_client.py``; says what input ``streaming`` says."""
+
+ACCUMULATE_PARAMETER = "accumulate_tokens"
+"""Request parameter of public benchmark clients (those of vLLM, SGLang, TensorRT-LLM); changes
+nothing here or there: they add up the texts themselves."""
+
+IGNORE_EOS_PARAMETER = "ignore_eos"
+"""Request parameter of public benchmark clients: true says what -1 as ``end_id`` says."""
 
 LLM_MODEL_NAME = "tensorrt_llm"
 ENSEMBLE_MODEL_NAME = "ensemble"

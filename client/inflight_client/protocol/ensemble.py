@@ -28,6 +28,7 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "return_context_logits": "return_context_logits",
     "return_generation_logits": "return_generation_logits",
     "return_perf_metrics": "return_perf_metrics",
+    "return_kv_cache_reuse_stats": "return_kv_cache_reuse_stats",
     "return_num_input_tokens": "return_num_input_tokens",
     "return_num_output_tokens": "return_num_output_tokens",
     "beam_width": "beam_width",

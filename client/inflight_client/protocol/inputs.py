@@ -68,6 +68,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("return_context_logits", "BOOL", "return the logits of the prompt")),
     honoured(scalar("return_generation_logits", "BOOL", "return the logits of new tokens")),
     honoured(scalar("return_perf_metrics", "BOOL", "return times and cache use of the request")),
+    honoured(scalar("return_kv_cache_reuse_stats", "BOOL", "older name of return_perf_metrics")),
     honoured(scalar("return_num_input_tokens", "BOOL", "return num_input_tokens")),
     honoured(scalar("return_num_output_tokens", "BOOL", "return num_output_tokens")),
     honoured(scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer")),
@@ -201,6 +202,7 @@ RENAMED_INPUTS: dict[str, str] = {
     "seed": "random_seed",
     "max_tokens": "request_output_len",
     "stream": "streaming",
+    "return_kv_cache_reuse_stats": "return_perf_metrics",
     "noRepeatNgramSize": "no_repeat_ngram_size",
 }
 """Another name of an input -> the name used inside. Sending both is an error."""

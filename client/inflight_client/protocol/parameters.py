@@ -83,6 +83,13 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec("exclude_input_in_output", "bool", "false", "default of the tensor of that name"),
     ParameterSpec(
+        "merge_responses",
+        "bool",
+        "true",
+        "tokens of a stream that wait to be sent leave as one response; false: those of each step "
+        "by themselves, as the peer sends them, at the price of a send for each",
+    ),
+    ParameterSpec(
         "cancellation_check_period_ms",
         "int",
         "100",

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 from inflight_backend.triton import relay_messages as module
 from inflight_backend.triton.relay_messages import (
     LENGTHS,
+    LastTensors,
     Message,
     RelayedEnd,
     RelayedError,
@@ -72,6 +73,14 @@ def test_tensors_that_have_another_order_in_memory_keep_their_values() -> None:
 def test_texts_are_utf8() -> None:
     came: Any = travel({"text": np.array(["\u00e9"], dtype=object)})
     assert came["text"].tolist() == ["\u00e9".encode()]
+
+
+@given(TENSORS)
+def test_the_last_ones_are_known(tensors: dict[str, Any]) -> None:
+    last = travel(LastTensors(tensors))
+    assert isinstance(last, LastTensors)
+    assert_same(last, tensors)
+    assert not isinstance(travel(tensors), LastTensors)
 
 
 @pytest.mark.parametrize("message", [RelayedError("no \u00e9\n", "UNAVAILABLE"), RelayedEnd(), {}])

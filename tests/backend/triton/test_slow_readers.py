@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import FakePbUtils, FakeSender
-from triton_harness import ids_of, wait_until
+from triton_harness import WAIT, ids_of, wait_until
 
 from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import ResponseDispatcher
@@ -61,6 +62,50 @@ def test_what_has_no_room_travels_together_once_there_is(dispatcher: ResponseDis
     dispatcher.resume()
     wait_until(lambda: slow.sizes == [1, 3])
     assert ids_of(slow.sender) == [1, 2, 3, 4]
+
+
+class Held:
+    """A stream on which a send takes as long as the test wants: all else waits meanwhile."""
+
+    is_behind = False
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def send(self, tensors: Any, *, is_final: bool) -> None:
+        self.gate.wait(WAIT)
+
+
+@pytest.mark.parametrize(("merges", "sizes"), [(True, [5]), (False, [1, 1, 2, 1])])
+def test_what_has_piled_up_leaves_at_once_or_step_by_step(merges: bool, sizes: list[int]) -> None:
+    """By steps as the peer sends it: its clients may count responses, or take no two tokens in one.
+    Accepted drafts are of one step there, too."""
+    dispatcher = ResponseDispatcher(stop_request=lambda request_id: None, merges=merges)
+    held, first, second = Held(), Reader(dispatcher, 1), Reader(dispatcher, 2)
+    dispatcher.answer(held, "why", "")  # type: ignore[arg-type]
+    for tokens in ([1], [2], [3, 4]):
+        for request_id in (1, 2):
+            put(dispatcher, request_id, tokens, is_final=False)
+    for request_id in (1, 2):
+        put(dispatcher, request_id, [5], is_final=True)
+    held.gate.set()
+    for reader in (first, second):
+        assert reader.sender.is_final.wait(WAIT)
+        assert reader.sizes == sizes
+        assert ids_of(reader.sender) == [1, 2, 3, 4, 5]
+    dispatcher.close()
+
+
+def test_a_reader_without_room_gets_the_steps_together_all_the_same() -> None:
+    dispatcher = ResponseDispatcher(stop_request=lambda request_id: None, merges=False)
+    slow = Reader(dispatcher, 1)
+    slow.is_behind = True
+    for token in (1, 2):
+        put(dispatcher, 1, [token], is_final=False)
+    put(dispatcher, 1, [3], is_final=True)
+    assert slow.sender.is_final.wait(WAIT)
+    assert slow.sizes == [3]
+    dispatcher.close()
 
 
 def test_a_frozen_reader_keeps_nobody_out(

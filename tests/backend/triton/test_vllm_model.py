@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils
+from fakes import FakePbUtils, FakeSender
 from relay_harness import Ask, tensors_of, vllm_model
 from triton_harness import Server, error_of
 
@@ -58,6 +58,34 @@ def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[
     pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
     assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
     assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+@pytest.mark.parametrize("num_answers", [1, 2])
+def test_the_last_response_says_that_it_is(ask: Ask, is_streaming: bool, num_answers: int) -> None:
+    """As vLLM's: its clients may wait for that without asking for an empty response behind it."""
+    sender = ask(settings={"n": num_answers, "max_tokens": 3}, stream=is_streaming)
+    assert not sender.ends_empty
+    assert any(tensors_of(sender)[-1]["text_output"])
+
+
+class FullMemory(FakeSender):
+    """Its last response finds no room; what comes then does."""
+
+    num_failures = 0
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if flags and not self.num_failures:
+            self.num_failures += 1
+            raise RuntimeError("shm full")
+        super().send(response, flags)
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_a_last_response_that_cannot_be_sent_is_an_error(ask: Ask, is_streaming: bool) -> None:
+    sender = ask(settings={"max_tokens": 3}, stream=is_streaming, sender=FullMemory())
+    assert str(sender.responses[-1].error) == "the request could not be relayed"
+    assert len(tensors_of(ask(settings={"max_tokens": 3}))) == 1
 
 
 def test_several_answers_come_side_by_side(ask: Ask) -> None:
