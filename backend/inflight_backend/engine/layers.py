@@ -108,14 +108,14 @@ class Fp8Linear:
     are multiplied in behind it.
     """
 
-    __slots__ = ("_bias", "_dtype", "_one", "_weight")
+    __slots__ = ("_bias", "_dtype", "_weight")
 
     def __init__(self, weight: Parameter, bias: Tensor | None = None) -> None:
         if isinstance(weight, Tensor):
             weight = Fp8Weight(quantize(weight), weight.dtype)
         self._weight, self._dtype = weight
         self._bias = bias
-        self._one = self._weight.scales.new_ones(())
+        _one(self._weight.scales.device)  # made before anything is recorded
 
     def __call__(self, x: Quantized) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows] in the dtype of the first weight."""
@@ -158,11 +158,12 @@ class Fp8Linear:
 
     def _scaled_apart(self, x: Quantized) -> Tensor:
         weight, scales = self._weight
+        one = _one(weight.device)
         product = torch._scaled_mm(
             x.values,
             weight.t(),
-            scale_a=self._one,
-            scale_b=self._one,
+            scale_a=one,
+            scale_b=one,
             out_dtype=torch.float32,
             use_fast_accum=True,
         )
@@ -176,6 +177,12 @@ class Fp8Linear:
 def is_scaled_apart(num_tokens: int, rows: int, columns: int) -> bool:
     """Whether such a product was refused with scales per row (see `Fp8Linear`)."""
     return (num_tokens, rows, columns) in _refused
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    """[] float32: the scale that changes nothing."""
+    return torch.ones((), device=device)
 
 
 @cache
