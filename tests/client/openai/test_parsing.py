@@ -90,7 +90,7 @@ def test_a_chat_takes_all_the_room_there_is(reader: PromptReader) -> None:
         ),
         (
             {"response_format": {"type": "json_object", "schema": {"a": 1}}},  # instructor's
-            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a": 1}'},
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"a":1}'},
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
