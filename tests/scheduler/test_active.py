@@ -205,6 +205,21 @@ def test_a_pause_needs_no_look_at_everybody_either(
     world.drain()
 
 
+def test_who_is_left_out_beside_a_pause_does_not_run() -> None:
+    """A user's scheduler may decide so, and a token budget, too."""
+    manager = BlockManager(64, 8)
+    world = World(make_scheduler(UTILIZATION, manager, max_batch_size=8), manager, num_slots=8)
+    for request_id in range(3):
+        world.arrive(make_request(request_id, 2, 8))
+    world.step()
+    runs, left_out, paused = world.active
+    batch = world.planner.plan([], [runs], [paused])
+    assert batch.generation_slots == (runs.seq_slot,)
+    world.complete(batch)
+    assert [r.num_generated_tokens for r in (runs, left_out, paused)] == [2, 1, 1]
+    world.drain()
+
+
 @pytest.mark.parametrize("policy", [UTILIZATION, CapacitySchedulerPolicy.GUARANTEED_NO_EVICT])
 def test_more_prompts_than_an_iteration_holds_need_no_look_at_everybody(
     policy: CapacitySchedulerPolicy, monkeypatch: pytest.MonkeyPatch

@@ -81,3 +81,4 @@ def test_a_context_that_can_never_run_is_an_error_that_names_it() -> None:
 def test_empty_limits_are_refused(size: int, budget: int | None) -> None:
     with pytest.raises(ValueError, match="must be at least 1, not 0"):
         MicroBatchScheduler(size, budget)
+    assert ids(*MicroBatchScheduler(1, 1).schedule([make_request(1)])) == ([1], [])

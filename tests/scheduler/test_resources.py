@@ -338,6 +338,7 @@ def test_adapters_stand_together_in_the_batch() -> None:
     running = [generating(with_adapter(i, task), manager) for i, task in ((5, 1), (6, None))]
     micro_batch = MicroBatchScheduler(8)
     assert ids(*micro_batch.schedule([*contexts, *running])) == ([2, 3, 1, 4], [6, 5])
+    assert ids(*micro_batch.schedule([with_adapter(1, 2), with_adapter(2, 1)])) == ([2, 1], [])
 
 
 def test_adapters_stand_together_among_the_cut_and_among_the_last_chunks() -> None:
