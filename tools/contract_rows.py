@@ -156,7 +156,7 @@ _LLM_INPUTS = (
     ),
     *rows("return_log_probs return_context_logits return_generation_logits", _LOGITS),
     *rows("return_perf_metrics", _NUMBERS),
-    *rows("return_kv_cache_reuse_stats", _OLDER, note="before v0.18: return_perf_metrics"),
+    *rows("return_kv_cache_reuse_stats", _OLDER, note="v0.16 to v0.18: return_perf_metrics"),
     *rows("return_num_input_tokens return_num_output_tokens", _NUMBERS, note="after v0.19"),
     *rows(
         "exclude_input_in_output",
@@ -281,7 +281,7 @@ _LLM_PARAMETERS = (
         f"{_B}guided/test_answers.py::test_a_server_that_guides_nothing_says_so",
         _REACHES,
     ),
-    *rows("xgrammar_tokenizer_info_path"),
+    *rows("xgrammar_tokenizer_info_path max_kv_cache_length"),
     *rows("enable_trt_overlap", note="deprecated"),
     *rows("max_num_sequences", note="v0.5 to v0.8: max_batch_size"),
 )
@@ -304,7 +304,7 @@ _TEXT_INPUTS = (
     *rows("seed", _MAPPED, _NEWER, note="after v0.19: random_seed"),
     *rows("return_log_probs return_context_logits return_generation_logits", _MAPPED, _NAMED),
     *rows("return_perf_metrics", _MAPPED, _NAMED),
-    *rows("return_kv_cache_reuse_stats", _MAPPED, _OLDER, note="before v0.18: return_perf_metrics"),
+    *rows("return_kv_cache_reuse_stats", _MAPPED, _OLDER, note="v0.16 to v0.18"),
     *rows("return_num_input_tokens return_num_output_tokens", _MAPPED, _NAMED, note="after v0.19"),
     *rows("beam_width", _MAPPED, _BEAMS),
     *rows("stream", "e2e/test_serve.py::test_text_streams_over_http"),
@@ -339,15 +339,19 @@ _OTHER = (
     f"{_B}serve/test_model_repository_command.py::test_every_other_model_is_written_when_asked_for"
 )
 
+_PASSED = "CUM_LOG_PROBS OUTPUT_LOG_PROBS CONTEXT_LOGITS GENERATION_LOGITS BATCH_INDEX"
+_PASSED_OUT = " ".join(f"OUT_{name}" for name in _PASSED.split())
+_TO_V13 = "to v0.13, passed on unchanged"
+
 MODELS: tuple[ModelRows, ...] = (
     ModelRows("tensorrt_llm", _LLM_INPUTS, _LLM_OUTPUTS, _LLM_PARAMETERS),
-    ModelRows("ensemble", _TEXT_INPUTS, _TEXT_OUTPUTS),
+    ModelRows("ensemble", _TEXT_INPUTS + rows("image_input", note="v0.12"), _TEXT_OUTPUTS),
     ModelRows(
         "preprocessing",
         (
             *rows("QUERY REQUEST_OUTPUT_LEN", _PADDED, _CALLS),
             *rows("DECODER_QUERY", _NEUTRAL),
-            *rows("IMAGE_BYTES IMAGE_URL IMAGES VIDEO_BYTES"),
+            *rows("IMAGE IMAGE_BYTES IMAGE_URL IMAGES VIDEO_BYTES PROMPT_EMBEDDING_TABLE"),
             *rows("BAD_WORDS_DICT STOP_WORDS_DICT", _WORDS),
             *rows("EMBEDDING_BIAS_WORDS EMBEDDING_BIAS_WEIGHTS", _BIAS),
             *rows("END_ID PAD_ID", _OWN_IDS),
@@ -360,26 +364,28 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("EMBEDDING_BIAS", _BIAS),
             *rows("REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID", _NEUTRAL, _CALLS),
             *rows("OUT_PROMPT_TABLE_EXTRA_IDS", _NO_TABLE, note="zeros: no text is of a table"),
-            *rows("PIXEL_VALUES ASPECT_RATIO_IDS ASPECT_RATIO_MASK", note="of images"),
-            *rows("CROSS_ATTENTION_MASK IMAGE_SIZES IS_VIDEO_INPUT", note="of images"),
-            *rows("ATTENTION_MASK IMAGE_GRID_THW VISION_INPUT_ID", note="of images"),
+            *rows("PIXEL_VALUES ASPECT_RATIO_IDS ASPECT_RATIO_MASK IMAGE_SIZES", note="of images"),
+            *rows("CROSS_ATTENTION_MASK IS_VIDEO_INPUT VISION_INPUT_ID", note="of images"),
+            *rows("ATTENTION_MASK IMAGE_GRID_THW OUT_PROMPT_EMBEDDING_TABLE", note="of images"),
         ),
         (
             *rows("tokenizer_dir gpt_model_path", _OTHER),
             *rows("add_special_tokens", _SPECIAL),
-            *rows("multimodal_model_path max_num_images hf_model_path"),
+            *rows("multimodal_model_path visual_model_path max_num_images hf_model_path"),
+            *rows("tokenizer_type"),
         ),
         "v0.5 took all words of a list as one string with commas; here each word is a string.",
     ),
     ModelRows(
         "postprocessing",
-        rows("TOKENS_BATCH SEQUENCE_LENGTH", _DECODED, _CALLS),
-        rows("OUTPUT", _DECODED, _CALLS),
+        rows("TOKENS_BATCH SEQUENCE_LENGTH", _DECODED, _CALLS) + rows(_PASSED, note=_TO_V13),
+        rows("OUTPUT", _DECODED, _CALLS) + rows(_PASSED_OUT, note=_TO_V13),
         (
             *rows("tokenizer_dir", _OTHER),
+            *rows("tokenizer_type"),
             *rows(
                 "skip_special_tokens",
-                f"{_B}serve/test_model_repository_command.py::test_every_other_model_is_written_when_asked_for",
+                _OTHER,
                 f"{_T}test_text_models.py::test_special_tokens_may_be_shown",
             ),
         ),
@@ -436,11 +442,7 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("finish_reason", f"{SAMPLING}stop_words_over_http"),
             *rows("stop_reason cumulative_logprob kv_cache_reused_block kv_cache_missed_block"),
             *rows("kv_cache_hit_rate"),
-            *rows(
-                f"{_PERF}".replace("kv_cache_reused_blocks ", ""),
-                _NUMBERS,
-                _NAMED,
-            ),
+            *rows(_PERF.replace("kv_cache_reused_blocks ", ""), _NUMBERS, _NAMED),
         ),
         note="The model of that name in TensorRT-LLM's LLM API (2025 and later). Most of what it "
         "takes has another name here; a request under the old one is told the new one.",

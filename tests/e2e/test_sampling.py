@@ -146,7 +146,7 @@ def test_a_client_that_names_no_output_gets_what_it_asked_for(server: ServeProce
 
 
 def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
-    """That of v0.16 and v0.17."""
+    """That of v0.16 to v0.18."""
     for model, prompt in (
         ("tensorrt_llm", {"input_ids": [5, 6], "request_output_len": 3}),
         ("ensemble", {"text_input": PROMPT, "max_tokens": 3}),

@@ -59,6 +59,8 @@ TEMPLATE_HINTS: dict[str, str] = {
     "bls_instance_count": _ONE_INSTANCE,
     "tokenizer_type": "tokenizer.json says it: leave it out",
     "multimodal_model_path": _NO_IMAGES,
+    "visual_model_path": _NO_IMAGES,
+    "max_kv_cache_length": "attention is always over the whole text: leave it out",
     "multimodal_encoders_name": _NO_IMAGES,
     "hf_model_path": _NO_IMAGES,
     "max_num_images": _NO_IMAGES,
