@@ -140,6 +140,14 @@ class TestMicroBatch:
         assert [request.context_chunk_size for request in context] == [4, 1]
         assert third.context_chunk_size == 2, "who does not run is not changed"
 
+    def test_behind_those_who_start_others_start_too(self) -> None:
+        """Though one that has started gets nothing this time."""
+        one, two, started = make_request(1, 2), make_request(2, 2), make_request(3, 40)
+        started.context_chunk_size = 4
+        started.move_to_next_context_chunk()
+        micro_batch = MicroBatchScheduler(8, 6, chunking=ContextChunking(unit_size=4))
+        assert ids(*micro_batch.schedule([one, two, started])) == ([1, 2], [])
+
     def test_the_last_chunk_is_known_by_its_end(self) -> None:
         request = make_request(1, 40)
         for expected in (12, 12, 12, 4):

@@ -118,6 +118,11 @@ def test_drafts_run_with_a_last_chunk_and_count_in_the_token_budget() -> None:
     with pytest.raises(InvalidDecision, match="7 tokens are scheduled, but max_num_tokens is 6"):
         s.check(([s.three], [], []), max_num_tokens=6)
     decision = chunk_of(3)(s)
+    s.three.num_chunk_drafts = 1
+    s.three.context_chunk_size = 4
+    in_place_of_two: tuple[list[LlmRequest], ...] = ([s.three], [], [s.two])
+    assert s.check(in_place_of_two, max_num_tokens=5), "the other two drafts will be dropped"
+    s.three.context_chunk_size = 3
     assert s.check(([], [s.two], []), max_num_tokens=1)
     with pytest.raises(InvalidDecision, match="3 tokens are scheduled, but max_num_tokens is 2"):
         s.check(decision, max_num_tokens=2)
@@ -128,10 +133,12 @@ def test_refused_pause_that_could_never_resume() -> None:
     with pytest.raises(InvalidDecision, match="its 6 tokens could never run again"):
         s.check(([], [], [s.two]), max_num_tokens=5, may_chunk=False)
     s.check(([s.three], [], [s.two]), max_num_tokens=5)
+    s.check(([s.three], [], [s.two]), max_num_tokens=6, may_chunk=False)
 
 
 def test_refused_cut_without_chunked_context() -> None:
     s = Situation()
+    assert s.check(chunk_of(1)(s))
     decision = chunk_of(3)(s)
     assert s.check(decision) == decision
     message = "a chunk of 3 tokens with 4 left; it must be 4, since contexts are not cut"
