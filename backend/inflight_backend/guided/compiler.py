@@ -279,8 +279,15 @@ def _large_stacks() -> Iterator[None]:
 
 
 def _run(work: Callable[[], None]) -> None:
-    """Do ``work`` on a large stack; what it raises is lost."""
-    thread = threading.Thread(target=work, name="GuideAgain", daemon=True)
+    """Do ``work`` on a large stack; a failure is logged."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException:  # our bug, or a panic of the library
+            _logger.exception("a grammar could not be compiled again")
+
+    thread = threading.Thread(target=guarded, name="GuideAgain", daemon=True)
     with _large_stacks():
         thread.start()
     thread.join()

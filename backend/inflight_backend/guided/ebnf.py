@@ -16,6 +16,7 @@ from llguidance import gbnf_to_lark as gbnf
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.bounds import MAX_SYMBOLS, check_unrolled
 from inflight_backend.guided.guide import GUIDE_FIELD
+from inflight_backend.guided.terminals import join_terminals
 
 MAX_RULES = 256
 """Rules of one grammar."""
@@ -36,9 +37,10 @@ def to_lark(text: str) -> str:
         if len(rules) > MAX_RULES:
             raise InvalidRequest(f"'{GUIDE_FIELD}' has {len(rules)} rules, more than {MAX_RULES}")
         ordered = _link(rules)
+        check_unrolled(sum(map(_size, ordered)), MAX_SYMBOLS)
+        ordered = join_terminals(ordered)
         for rule in ordered:
             _wrap_repetitions(rule)
-        check_unrolled(sum(map(_size, ordered)), MAX_SYMBOLS)
     except InvalidRequest:
         raise
     except RecursionError:

@@ -23,6 +23,7 @@ _NOTHING = f"'{GUIDE_FIELD}' allows no token here, not even the end"
 _NOTHING_BUT_ENDS = (
     f"'{GUIDE_FIELD}' allows nothing here but 'end_id' or 'stop_token_ids' as text, and no end yet"
 )
+_NO_DETAILS = "<non-verbose/>"  # how the library says that there are more
 _MIN_PARALLEL = 4  # masks below that are made sooner than threads are woken
 
 
@@ -191,7 +192,8 @@ def _start_again(answer: _Answer, tokens: list[int]) -> bool:
 
 
 def _too_much(matcher: Matcher) -> str:
-    return f"'{GUIDE_FIELD}' cannot be followed any further: {matcher.get_error()[:300]}"
+    error = matcher.get_error().removesuffix(_NO_DETAILS).strip()
+    return f"'{GUIDE_FIELD}' cannot be followed any further: {error[:300]}"
 
 
 @lru_cache(maxsize=256)  # the requests of a model end alike

@@ -263,12 +263,14 @@ def test_what_becomes_too_dear_on_the_way_fails_alone(
     for each in requests:
         error = recorder.responses[each.request_id][-1][2]
         assert "'guided_decoding_guide' cannot be followed any further" in error
+        assert "verbose" not in error
     assert len(recorder.tokens(90)) == 20
     assert text_of(recorder, 91) == "a" * 9
 
 
+@pytest.mark.parametrize("choice", BOTH)
 def test_an_answer_that_meets_a_limit_leaves_all_others_theirs(
-    random_model: Path, monkeypatch: pytest.MonkeyPatch
+    choice: OverlapScheduler, random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of one guide share what they find out, and its limits: the first to meet one, after
     however many, ended those under way and all to come."""
@@ -276,7 +278,7 @@ def test_an_answer_that_meets_a_limit_leaves_all_others_theirs(
     monkeypatch.setattr(compiler_module, "_LIMITS", limits)
     drawn: dict[str, Any] = {"runtime_top_k": 200, "num_new": 90}
     requests = [ask(n, "regex", "x(.{0,90}y){2}", random_seed=n, **drawn) for n in range(16)]
-    recorder = serve(random_model, requests, params())
+    recorder = serve(random_model, requests, params(overlap_scheduler=choice))
     for number in range(16):
         match("x[^\n]+", text_of(recorder, number))
 

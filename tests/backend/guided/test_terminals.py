@@ -1,0 +1,101 @@
+"""Regexes in the place of parts of a grammar: the same texts, at a price vocabularies allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from llguidance import LLMatcher, LLParserLimits
+from tokenizers import Tokenizer
+
+from inflight_backend.guided import terminals
+from inflight_backend.guided.compiler import GuideCompiler
+from inflight_backend.guided.ebnf import to_lark
+from inflight_backend.serve.settings import DEMO_MODEL
+
+TOKENIZER = DEMO_MODEL / "tokenizer.json"
+LISTS = """
+root ::= "[" ws value (ws "," ws value)* ws "]"
+value ::= root | string | number | "true" | "false" | "null"
+string ::= "\\"" char* "\\""
+char ::= [^"\\\\\\x00-\\x1F] | "\\\\" (["\\\\/bfnrt] | "u" [0-9a-fA-F]{4})
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)?
+ws ::= ([ \\n] ws)?
+"""
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GuideCompiler]:
+    made = GuideCompiler(TOKENIZER.read_text, 270, 0)
+    yield made
+    made.close()
+
+
+def match(compiler: GuideCompiler, grammar: str, limits: LLParserLimits | None = None) -> LLMatcher:
+    text = '%llguidance {"no_forcing": true}\n' + to_lark(grammar)
+    matcher = LLMatcher(compiler.load_tokenizer(), text, log_level=0, limits=limits)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher
+
+
+def tokens(text: str) -> list[int]:
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode(text, add_special_tokens=False).ids
+    return list(ids)
+
+
+def accepts(compiler: GuideCompiler, grammar: str, text: str) -> bool:
+    matcher, ids = match(compiler, grammar), tokens(text)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+def test_the_texts_of_a_vocabulary_are_followed_by_tables(
+    compiler: GuideCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 128,256 tokens the parser met its limit of 20,000 at the first character of a string."""
+    limits = LLParserLimits(step_max_items=40, verbose_errors=False)
+
+    def follow() -> str:
+        matcher = match(compiler, LISTS, limits)
+        for token in tokens('[1, "ab\\n", ["c"]]'):
+            matcher.compute_bitmask()
+            matcher.consume_token(token)
+        return str(matcher.get_error())
+
+    assert follow() == ""
+    monkeypatch.setattr(terminals, "_MAX_WORK", 0)
+    assert "Too many items" in follow()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (LISTS, "[ [], 0.5]".replace("[]", "[null]"), "[ 01]"),
+        (LISTS, '["\\"",-10,\n true]', '["\n"]'),
+        # Without recursion all of it is one regex, and no choice is made too early.
+        ('root ::= "a" "bc" | "ab" "d"', "abc", "ab"),
+        ('root ::= x y\nx ::= [a-z]*\ny ::= "b" | "bb"', "aabb", "aa"),
+        # In these the next character does not tell.
+        ('root ::= "(" root ")" | w\nw ::= [a-z]* "z"', "(azaz)", "(aza)"),
+        ('root ::= "(" root ")" | a b\na ::= "x"+\nb ::= "x" "y"', "(xxy)", "(xy)"),
+        ('root ::= "(" root ")" | d ("." d)? "."\nd ::= [0-9]+', "(1.2.)", "(1.2)"),
+        ('root ::= "(" root ")" | s s\ns ::= "a" s | "b"', "(abaab)", "(ab)"),
+        ('root ::= "(" root ")" | [a-z]{2,3} "c"?', "(abc)", "(a)"),
+        ('root ::= "(" root? ")" e\ne ::= "" | " " e', "(() ) ", "()("),
+        # It told here, but of two that had begun before both go on.
+        ('root ::= "a"? [bc] "b" | "a" ("b"+ "a"{2})+ ("c" root)?', "abb", "aba"),
+        ('root ::= root "+" n | n\nn ::= [0-9]+ "!"?', "1+22!+3", "1!!"),
+        ('root ::= "<" [^>]* ">" root? "</" [^>]+ ">"', "<a><b></b></a>", "<a></>"),
+        ('root ::= "(" root ")" | [é-ü\\-\\]]+ | [^a-zé-ü()\\-\\]]{2}', "(é-]ü)", "(a)"),
+    ],
+)
+def test_the_texts_are_the_same(compiler: GuideCompiler, grammar: str, good: str, bad: str) -> None:
+    assert accepts(compiler, grammar, good)
+    assert not accepts(compiler, grammar, bad)
+
+
+def test_a_grammar_that_would_grow_too_large_stays_as_it_is(compiler: GuideCompiler) -> None:
+    """Each rule twice the one before, or a chain as long as the rules that a grammar may have."""
+    doubled = "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(200)) + 'r200 ::= "a"'
+    assert accepts(compiler, 'root ::= "b" | "(" root ")" r0\n' + doubled, "b")
+    chain = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(250)) + 'r250 ::= "b"'
+    assert accepts(compiler, "root ::= r0 | [0-9] root\n" + chain, "1" + "a" * 250 + "b")
