@@ -74,6 +74,7 @@ def scores_to_log2(scores, scale, SOFTCAP: tl.constexpr):
         return scores * (scale * LOG2E)
 
 
+@_host.once_in_a_row
 def check_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -85,24 +86,6 @@ def check_attention(
     softcap: float | None,
 ) -> None:
     """Raise ValueError, naming the argument, unless the paged arguments fit one another."""
-    _check_arguments(
-        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
-    )
-    if key_cache.dtype == torch.float8_e4m3fn:
-        _host.check_fp8_device()
-
-
-@_host.once_in_a_row
-def _check_arguments(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lengths: torch.Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> None:
     _host.check_shape("query", query, (None, None, None))
     _host.check_dtype("query", query, _host.FLOAT_DTYPES)
     num_heads, head_dim = query.shape[1:]
@@ -131,6 +114,8 @@ def _check_arguments(
     _host.check_positive("scale", scale)
     _host.check_positive("sliding_window", sliding_window)
     _host.check_positive("softcap", softcap)
+    if key_cache.dtype == torch.float8_e4m3fn:
+        _host.check_fp8_device()
     _host.check_same_device(
         query=query,
         key_cache=key_cache,

@@ -153,7 +153,8 @@ def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
     ):
         asked: dict[str, Any] = {**prompt, "model": model, "return_kv_cache_reuse_stats": True}
         (answer,) = infer(server, **asked)
-        assert answer["kv_cache_alloc_total_blocks"].item() >= 1
+        names = ("kv_cache_alloc_total_blocks", "kv_cache_reused_blocks")
+        assert sum(answer[name].item() for name in names) >= 1  # an earlier test's may be reused
         with pytest.raises(InferenceServerException, match="'return_perf_metrics' is given twice"):
             list(infer(server, **asked, return_perf_metrics=True))
 

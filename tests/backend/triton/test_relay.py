@@ -293,7 +293,7 @@ def test_a_process_that_ends_amid_an_answer_is_an_error(relay: TritonPythonModel
     with answering(begin) as listener:
         sender = send(relay)
         assert has_begun.wait(WAIT)
-        for connection in listener._open:
+        for connection in list(listener._open):  # which its threads change
             listener._loop.call_soon_threadsafe(connection.writer.transport.abort)
         assert sender.is_final.wait(WAIT)
         may_end.set()
