@@ -24,13 +24,14 @@ from soak_parts.server import footprint
 
 _CROWD = 50  # requests at once
 _NUM_SAMPLES = 20
-_WARM_SHARE = 0.2  # the recorder keeps 8,192 iterations; so many are more
+# The recorder keeps 8,192 iterations, some 40 MB: so many are more, however many share one.
+_NUM_WARM_REQUESTS = 9000 * _CROWD
 _MAX_BYTES_PER_REQUEST = 10.0
 _WAIT_SECONDS = 120.0
 
 
 def serve_tiny(num_requests: int) -> dict[str, Any]:
-    """Memory over ``num_requests``, after a warm-up of a fifth, and ``failures``."""
+    """Memory over ``num_requests``, after a warm-up, and ``failures``."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from fakes import CountingEngine, FakePbUtils
     from triton_harness import Server
@@ -44,7 +45,7 @@ def serve_tiny(num_requests: int) -> dict[str, Any]:
     samples: list[tuple[int, float, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), engine, max_batch_size=str(_CROWD))
-        _send(server, engine, round(num_requests * _WARM_SHARE))
+        _send(server, engine, _NUM_WARM_REQUESTS)
         began = time.monotonic()
         samples.append(_sample(0))
         for number in range(_NUM_SAMPLES):
