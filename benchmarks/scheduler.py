@@ -13,12 +13,16 @@ The load is steady: ``--active`` requests in the generation phase, each with 256
 evenly spread ages, so one in 256 finishes in every iteration and as many arrive. Prompts have 97
 to 128 tokens, so one request in 32 opens a block; the first 64 tokens are the same for all, which
 block reuse finds. STATIC_BATCH admits nobody while its batch runs, so there the batch only shrinks.
+In rows whose ``pool`` is below 1 the pool holds that share of what all requests need to completion:
+under GUARANTEED_NO_EVICT the others wait, under MAX_UTILIZATION some are paused every few
+iterations, which the mean and the 99th percentile show and the median hides.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import gc
 import os
 import random
 import statistics
@@ -45,6 +49,8 @@ from inflight_scheduler import (
 TOKENS_PER_BLOCK = 32
 PROMPT_LEN, SHARED_LEN, MAX_NEW = 128, 64, 256
 COMPLETE = LlmRequestState.GENERATION_COMPLETE
+DESIGNS = ("incremental", "overlapped", "naive")
+SHORT_POOL = 0.3
 TARGET_US = {1024: 1000.0, 4096: 4000.0}
 
 
@@ -56,6 +62,8 @@ class Case:
     num_active: int
     has_reuse: bool
     design: str
+    pool: float = 1.0
+    """Blocks of the pool, as a share of what all requests need to completion."""
 
 
 class Load:
@@ -65,13 +73,14 @@ class Load:
         self.case = case
         self.dice = random.Random(0)
         self.shared = [self.dice.randrange(32000) for _ in range(SHARED_LEN)]
-        num_blocks = case.num_active * ((PROMPT_LEN + MAX_NEW) // TOKENS_PER_BLOCK)
+        num_wanted = case.num_active * ((PROMPT_LEN + MAX_NEW) // TOKENS_PER_BLOCK)
+        num_blocks = int(num_wanted * case.pool)
         self.manager = BlockManager(num_blocks, TOKENS_PER_BLOCK, enable_reuse=case.has_reuse)
         self.tracked = None if case.design == "naive" else ActiveRequests(self.manager)
         self.plain: list[LlmRequest] = []
         self.planner = BatchPlanner(self.manager, case.num_active, self.tracked)
         self.scheduler = make_scheduler(case.policy, self.manager, max_batch_size=case.num_active)
-        self.num_arrivals = 0
+        self.num_arrivals = self.num_paused = 0
         self.running = ScheduledBatch(0)  # overlapped: the step whose tokens come next
         for _ in range(case.num_active):
             self._arrive(1 + self.num_arrivals * MAX_NEW // case.num_active)
@@ -101,6 +110,7 @@ class Load:
             else:
                 self.tracked.remove(request)
         end = time.thread_time()
+        self.num_paused += len(paused)
         for _ in finished:
             self._arrive(MAX_NEW)
         return decided - start, planned - decided, end - planned
@@ -117,10 +127,14 @@ class Load:
 
 
 def measure(case: Case, num_iterations: int) -> dict[str, Any]:
-    """Median microseconds of the parts, median and 99th percentile of the whole."""
+    """Median microseconds of the parts; median, mean and 99th percentile of the whole."""
+    gc.collect()
+    gc.freeze()  # what other cases left behind is not looked at in the iterations of this one
     load = Load(case)
-    for _ in range(20):
+    # A whole pool is at once as it stays; a short one is when all have taken their blocks.
+    for _ in range(20 if case.pool == 1.0 else MAX_NEW):
         load.iterate()
+    load.num_paused = 0
     samples = [load.iterate() for _ in range(num_iterations)]
     totals = sorted(sum(sample) * 1e6 for sample in samples)
     parts = [statistics.median(part) * 1e6 for part in zip(*samples, strict=True)]
@@ -128,14 +142,18 @@ def measure(case: Case, num_iterations: int) -> dict[str, Any]:
         "policy": case.policy.name,
         "active": case.num_active,
         "reuse": case.has_reuse,
+        "pool": case.pool,
         "design": case.design,
         "iterations": num_iterations,
         "decide_us": round(parts[0], 1),
         "plan_us": round(parts[1], 1),
         "update_us": round(parts[2], 1),
         "total_us_p50": round(statistics.median(totals), 1),
+        "total_us_mean": round(statistics.mean(totals), 1),
         "total_us_p99": round(totals[int(len(totals) * 0.99)], 1),
-        "target_us": TARGET_US.get(case.num_active),
+        "pauses": load.num_paused,
+        # The targets are for so many running requests: with a short pool fewer run.
+        "target_us": TARGET_US.get(case.num_active) if case.pool == 1.0 else None,
     }
 
 
@@ -169,7 +187,14 @@ def main() -> None:
         for policy in CapacitySchedulerPolicy
         for num_active in args.active
         for has_reuse in (False, True)
-        for design in ("incremental", "overlapped", "naive")
+        for design in DESIGNS
+    ] + [
+        Case(policy, num_active, has_reuse, design, SHORT_POOL)
+        for policy in CapacitySchedulerPolicy
+        if policy is not CapacitySchedulerPolicy.STATIC_BATCH
+        for num_active in args.active
+        for has_reuse in (False, True)
+        for design in DESIGNS
     ]
     runs: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in range(args.repeats):

@@ -98,13 +98,20 @@ class FakeTensor:
 
     tensor_name: str
     array: Any
+    is_on_gpu: bool = False
 
     def name(self) -> str:
         """Its name."""
         return self.tensor_name
 
+    def is_cpu(self) -> bool:
+        """Whether its values can be read."""
+        return not self.is_on_gpu
+
     def as_numpy(self) -> Any:
-        """Its values."""
+        """Its values; the error of Triton's own class for those on a GPU."""
+        if self.is_on_gpu:
+            raise RuntimeError("Tensor is stored in GPU and cannot be converted to NumPy.")
         return self.array
 
 
@@ -127,7 +134,7 @@ class FakeResponse:
 
 
 class FakeMetric:
-    """``pb_utils.Metric``: the last value, and everything a histogram was given."""
+    """``pb_utils.Metric``: the last value or the sum, and everything a histogram was given."""
 
     def __init__(self, family: FakeMetricFamily, key: str) -> None:
         self._family = family
@@ -136,6 +143,10 @@ class FakeMetric:
     def set(self, value: float) -> None:
         """Of a gauge."""
         self._family.values[self._key] = value
+
+    def increment(self, value: float) -> None:
+        """Of a counter."""
+        self._family.values[self._key] = self._family.values.get(self._key, 0) + value
 
     def observe(self, value: float) -> None:
         """Of a histogram."""

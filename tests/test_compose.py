@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
-from typer.main import get_group
+from promql import FAMILY_TO_LABELS, check, selectors_of
+from typer.main import get_command, get_group
 
+from inflight_backend.serve.command import serve
 from inflight_client.cli import app
-from inflight_client.protocol import METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -31,7 +33,6 @@ TRITON_FAMILIES = {
     "nv_inference_request_failure",
     "nv_inference_request_success",
 }
-FAMILY_TO_LABELS = {family.name: {family.label: set(family.values)} for family in METRICS}
 
 
 def read_yaml(path: Path) -> Any:
@@ -126,6 +127,33 @@ def test_the_image_is_built_from_files_that_exist(services: dict[str, Any]) -> N
         assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is missing"
 
 
+def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str, Any]) -> None:
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    triton = services["triton"]
+    assert container["image"] == triton["image"]
+    program, name, *arguments = container["command"]
+    assert (program, name) == ("inflight", "serve")
+    own = typer.Typer()
+    own.command()(serve)
+    settings = get_command(own).make_context(name, arguments).params
+    assert (settings["host"], str(settings["model"])) == ("0.0.0.0", "/model")
+    ports = [settings[f"{kind}_port"] for kind in ("http", "grpc", "metrics")]
+    assert [port["containerPort"] for port in container["ports"]] == ports
+    [_, pause] = container["lifecycle"]["preStop"]["exec"]["command"]
+    needed = int(pause) + settings["drain_seconds"] + 15
+    assert pod["terminationGracePeriodSeconds"] == needed
+    assert container["readinessProbe"]["httpGet"]["path"] in triton["healthcheck"]["test"][-1]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert {mounts["model"], mounts["kernels"]} == {
+        mount.split(":")[-2 if mount.endswith(":ro") else -1] for mount in triton["volumes"]
+    }
+    assert "livenessProbe" not in container
+
+
 def test_prometheus_scrapes_services_of_this_file(services: dict[str, Any]) -> None:
     config = read_yaml(ROOT / "deploy/prometheus.yml")
     targets = [
@@ -152,19 +180,8 @@ def dashboard_expressions() -> list[str]:
 
 @pytest.mark.parametrize("expression", dashboard_expressions())
 def test_the_dashboard_asks_for_metrics_that_exist(expression: str) -> None:
-    selectors = re.findall(r"\b(nv_\w+)(?:\{([^}]*)\})?", expression)
-    assert selectors, "the expression names no metric"
-    for family, matchers in selectors:
-        labels = dict(re.findall(r'(\w+)="([^"]*)"', matchers))
-        labels.pop("model", None)
-        if family in TRITON_FAMILIES:
-            assert labels == {}
-            continue
-        family = re.sub(r"_(?:sum|count|bucket)$", "", family)  # of a histogram
-        assert family in FAMILY_TO_LABELS, f"unknown family {family}"
-        for label, values in FAMILY_TO_LABELS[family].items():
-            assert labels.get(label) in values, f"{family} has no {label}={labels.get(label)!r}"
-        assert set(labels) == set(FAMILY_TO_LABELS[family])
+    assert selectors_of(expression)
+    check(expression, TRITON_FAMILIES)
 
 
 def test_the_dashboard_is_whole() -> None:
@@ -179,9 +196,10 @@ def test_the_dashboard_is_whole() -> None:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
     shown = {
-        re.sub(r"_(?:sum|count|bucket)$", "", name)
+        family
         for expr in dashboard_expressions()
-        for name in re.findall(r"nv_(?:trt_)?llm_\w+", expr)
+        for family, _ in selectors_of(expr)
+        if family not in TRITON_FAMILIES
     }
-    constant = {family.name for family in METRICS if family.kind == "counter"}
+    constant = {"nv_trt_llm_disaggregated_serving_metrics"}
     assert shown == set(FAMILY_TO_LABELS) - constant, "a family of ours has no panel"

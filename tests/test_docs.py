@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from fakes import CountingEngine
 from manager_harness import Recorder, request, running
+from promql import check
 
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_client.protocol import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -86,11 +86,27 @@ def test_nobody_is_told_to_install_what_others_called_inflight() -> None:
         assert not re.search(r"pip install[^\n]*[ '\"]inflight\b", text), path.name
 
 
-def test_alerts_of_the_operations_page_name_metrics_that_exist() -> None:
+def alerts() -> list[str]:
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    families = {family.name: (family.label, family.values) for family in METRICS}
-    used = re.findall(r"(nv_trt_llm_\w+)\{(\w+)=\"(\w+)\"\}", page)
-    assert len(used) >= 4
-    for name, label, value in used:
-        assert families[name][0] == label
-        assert value in families[name][1]
+    table = page.partition("| alert when | means |")[2].partition("\n\n")[0]
+    return [text for text in re.findall(r"`([^`]*)`", table) if re.search(r"_metrics|_total", text)]
+
+
+@pytest.mark.parametrize("expression", alerts())
+def test_alerts_of_the_operations_page_can_fire(expression: str) -> None:
+    """They name metrics that exist, and their sides have the same labels."""
+    check(expression, set())
+
+
+def test_all_alerts_are_looked_at() -> None:
+    assert len(alerts()) == 7
+
+
+def test_an_alert_whose_sides_never_meet_is_found() -> None:
+    active = 'nv_trt_llm_request_metrics{request_type="active"} > 0'
+    counter = 'increase(nv_trt_llm_general_metrics{general_type="iteration_counter"}[2m]) == 0'
+    with pytest.raises(AssertionError, match="never meet"):
+        check(f"{active} and {counter}", set())
+    with pytest.raises(AssertionError, match="never meet"):
+        check(f"{active} and ignoring (request_type) {counter}", set())
+    check(f"{active} and ignoring (request_type, general_type) {counter}", set())

@@ -14,6 +14,7 @@ from replay import Rerun
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
+from inflight_backend.engine.step_recorder import Recordings
 from inflight_scheduler import BlockAssignment, ScheduledBatch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,9 +29,11 @@ class Machine:
         self.now = self.busy_until = 0.0
         self.host = host
         self.is_dry = False
-        self._runner = SimpleNamespace(run=self.replay)
+        self._recordings = SimpleNamespace(steps=SimpleNamespace(run=self.replay))
         self.config = SimpleNamespace(max_batch_size=8)
         self.model_config = None
+        self.vocab_size = 64
+        self.last = ScheduledBatch(iteration=0)
 
     def perf_counter(self) -> float:
         return self.now
@@ -40,6 +43,7 @@ class Machine:
 
     def submit(self, batch: ScheduledBatch) -> Any:
         self.now += self.host
+        self.last = batch
         self.replay()
         end = self.busy_until
         return SimpleNamespace(read=lambda: self.wait_until(end))
@@ -124,6 +128,7 @@ def test_the_replays_of_a_whole_engine_leave_it_as_it_was() -> None:
         max_seq_len=16,
         tokens_per_block=16,
         max_tokens_in_paged_kv_cache=16,
+        cuda_graph_mixed_tokens=0,
     )
     config = resolve(config, model)
     setting = Setting(torch.device("cpu"), is_dry=False, is_quick=False, stop_at=float("inf"))
@@ -142,6 +147,47 @@ def test_the_replays_of_a_whole_engine_leave_it_as_it_was() -> None:
     assert times.device is not None
     assert times.device > 0
     assert answers() == before
+
+
+def test_mixed_steps_are_timed_replayed_and_eagerly() -> None:
+    from gpu_parts import steps
+
+    runner: Any = SimpleNamespace(num_recordings=3)
+    recordings = Recordings(None, runner)
+    engine: Any = SimpleNamespace(
+        config=SimpleNamespace(cuda_graph_mixed_tokens=512),
+        num_mixed_recordings=3,
+        _recordings=recordings,
+    )
+
+    def rows(num_tokens: int) -> list[tuple[str, int]]:
+        measured = steps._recorded_and_eager(
+            engine, num_tokens, lambda: {"sizes": engine._recordings.num_mixed}
+        )
+        return [(row["mixed_steps"], row["sizes"]) for row in measured]
+
+    assert rows(512) == [("recorded", 3), ("eager", 0)]
+    assert engine._recordings is recordings
+    assert rows(513) == [("eager", 0)]
+    engine.num_mixed_recordings = 0
+    assert rows(5) == [("eager", 0)]
+
+
+def test_a_mixed_step_is_overlapped_and_its_host_is_told_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gpu_parts import steps
+
+    machine = Machine(host=0.004)
+    setting: Any = machine
+    monkeypatch.setattr("time.perf_counter", machine.perf_counter)
+    row = steps._mixed(setting, setting, 4, 7, 100)
+    assert (row["generations"], row["prompt"]) == (3, 7)
+    assert row["host_us"] == pytest.approx(4000)
+    assert row["overlapped_ms"] == pytest.approx(10 + 4 / NUM_STEPS)
+    chunk, *others = machine.last.context_chunks
+    assert (chunk.slot, len(chunk.tokens), others) == (3, 7, [])
+    assert machine.last.generation_slots == (0, 1, 2)
 
 
 def test_kernels_are_told_by_what_they_take_of_a_step() -> None:

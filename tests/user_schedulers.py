@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from inflight_scheduler import (
+    BlockForecast,
     BlockManager,
     CapacityResult,
     CapacityScheduler,
@@ -227,6 +228,54 @@ class StuckAt13(OneAtATime):
             time.sleep(1.0)
         context = [r for r in active_requests if r.is_context_init_state]
         return context, [r for r in active_requests if r.is_generation_in_progress_state], []
+
+
+class WholeContexts(OneAtATime):
+    """Does not take the setting of chunked context."""
+
+    def __init__(
+        self, block_manager: BlockManager, max_batch_size: int, max_num_tokens: int
+    ) -> None:
+        super().__init__(block_manager, max_batch_size, max_num_tokens)
+        self.micro_batch = MicroBatchScheduler(max_batch_size, max_num_tokens)
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Whoever is there."""
+        context, generation = self.micro_batch.schedule(active_requests, inflight_request_ids)
+        return context, generation, []
+
+
+class LeastServed(WholeContexts):
+    """Those with the fewest tokens so far first, as FastServe's levels; others pause for them."""
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> Decision:
+        """Its books are those of the page for such as this one."""
+        books = BlockForecast(self.block_manager)
+        order = sorted(active_requests, key=lambda r: r.num_generated_tokens.bit_length())
+        order = [r for r in order if r.request_id not in inflight_request_ids]
+        holders = [r for r in order if r.seq_slot is not None]
+        chosen: list[LlmRequest] = []
+        paused: list[LlmRequest] = []
+        for request in order:
+            while (
+                books.needed_one_step(request) > books.num_available
+                and holders
+                and holders[-1] is not request
+                and holders[-1] not in chosen
+            ):
+                paused.append(holders.pop())
+                books.release(paused[-1])
+            num_needed = books.needed_one_step(request)
+            if request in paused or num_needed > books.num_available:
+                break
+            books.claim(request, num_needed)
+            chosen.append(request)
+        context, generation = self.micro_batch.schedule(chosen, inflight_request_ids)
+        return context, generation, paused
 
 
 class FirstTwo(CapacityScheduler):

@@ -87,12 +87,14 @@ def _reload(result: dict[str, Any]) -> str:
 
 
 def _tiny(result: dict[str, Any]) -> str:
-    memory = result["resident_mb"]
+    memory, in_use = result["resident_mb"], result["in_use_mb"]
+    kept = result["growth_bytes_per_request"]
     return (
         f"### {result['requests']:,} requests of one token\n\n"
         "Through the whole model process but the engine, which counts: "
-        f"{memory[0]:.1f} MB after the warm-up, {memory[-1]:.1f} MB at the end, "
-        f"{result['growth_bytes_per_request']:.2f} bytes per request. "
+        f"in use without the recorder's\nring {in_use[0]:.2f} MB after the warm-up, "
+        f"{in_use[-1]:.2f} MB at the end, {kept:.2f} bytes per request; "
+        f"resident {memory[0]:.1f} and {memory[-1]:.1f} MB. "
         f"{_origin(result, 'tiny_requests')}\n"
     )
 

@@ -54,6 +54,7 @@ from inflight_backend.response_tensors import HeldResponse, make_tensors
 from inflight_backend.static_batching import StaticBatchTally, policy_in_force
 from inflight_backend.step_engine import StepEngine
 from inflight_backend.stop_words import StopWordWatch
+from inflight_backend.tally import Tally
 from inflight_backend.token_lengths import TokenLengths
 from inflight_backend.why import Waits, describe_load, describe_wait, expiry_error
 from inflight_scheduler import (
@@ -153,14 +154,12 @@ class GptManager:
         self.health = LoopHealth()
         self._idle_check = IdleCheck()
         self._stop_words = StopWordWatch()
-        self.lengths = TokenLengths()
+        self.lengths, self.events = TokenLengths(), Tally()
         self._gatherer = self._batcher.gatherer
         self._responses: deque[HeldResponse] = deque()
-        self._iteration = 0
+        self._iteration = self._num_waiting = 0
         self._batch = _NO_BATCH
         self._is_idle = True
-        self._num_paused = 0
-        self._num_waiting = 0
         self._guard = CallbackGuard()
         self._stats = self._measure()
         self._questions = Questions()
@@ -291,7 +290,7 @@ class GptManager:
         """Schedule, execute, update; nothing when no request is active."""
         outcome = self._steps.turn()
         self._batch = outcome.batch
-        self._num_paused = self._batcher.num_paused
+        self.events.add("pause", self._batcher.num_paused)
         self._is_idle = self._batch.is_empty and not outcome.is_completed
         batch_size = len(self._batch.context_chunks) + self._batch.num_generation_requests
         self._num_waiting = len(self._active) - batch_size
@@ -409,7 +408,7 @@ class GptManager:
         return self._batcher.measure(
             self._batch,
             iteration=self._iteration,
-            num_paused=self._num_paused,
+            num_paused=self._batcher.num_paused,
             num_waiting=self._num_waiting,
             num_repairs=self._idle_check.num_repairs,
             static_batch=self._static_stats,
@@ -433,6 +432,7 @@ class GptManager:
         self._batcher.rules = self._rules  # of nobody now
         self._steps, self._active = self._batcher.make_steps(), self._batcher.active
         self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
+        self._deadlines = DeadlineWatch()
 
     def _end_all(self, error: str) -> None:
         """Everyone in flight gets an error final, even if giving back what they hold fails too."""

@@ -77,6 +77,7 @@ def load_engine(
         quantization=params.quantization,
         attention_backend=params.attention_backend,
         cuda_graph_mode=params.cuda_graph_mode,
+        cuda_graph_mixed_tokens=params.cuda_graph_mixed_tokens,
         normalize_log_probs=params.normalize_log_probs,
         deterministic_mode=params.deterministic_mode,
     )

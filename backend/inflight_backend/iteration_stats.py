@@ -7,7 +7,8 @@ backend reads for its metrics. One flat JSON object per iteration, keys in alpha
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from inflight_backend.drafting.tally import DraftStats
@@ -41,9 +42,10 @@ class IterationStats:
     Active requests are those still in flight then; waiting ones were active when it was scheduled
     and did not run. ``num_repairs`` is how often all books were made anew because nobody was active
     and not everything was free: 0, unless we have a bug. ``reuse`` is None without block reuse, and
-    then its keys are absent. ``static_batch`` is None for in-flight batching; for V1 its keys stand
-    in place of `Generation Requests`, `MicroBatch ID` and `Paused Requests`. ``drafts`` is None,
-    and its keys are absent, where none were verified.
+    then its values are 0. ``static_batch`` is None for in-flight batching; for V1 its keys stand in
+    place of `Generation Requests`, `MicroBatch ID` and `Paused Requests`. ``drafts`` is None, and
+    its keys are absent, where none were verified. ``measured_at``: seconds since 1970; whoever asks
+    later, as while a step hangs, sees how old the numbers are.
     """
 
     iteration: int
@@ -63,6 +65,7 @@ class IterationStats:
     reuse: ReuseStats | None = None
     static_batch: StaticBatchStats | None = None
     drafts: DraftStats | None = None
+    measured_at: float = field(default_factory=time.time)
 
     def to_json(self) -> str:
         """The flat object that `ReturnBatchManagerStatsCallback` receives."""
@@ -84,7 +87,7 @@ class IterationStats:
                 "Runtime GPU Memory Usage": self.memory.gpu,
                 "Runtime Pinned Memory Usage": self.memory.pinned,
                 "Scheduled Requests": self.num_scheduled_requests,
-                "Timestamp": datetime.now().strftime("%m-%d-%Y %H:%M:%S"),
+                "Timestamp": datetime.fromtimestamp(self.measured_at).strftime("%m-%d-%Y %H:%M:%S"),
                 "Tokens per KV cache block": self.tokens_per_block,
                 "Total Context Tokens": self.num_context_tokens,
                 "Used KV cache blocks": num_used,

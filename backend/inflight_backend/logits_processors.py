@@ -6,7 +6,12 @@ inferenceRequest.h`, `executor/executor.h`): called before each draw of a reques
 * its id, a number;
 * its logits, a tensor [1, beams, vocab] float32 on the device, to be changed in place;
 * the tokens so far of each beam, the prompt's first;
-* the stream on which the device works (a ``cudaStream_t`` as a number; 0 on a CPU).
+* the stream on which the device works (a ``cudaStream_t`` as a number; None on a CPU, as those that
+  are published expect it where there is none).
+
+One that wants five arguments, as all published since TensorRT-LLM 0.12, is given None for the id
+that a client may have there; one that wants three, as before 0.10, no stream. Of a class each
+request gets an instance of its own, made when its first token is drawn.
 
 It runs on the loop's thread and before everything else that is done to the logits. A tensor that it
 returns takes the place of the one it got. One that fails ends its own request and nothing else: its
@@ -16,6 +21,7 @@ answer is dropped, so a processor with a memory may be asked once more than ther
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,14 +37,16 @@ from inflight_scheduler import LlmRequest
 
 _logger = get_logger(__name__)
 
-LogitsPostProcessor = Callable[[int, Any, Sequence[Sequence[int]], int], Any]
+LogitsPostProcessor = Callable[..., Any]
 """(request id, logits [1, beams, vocab], tokens so far of each beam, stream) -> None or logits."""
 
 SETTING = "logits_processors"
 FIELD = "logits_post_processor_name"
 
+_NUM_ARGUMENTS = (4, 5, 3)  # the first of these that a processor can take
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _NAN = float("nan")
+_FORCED = 1e30  # divided by the least temperature, 1e-5, it is still finite in float32
 
 
 def find_logits_processors(text: str | None) -> dict[str, LogitsPostProcessor]:
@@ -66,6 +74,38 @@ def check_logits_processors(processors: Mapping[str, object]) -> None:
             )
         if not callable(processor):
             raise ConfigurationError(f"{SETTING}: '{name}' is not callable")
+        if _num_arguments(processor) is None:
+            raise ConfigurationError(
+                f"{SETTING}: '{name}' must take (request_id, logits, tokens, stream), with a "
+                "client_id behind them or without the stream; of a class, its instances"
+            )
+        if isinstance(processor, type) and not _takes(processor, ()):
+            raise ConfigurationError(
+                f"{SETTING}: '{name}' is a class that cannot be made without arguments, as each "
+                "request makes one: extend it, or name an object"
+            )
+
+
+def _num_arguments(processor: Any) -> int | None:
+    """How many arguments ``processor``, or an instance of it, is given; None: it cannot be."""
+    own: tuple[None, ...] = ()
+    if isinstance(processor, type):
+        if not any("__call__" in vars(base) for base in processor.__mro__):
+            return None
+        processor, own = processor.__call__, (None,)  # a function that wants its self
+    taken = (number for number in _NUM_ARGUMENTS if _takes(processor, (*own, *[None] * number)))
+    return next(taken, None)
+
+
+def _takes(function: Any, arguments: tuple[None, ...]) -> bool:
+    """Whether ``function`` can be called with so many; True where nobody can say (some of C's)."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def read_processor_name(request: InferenceRequest) -> str:
@@ -78,9 +118,18 @@ def read_processor_name(request: InferenceRequest) -> str:
 
 @dataclass(slots=True)
 class _Choice:
+    """What one request has chosen; of a class, its instance once there is one."""
+
     name: str
     processor: LogitsPostProcessor
+    num_arguments: int
     error: str = ""
+
+    def call(self, *arguments: object) -> Any:
+        """What the processor answers to as many of the ``arguments`` as it wants."""
+        if isinstance(self.processor, type):
+            self.processor = self.processor()
+        return self.processor(*arguments[: self.num_arguments])
 
 
 class ActiveProcessors:
@@ -88,7 +137,10 @@ class ActiveProcessors:
 
     def __init__(self, processors: Mapping[str, LogitsPostProcessor], *, can_edit: bool) -> None:
         """``can_edit`` False: the engine lets nobody at its logits."""
-        self._processors = dict(processors)
+        self._processors = {
+            name: (processor, _num_arguments(processor) or _NUM_ARGUMENTS[0])
+            for name, processor in processors.items()
+        }
         self._can_edit = can_edit
         self._chosen: dict[int, _Choice] = {}
 
@@ -106,7 +158,7 @@ class ActiveProcessors:
     def add(self, request: InferenceRequest) -> None:
         """Process the logits of a request that was checked, if it chose a processor."""
         if name := read_processor_name(request):
-            self._chosen[request.request_id] = _Choice(name, self._processors[name])
+            self._chosen[request.request_id] = _Choice(name, *self._processors[name])
 
     def discard(self, request_id: int) -> None:
         """Forget a request, whether it has a processor or not."""
@@ -157,26 +209,31 @@ class ActiveProcessors:
             return None
         bound = choice
 
-        def edit(logits: Any, stream: int) -> None:
+        def edit(logits: Any, stream: int | None) -> None:
             _process(bound, request.request_id, logits, tokens, stream)
 
         return edit
 
 
-def _process(choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int) -> None:
-    """Let the user's code change logits [1, beams, vocab]; NaN where that fails."""
+def _process(
+    choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int | None
+) -> None:
+    """Let the user's code change logits [1, beams, vocab]; NaN where that fails.
+
+    Infinity forces a token: it becomes a number that no rule behind makes infinite again.
+    """
     try:
-        result = choice.processor(request_id, logits, [tokens], stream)
-        if result is None:
-            return
-        if getattr(result, "shape", None) != logits.shape:
+        result = choice.call(request_id, logits, [tokens], stream, None)
+        if result is not None and getattr(result, "shape", None) != logits.shape:
             shape = list(getattr(result, "shape", ())) or type(result).__name__
             choice.error = (
                 f"logits processor '{choice.name}' returned {shape} where logits of shape "
                 f"{list(logits.shape)} belong"
             )
         else:
-            logits.copy_(result)
+            if result is not None:
+                logits.copy_(result)
+            logits.clamp_(max=_FORCED)
     except BaseException:  # a panic of a tokenizer's is no Exception
         choice.error = f"logits processor '{choice.name}' failed"
         _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)

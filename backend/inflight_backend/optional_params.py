@@ -66,6 +66,7 @@ class TrtGptModelOptionalParams:
     quantization: str = "none"
     attention_backend: str = "auto"
     cuda_graph_mode: bool = True
+    cuda_graph_mixed_tokens: int = 512
     normalize_log_probs: bool = False
     deterministic_mode: bool = False
     record_file: str | None = None
@@ -119,6 +120,7 @@ class TrtGptModelOptionalParams:
             quantization=parameters.quantization,
             attention_backend=parameters.attention_backend,
             cuda_graph_mode=parameters.cuda_graph_mode,
+            cuda_graph_mixed_tokens=parameters.cuda_graph_mixed_tokens,
             normalize_log_probs=parameters.normalize_log_probs,
             deterministic_mode=parameters.deterministic_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,7 @@ class ServerParameters:
     kv_cache_dtype: str
     attention_backend: str
     cuda_graph_mode: bool
+    cuda_graph_mixed_tokens: int
     deterministic_mode: bool
     overlap_scheduler: str
     stall_seconds: float
@@ -101,11 +102,12 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
     return ServerParameters(**values)
 
 
-def unknown_key_message(key: str) -> str:
-    """Say that ``key`` is no setting, and what the peer's is here or which looks most like it."""
+def unknown_key_message(key: str, known: Collection[str] = PARAMETER_BY_NAME) -> str:
+    """Say that ``key`` is no setting, and what the peer's is here or which of those that are
+    ``known`` looks most like it."""
     if key in TEMPLATE_HINTS:
         return f"unknown setting {key!r}: {TEMPLATE_HINTS[key]}"
-    nearest = difflib.get_close_matches(key, PARAMETER_BY_NAME, n=1)
+    nearest = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     return f"unknown setting {key!r}{hint}"
 

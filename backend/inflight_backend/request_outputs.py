@@ -142,7 +142,7 @@ class OutputGatherer:
         num_rows = _num_logits_rows(asked, request.orig_prompt_len, request.max_new_tokens)
         num_bytes = num_rows * self._row_bytes
         num_reserved = sum(each.num_logits_bytes for each in self._gathered.values())
-        if num_bytes > 0 and num_bytes + num_reserved > MAX_LOGITS_BYTES:
+        if num_bytes + num_reserved > MAX_LOGITS_BYTES:
             raise CapacityExceeded(
                 f"{_names_of_logits(asked)} would take {num_bytes} bytes, and the logits of active "
                 f"requests take {num_reserved} of {MAX_LOGITS_BYTES} already; try again later"

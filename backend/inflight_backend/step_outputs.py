@@ -17,8 +17,9 @@ TokenMasks = npt.NDArray[np.int32]
 MaskSource = Callable[[], TokenMasks]
 """Asked once, when the decoder of a step has been started and its draw has not."""
 
-LogitsEdit = Callable[[Any, int], None]
-"""(logits [1, 1, vocab] of a row on the device, stream) -> None: changes them in place."""
+LogitsEdit = Callable[[Any, int | None], None]
+"""(logits [1, 1, vocab] of a row on the device, stream, None on a CPU) -> None: changes them in
+place."""
 
 LogitsEdits = Sequence[tuple[int, LogitsEdit]]
 """With the row of each, counted among those that draw."""

@@ -87,8 +87,12 @@ def _set_ends(tokenizer: Tokenizer, folder: Path) -> bool:
 def _added_token(
     tokenizer: Tokenizer, folder: Path, config: Mapping[str, object], kind: str
 ) -> tuple[str, int] | None:
-    """The token and its id that ``add_bos_token`` (``kind`` bos) puts before a text."""
-    text = special_token(folder, kind) if config.get(f"add_{kind}_token") else None
+    """The token and its id that ``add_bos_token`` (``kind`` bos) puts before a text.
+
+    Beside ``add_eos_token`` alone it is true: a text begins with the token unless it says no.
+    """
+    is_added = config.get(f"add_{kind}_token", kind == "bos")
+    text = special_token(folder, kind) if is_added else None
     if text is None:
         return None
     number = tokenizer.token_to_id(text)

@@ -28,6 +28,7 @@ from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
+from inflight_backend.triton.config_checks import check_config
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
@@ -37,6 +38,7 @@ from inflight_backend.triton.parent import exit_with_parent
 from inflight_backend.triton.relay_listener import RelayListener
 from inflight_backend.triton.stream import ResponseFactory
 from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
+from inflight_client.protocol import ERRORS, EVENTS
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 _logger = get_logger(__name__)
@@ -78,6 +80,7 @@ class TritonPythonModel:
         try:
             with status.beating(BEAT_SECONDS):
                 check_own_stub(pb_utils)
+                check_config(config, args)
                 self._start(pb_utils, args, config, parse_parameters(raw), status)
         except ServingError as error:
             status.write("failed", error=str(error))
@@ -136,6 +139,8 @@ class TritonPythonModel:
         self._manager.shutdown()
         self._dispatcher.close()
         self._relays.close()
+        self._update_metrics()  # who ended just now counts, too: the page goes on after a reload
+        self._metrics.close()
 
     def _start(
         self,
@@ -170,7 +175,7 @@ class TritonPythonModel:
             lambda room: self._arrivals.take(0 if self._dispatcher.is_behind else room),
             self._dispatcher.send_response,
             self._arrivals.poll_stop_signals,
-            self._dispatcher.return_stats,
+            lambda text: self._dispatcher.return_stats(self._arrivals.add_to(text)),
             TrtGptModelOptionalParams.from_parameters(parameters),
             exclude_input_in_output=parameters.exclude_input_in_output,
             on_progress=report,
@@ -190,7 +195,7 @@ class TritonPythonModel:
             ),
             self._why_not_ready,
         )
-        metrics = TritonMetrics(
+        self._metrics = TritonMetrics(
             pb_utils,
             args["model_name"],
             args["model_version"],
@@ -201,10 +206,7 @@ class TritonPythonModel:
                 Chore(
                     self._frontend.check_cancelled, parameters.cancellation_check_period_ms / 1000
                 ),
-                Chore(
-                    lambda: metrics.update(self._manager.stats_json, self._manager.lengths.take()),
-                    parameters.stats_check_period_ms / 1000,
-                ),
+                Chore(self._update_metrics, parameters.stats_check_period_ms / 1000),
                 Chore(self._frontend.end_overdue, _DEADLINE_CHECK_SECONDS),
                 Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
             ]
@@ -225,6 +227,16 @@ class TritonPythonModel:
         )
         self._told_error = "" if self._tell("") else None
         self._watchdog = self._make_watchdog(parameters.stall_seconds)
+
+    def _update_metrics(self) -> None:
+        self._metrics.update(
+            self._arrivals.add_to(self._manager.stats_json),
+            self._manager.lengths.take(),
+            {
+                ERRORS.name: self._frontend.errors.take(),
+                EVENTS.name: self._manager.events.take(),
+            },
+        )
 
     def _make_watchdog(self, stall_seconds: float) -> Watchdog:
         health = self._manager.health

@@ -12,6 +12,7 @@ from inflight_backend.private_log import get_logger
 from inflight_scheduler import (
     BatchPlanner,
     CapacityScheduler,
+    ContextTooLong,
     InvalidDecision,
     LlmRequest,
     LlmRequestState,
@@ -24,6 +25,7 @@ from inflight_scheduler.recording.records import Settings
 
 _logger = get_logger(__name__)
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE
+_OURS = InvalidDecision, ContextTooLong  # they quote no text, so what they say may be logged
 _KINDS = (RequestScheduler, CapacityScheduler, MicroBatchScheduler)
 
 Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
@@ -141,7 +143,7 @@ class GuardedScheduler(RequestScheduler):
                     "the scheduler %s failed and the default takes over while it does (said "
                     "once): %s",
                     self.name,
-                    error if isinstance(error, InvalidDecision) else type(error).__name__,
+                    error if isinstance(error, _OURS) else type(error).__name__,
                     exc_info=None if isinstance(error, InvalidDecision) else error,
                 )
             for request in active_requests:  # it may have written chunk sizes

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from gpu_parts.common import TINY, Setting, make_engine
+from gpu_parts.steps import without_mixed
 from gpu_parts.whole_requests import run_requests
 from torch import Tensor
 
@@ -129,6 +130,26 @@ def reuse(setting: Setting) -> tuple[Tensor, Tensor]:
         raise RuntimeError("no block was reused: nothing is compared")
     off = run_requests(engine, prompts, output_lens)
     return torch.tensor(on.tokens), torch.tensor(off.tokens)
+
+
+def recorded_mixed_steps(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Greedy float32 tokens where mixed steps are replayed and where they run eagerly; ragged
+    prompts, a few at a time beside generations. An engine that could record none of them, as its
+    `start` row says, compares nothing: it is right, and not as fast."""
+    num_slots = 2 if setting.is_dry else 12
+    config = replace(_config(setting, "float32", num_slots), max_num_tokens=150)
+    engine = make_engine(setting, TINY, config)
+    lengths = [1, 9, 17] if setting.is_dry else [1 + 23 * row % 120 for row in range(48)]
+    output_lens = [2 if setting.is_dry else 5 + row % 20 for row in range(len(lengths))]
+    prompts = _prompts(lengths, TINY.vocab_size)
+    found = run_requests(engine, prompts, output_lens)
+    with without_mixed(engine):
+        expected = run_requests(engine, prompts, output_lens)
+    return _flat(found.tokens), _flat(expected.tokens)
+
+
+def _flat(answers: list[list[int]]) -> Tensor:
+    return torch.tensor([token for answer in answers for token in answer])
 
 
 def adversarial(setting: Setting) -> tuple[Tensor, Tensor]:

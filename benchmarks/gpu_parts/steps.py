@@ -3,7 +3,8 @@
 256 prompts are computed for real, then steps of the first 256, 128, ... 1 slots are timed in three
 ways, each from the same context on: recordings replayed behind one another with nothing of the host
 in between (the device alone); one step submitted while the one before it runs, as the server does;
-and one by one. The device idles for the difference of the first two. Last, because it asks the
+and one by one. The device idles for the difference of the first two. Prompts, and a prompt beside
+generations, are timed as recordings, where they fit one, and eagerly. Last, because it asks the
 profiler: which kernels a step of generations is made of.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from gpu_parts.common import (
@@ -27,6 +30,7 @@ from gpu_parts.common import (
 )
 
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.attention import CapturableBackend
 from inflight_scheduler import (
     BlockAssignment,
     ContextChunk,
@@ -39,6 +43,8 @@ _NUM_STEPS = 20
 _BLOCK = 64
 _PROFILED, _NUM_PROFILED, _NUM_TOLD = (256, 64, 1), 3, 8
 """Batches whose step is taken apart, steps of each, and kernels told of it."""
+_MIXED, _MIXED_DRY = ((16, 64), (64, 128), (256, 256)), ((2, 6),)
+"""Slots of a mixed step, the last of which has a prompt, and its tokens."""
 _PROFILER_SECONDS = 10  # with less left it is not begun
 
 
@@ -73,21 +79,27 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
     labels = {"model": "8B", "precision": quantization if is_fp8 else "bf16"}
     yield {**labels, **start_row(setting, "8B", engine, time.monotonic() - start)}
     for length in (40, 8) if setting.is_dry else (2048, 128):
-        yield {**labels, **_prompt(setting, engine, length, is_fp8)}
+        prompt = partial(_prompt, setting, engine, length, is_fp8)
+        for row in _recorded_and_eager(engine, length, prompt):
+            yield {**labels, **row}
     tokens_per_second = _fill(setting, engine, batches[0], context, num_blocks)
     yield {**labels, "what": "fill", **setting.figures(tokens_per_s=tokens_per_second)}
     for batch_size in batches:
         yield {**labels, **_steps(setting, engine, batch_size, context, is_fp8)}
+    for num_slots, length in _MIXED_DRY if setting.is_dry else _MIXED:
+        mixed = partial(_mixed, setting, engine, num_slots, length, context)
+        for row in _recorded_and_eager(engine, num_slots - 1 + length, mixed):
+            yield {**labels, **row}
     for batch_size in (2,) if setting.is_dry else _PROFILED:
         has_time = setting.is_dry or setting.seconds_left > _PROFILER_SECONDS
-        if has_time and engine._attention.is_capturable:
+        if has_time and isinstance(engine._attention, CapturableBackend):
             for row in _parts(setting, engine, batch_size, context):
                 yield {**labels, **row}
 
 
 def _prompt(setting: Setting, engine: Engine, length: int, is_fp8: bool) -> Row:
-    """Time to the token of one prompt, in the last slot, and what of it the host took to submit an
-    eager step: medians of three after a warm-up."""
+    """Time to the token of one prompt, in the last slot, and what of it the host took to submit the
+    step: medians of three after a warm-up."""
     slot = engine.config.max_batch_size - 1
     batch = _context_batch(engine, [slot], length, _blocks([slot], length))
     times, submits = [], []
@@ -104,6 +116,59 @@ def _prompt(setting: Setting, engine: Engine, length: int, is_fp8: bool) -> Row:
         ms=measured, floor_ms=floor, of_floor=floor / measured, host_us=submit
     )
     return {"what": "prompt", "tokens": length, **figures}
+
+
+def _recorded_and_eager(
+    engine: Engine, num_tokens: int, measure: Callable[[], Row]
+) -> Iterator[Row]:
+    """What ``measure`` says of steps of ``num_tokens`` tokens where they are replayed, if they can
+    be, and where they run eagerly."""
+    if engine.num_mixed_recordings and num_tokens <= engine.config.cuda_graph_mixed_tokens:
+        yield {"mixed_steps": "recorded", **measure()}
+    with without_mixed(engine):
+        yield {"mixed_steps": "eager", **measure()}
+
+
+@contextmanager
+def without_mixed(engine: Engine) -> Iterator[None]:
+    """Meanwhile ``engine`` replays no mixed step."""
+    recordings = engine._recordings
+    engine._recordings = replace(recordings, mixed=None)
+    try:
+        yield
+    finally:
+        engine._recordings = recordings
+
+
+def _mixed(setting: Setting, engine: Engine, num_slots: int, length: int, context: int) -> Row:
+    """A prompt of ``length`` tokens in the last slot beside a generation in each of the others of
+    ``num_slots``, at ``context`` tokens: one submitted while the one before it runs, as the server
+    does, and what of one the host took to submit it while the device was idle."""
+    others = tuple(range(num_slots - 1))
+    batch = ScheduledBatch(iteration=2, generation_slots=others)
+    prompt = _context_batch(engine, [num_slots - 1], length, ())
+    batch = replace(batch, context_chunks=prompt.context_chunks)
+    num_steps = 2 if setting.is_dry else _NUM_STEPS
+    engine.execute(_rewind(batch, context))
+    for _ in range(3):
+        engine.execute(batch)
+    submits = []
+    for _ in range(3):
+        start = time.perf_counter()
+        pending = engine.submit(batch)
+        submits.append(1e6 * (time.perf_counter() - start))
+        pending.read()
+    start = time.perf_counter()
+    before = engine.submit(batch)
+    for _ in range(num_steps - 1):
+        running = engine.submit(batch)
+        before.read()
+        before = running
+    before.read()
+    overlapped = (time.perf_counter() - start) / num_steps
+    figures = setting.figures(overlapped_ms=1e3 * overlapped, host_us=sorted(submits)[1])
+    sizes = {"generations": num_slots - 1, "prompt": length, "context": context}
+    return {"what": "mixed step", **sizes, **figures}
 
 
 def _fill(setting: Setting, engine: Engine, num_slots: int, length: int, num_blocks: int) -> float:
@@ -172,7 +237,7 @@ def time_steps(
     setting: Setting, engine: Engine, batch: ScheduledBatch, context: int, num_steps: int
 ) -> StepTimes:
     """The three times of a step of generations alone, all from ``context`` on."""
-    runner, waited = engine._runner, 0.0
+    runner, waited = engine._recordings.steps, 0.0
 
     def timed(run: Callable[[], None]) -> float:
         engine.execute(_rewind(batch, context))
@@ -246,12 +311,13 @@ def _parts(setting: Setting, engine: Engine, batch_size: int, context: int) -> I
     batch = ScheduledBatch(iteration=2, generation_slots=tuple(range(batch_size)))
     engine.execute(_rewind(batch, context))
     engine.execute(batch)
+    recorder = engine._recorder
     slots = engine._buffer.padded_slots[:batch_size]  # of ``batch``, which has just run
 
     @torch.inference_mode()
     def run() -> None:
         for _ in range(_NUM_PROFILED):
-            engine._record_draw(slots, engine._record_forward(slots))
+            recorder.draw(slots, recorder.forward(slots, engine._attention))
 
     run()
     setting.synchronize()

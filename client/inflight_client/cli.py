@@ -37,6 +37,8 @@ _CONTROL_CHARACTERS = {
 
 app = typer.Typer(
     name="inflight",
+    # Its boxes cut off long names of options on a terminal of 80 columns.
+    rich_markup_mode=None,
     help="Serve a model with in-flight batching, and talk to it.",
     no_args_is_help=True,
     add_completion=False,
@@ -75,7 +77,10 @@ def generate(
     url: UrlOption = None,
     http: HttpOption = False,
     request_id: Annotated[str, typer.Option(help="Id by which `inflight stop` finds it.")] = "",
-    stream: Annotated[bool, typer.Option(help="Print the text as it comes.")] = True,
+    stream: Annotated[
+        bool,
+        typer.Option(help="Print the text as it comes; a server with --no-decoupled cannot."),
+    ] = True,
     temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw within this probability.")] = None,
@@ -148,7 +153,7 @@ def stop(
     url: UrlOption = None,
     http: HttpOption = False,
 ) -> None:
-    """End a running request; whoever waits for it gets what there is so far."""
+    """End a running request. Whoever waits for it gets what there is so far."""
     with _reported_errors(), _connect(url, http) as client:
         client.stop(request_id)
 
@@ -160,7 +165,7 @@ def stats(
     url: UrlOption = None,
     http: HttpOption = False,
 ) -> None:
-    """Show the statistics of the batch manager (JSON lines if followed into a file or pipe)."""
+    """Show the statistics of the batch manager. Followed into a file or pipe: JSON lines."""
     with _reported_errors(), _connect(url, http) as client:
         if json_lines or (follow and not sys.stdout.isatty()):
             for values in client.stats(follow):
@@ -176,7 +181,7 @@ def why(
     url: UrlOption = None,
     http: HttpOption = False,
 ) -> None:
-    """Tell why a request does not run now, and its place among those who wait.
+    """Tell why a request does not run now. Those who wait learn their place.
 
     Exit code 1 if none with this id is in flight.
     """
@@ -211,7 +216,7 @@ def record(
     url: UrlOption = None,
     http: HttpOption = False,
 ) -> None:
-    """Fetch what the scheduler decided lately, for `inflight replay` and `inflight timeline`."""
+    """Fetch what the scheduler decided lately. For `inflight replay` and `inflight timeline`."""
     with _reported_errors(), _connect(url, http) as client:
         text = client.recording()
     if output == "-":
@@ -227,7 +232,7 @@ def record(
 
 @app.command()
 def health(url: UrlOption = None, http: HttpOption = False) -> None:
-    """Tell whether the model takes requests: exit code 0 if it does, else 1."""
+    """Tell whether the model takes requests. Exit code 0 if it does, else 1."""
     with _reported_errors(), _connect(url, http) as client:
         is_ready = client.health()
         _write("ready\n" if is_ready else _NOT_READY)
@@ -237,7 +242,7 @@ def health(url: UrlOption = None, http: HttpOption = False) -> None:
 
 @app.command()
 def demo() -> None:
-    """Start a server, stream four counts side by side, stop one, show statistics, shut down."""
+    """Start a server and stream four counts side by side. One is stopped; ends with statistics."""
     from inflight_client.demo import run_demo
 
     with _reported_errors():
@@ -268,7 +273,8 @@ def add_plugins(target: typer.Typer, plugins: Sequence[EntryPoint]) -> None:
             settings = {"allow_extra_args": True, "ignore_unknown_options": True}
             target.command(
                 plugin.name,
-                help=f"Not installed ({missing} is missing): in a clone, pip install '.\\[server]'",
+                help=f"Not installed ({missing} is missing): in a clone, pip install '.[server]'",
+                short_help=f"Not installed ({missing} is missing).",
                 context_settings=settings,
                 add_help_option=False,
             )(_refusal(plugin.name, missing))

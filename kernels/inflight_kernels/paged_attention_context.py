@@ -15,7 +15,8 @@ not read, tiles that every row sees are not masked. Compiled code depends on the
 only: neither on the number of sequences nor on the tables' stride, nor on where in a larger tensor
 tables, starts and lengths lie.
 
-Query tokens past ``query_starts[-1]`` (padding) give zeros.
+Query tokens past ``query_starts[-1]`` (padding) give zeros; those before ``query_starts[0]`` are
+somebody else's: what lies at their place in ``out`` stays.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -146,6 +147,8 @@ def _paged_attention_context_kernel(
     kv_head = tl.program_id(0)
     # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    if tile < tl.load(starts_ptr) // BLOCK_Q:
+        return
     sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
     start, num_queries, num_rows, first_query = _find_queries(
         tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
@@ -253,12 +256,41 @@ def choose_tile(
     return ContextTile(max(smallest, 128), block_n, stages=stages, num_warps=8)
 
 
+@_host.once_in_a_row
+def _check(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    max_query_len: int | None,
+) -> None:
+    """Raise ValueError, naming the argument, unless all fit one another."""
+    check_attention(
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
+    )
+    if value_cache.stride() != key_cache.stride():  # one offset finds a token in both
+        raise ValueError(
+            f"value_cache: must have the strides of key_cache, {key_cache.stride()}, "
+            f"got {value_cache.stride()}"
+        )
+    _host.check_shape("query_starts", query_starts, (context_lengths.shape[0] + 1,))
+    _host.check_dtype("query_starts", query_starts, (torch.int32,))
+    _host.check_contiguous("query_starts", query_starts)
+    _host.check_same_device(query=query, query_starts=query_starts)
+    _host.check_positive("max_query_len", max_query_len)
+
+
 def paged_attention_context(
     query: torch.Tensor,  # [T, H, D] bfloat16, float16 or float32
     key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
     value_cache: torch.Tensor,  # same shape and strides
     block_tables: torch.Tensor,  # [S, max_blocks] int32; entries past a row's length are not read
-    query_starts: torch.Tensor,  # [S + 1] int32, ascending from 0; [-1] <= T
+    query_starts: torch.Tensor,  # [S + 1] int32, ascending; [-1] <= T
     context_lengths: torch.Tensor,  # [S] int32: cached tokens plus this chunk
     scale: float,
     sliding_window: int | None = None,
@@ -276,21 +308,12 @@ def paged_attention_context(
     answer does not depend on it. ``key_scale`` and ``value_scale`` multiply what an FP8 cache
     holds. Raises ValueError naming the argument that does not fit.
     """
-    check_attention(
-        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
-    )
-    if value_cache.stride() != key_cache.stride():  # one offset finds a token in both
-        raise ValueError(
-            f"value_cache: must have the strides of key_cache, {key_cache.stride()}, "
-            f"got {value_cache.stride()}"
-        )
+    _check(
+        query, key_cache, value_cache, block_tables, query_starts, context_lengths, scale,
+        sliding_window, softcap, max_query_len,
+    )  # fmt: skip
     num_tokens, num_heads, head_dim = query.shape
     num_sequences = context_lengths.shape[0]
-    _host.check_shape("query_starts", query_starts, (num_sequences + 1,))
-    _host.check_dtype("query_starts", query_starts, (torch.int32,))
-    _host.check_contiguous("query_starts", query_starts)
-    _host.check_same_device(query=query, query_starts=query_starts)
-    _host.check_positive("max_query_len", max_query_len)
     out = make_output(query, out)
     if num_tokens == 0 or num_sequences == 0:
         return out.zero_()

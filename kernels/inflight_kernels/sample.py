@@ -117,7 +117,7 @@ def _find_threshold(
     logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, target, least,
     BY_MASS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Ordered bits of the largest t with measure(x >= t) >= target.
+    """Ordered bits of the largest t with measure(x >= t) >= target; 0 if rounding leaves none such.
 
     Measured are tokens whose ordered bits are at least ``floor``: counted, or, with BY_MASS,
     exp(x - best) summed; then t is at least ``best + least``, and tokens below need not be read.
@@ -215,10 +215,10 @@ def _filter_floor(
         # What lies further below the best token than this has a tenth of the mass that may be left
         # out, even if that is all tokens.
         least = tl.log(0.1 * (1.0 - top_p) * mass / vocabulary)
-        floor = _find_threshold(
+        floor = tl.maximum(floor, _find_threshold(
             logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, top_p * mass,
             least, True, TILE
-        )  # fmt: skip
+        ))  # fmt: skip
     return floor
 
 

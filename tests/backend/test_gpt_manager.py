@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -94,6 +95,14 @@ def test_get_is_asked_at_every_iteration_for_as_many_as_fit() -> None:
     assert recorder.rooms[:2] == [2, 0]
     assert min(recorder.rooms) == 0
     assert all(recorder.tokens(i) == list(range(i + 1, i + 21)) for i in range(1, 6))
+
+
+def test_a_loop_without_work_rests_also_after_it_was_woken() -> None:
+    recorder = Recorder()
+    with running(recorder) as manager:
+        manager.wake()
+        time.sleep(0.1)
+    assert 1 < len(recorder.rooms) < 50, "it looks every 5 ms"
 
 
 def test_order_of_callbacks_within_an_iteration() -> None:

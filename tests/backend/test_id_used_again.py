@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 from fakes import CountedStep, CountingEngine, LostStep
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
@@ -56,3 +57,33 @@ def test_a_lost_step_of_the_first_one_does_not_touch_the_second_one() -> None:
     assert engine.num_edited == 4
     result = replay(RecordingReader(io.BytesIO(text.encode()), "ring"))
     assert (result.divergence, result.num_requests) == (None, 3)
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "error"])
+def test_nobody_knows_a_request_any_more_that_has_ended(end: str) -> None:
+    """Who comes next with its id is another one. Ends with an error have no lengths."""
+
+    class Engine(EngineThatLosesOne):
+        is_asynchronous = False
+
+        def execute(self, batch: ScheduledBatch) -> list[int]:
+            if (end, len(self.batches)) == ("error", 5):
+                raise RuntimeError
+            return super().execute(batch)
+
+    values: dict[str, Any] = {FIELD: "mine", "stop_words_list": [[900], [1]]}
+    recorder = Recorder([request(1, [100], 20, **values)])
+    recorder.on_response = lambda request_id, is_final: (
+        recorder.stops.add(1) if (end, len(recorder.tokens(1))) == ("stop", 5) else None
+    )
+    params = TrtGptModelOptionalParams(
+        max_batch_size=4, max_run_seconds=60, logits_processors={"mine": lambda *_: None}
+    )
+    with running(recorder, Engine(), params=params) as manager:
+        recorder.wait_for_finals(1)
+        assert (recorder.responses[1][-1][2] == "") == (end != "error"), recorder.responses
+        assert not manager._rules
+        assert not manager._stop_words._watched
+        assert not manager._deadlines._requests
+        lengths = {"length": [(1, 20)], "stop": [(1, 5)], "error": []}
+        assert manager.lengths.take() == lengths[end]

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,12 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, runn
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.logits_processors import FIELD, ActiveProcessors, find_logits_processors
+from inflight_backend.logits_processors import (
+    FIELD,
+    ActiveProcessors,
+    check_logits_processors,
+    find_logits_processors,
+)
 from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_scheduler import TrtGptModelType
@@ -36,9 +41,9 @@ class OnlyHigher:
     def __init__(self) -> None:
         self.shown: dict[int, list[list[int]]] = {}
 
-    def __call__(self, request_id: int, logits: torch.Tensor, tokens: Tokens, stream: int) -> None:
+    def __call__(self, request_id: int, logits: torch.Tensor, tokens: Tokens, stream: None) -> None:
         assert (logits.shape, logits.dtype) == ((1, 1, VOCAB_SIZE), torch.float32)
-        assert stream == 0  # on a CPU
+        assert stream is None  # on a CPU
         self.shown.setdefault(request_id, []).append(list(tokens[0]))
         logits[..., : tokens[0][-1] % 150 + 1] = -torch.inf
 
@@ -96,9 +101,10 @@ def engine(folder: Path) -> Engine:
     return make_engine(folder, 512)
 
 
-def asking(request_id: int, prompt: Sequence[int], num_new: int, name: str) -> InferenceRequest:
-    values: dict[str, Any] = {FIELD: name}
-    return request(request_id, prompt, num_new, **values)
+def asking(
+    request_id: int, prompt: Sequence[int], num_new: int, name: str, **values: Any
+) -> InferenceRequest:
+    return request(request_id, prompt, num_new, **{FIELD: name, **values})
 
 
 def make_engine(folder: Path, num_tokens: int) -> Engine:
@@ -178,12 +184,95 @@ def test_the_processors_of_the_page_work(
     assert recorder.tokens(2) != oracle_tokens(folder, PROMPT, NUM_NEW)
 
 
+class Phrase:
+    """As TensorRT-LLM's processors are published: five arguments, and one object for a request."""
+
+    made: ClassVar[list[Phrase]] = []
+
+    def __init__(self) -> None:
+        self.left = [11, 12, 13]
+        self.made.append(self)
+
+    def __call__(
+        self,
+        req_id: int,
+        logits: torch.Tensor,
+        token_ids: list[list[int]],
+        stream_ptr: int | None,
+        client_id: int | None,
+    ) -> None:
+        assert (stream_ptr, client_id) == (None, None), (
+            "torch.cuda.ExternalStream(0) fails on a CPU"
+        )
+        mask = torch.full_like(logits, -torch.inf, device="cpu")
+        mask[:, :, self.left.pop(0) if self.left else 14] = 0
+        with torch.cuda.stream(None):
+            logits += mask.to(logits.device, non_blocking=True)
+
+
+def three_arguments(req_id: int, logits: torch.Tensor, ids: Tokens) -> torch.Tensor:
+    return torch.where(torch.arange(VOCAB_SIZE) == 17, logits.double(), -torch.inf)
+
+
+@BOTH_LOOPS
+def test_published_ones_run_and_a_class_has_an_object_for_each_sequence(
+    engine: Engine, overlap: OverlapScheduler
+) -> None:
+    """Also with fewer arguments, and another type of numbers returned."""
+    Phrase.made.clear()
+    processors: dict[str, Callable[..., Any]] = {"phrase": Phrase, "three": three_arguments}
+    recorder = Recorder(
+        [
+            asking(1, PROMPT, 5, "phrase"),
+            asking(2, PROMPT, 4, "phrase"),
+            asking(3, PROMPT, 3, "three"),
+        ]
+    )
+    with running(recorder, engine, params=params_of(overlap, processors)) as manager:
+        recorder.wait_for_finals(1, 2, 3)
+        assert not manager._rules.processors
+    assert [recorder.responses[i][-1][2] for i in (1, 2, 3)] == ["", "", ""]
+    assert recorder.tokens(1) == [11, 12, 13, 14, 14]
+    assert recorder.tokens(2) == [11, 12, 13, 14]
+    assert recorder.tokens(3) == [17] * 3
+    assert len(Phrase.made) == 2
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1e-5, "random_seed": 3}, {"runtime_top_p": 0.9}]
+)
+def test_infinity_forces_its_token(engine: Engine, sampling: dict[str, Any]) -> None:
+    """As some force the end of an answer; those that it leaves are still drawn from."""
+
+    def force(_: int, logits: torch.Tensor, tokens: Tokens, __: None) -> None:
+        if len(tokens[0]) != len(PROMPT) + 1:
+            logits[..., 33] = torch.inf
+
+    answers = []
+    for processor in (force, unchanged):
+        recorder = Recorder([asking(1, PROMPT, 3, "force", repetition_penalty=0.01, **sampling)])
+        with running(
+            recorder, engine, params=params_of(OverlapScheduler.OFF, {"force": processor})
+        ):
+            recorder.wait_for_finals(1)
+        assert recorder.responses[1][-1][2] == ""
+        answers.append(recorder.tokens(1))
+    assert (answers[0][0], answers[0][2]) == (33, 33)
+    assert 33 not in answers[1]
+
+
+class CannotBeMade(OnlyHigher):
+    def __init__(self) -> None:
+        raise KeyError("the user's secret")
+
+
 @BOTH_LOOPS
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
         (raises, "logits processor 'bad' failed"),
         (leaves, "logits processor 'bad' failed"),
+        (CannotBeMade, "logits processor 'bad' failed"),
         (wrong_shape, "'bad' returned [1, 1, 198] where logits of shape [1, 1, 199] belong"),
         (no_tensor, "'bad' returned str where logits of shape [1, 1, 199] belong"),
         (nan, "no token could be drawn behind logits processor 'bad'"),
@@ -262,6 +351,8 @@ def test_an_engine_without_logits_and_v1_have_none() -> None:
         ("a=os.path:no_such", "has no attribute 'no_such'"),
         ("a=no_such_module:f", "No module named"),
         ("a=os:name", "'a' is not callable"),
+        ("a=os.path:split", "'a' must take (request_id, logits, tokens, stream), with a client_id"),
+        ("a=io:StringIO", "or without the stream; of a class, its instances"),
     ],
 )
 def test_a_wrong_setting_is_refused(text: str, message: str) -> None:
@@ -270,9 +361,21 @@ def test_a_wrong_setting_is_refused(text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_class_that_wants_arguments_is_refused_at_once() -> None:
+    """As those that are published for one object a request are named as they are."""
+
+    class WithPhrase(OnlyHigher):
+        def __init__(self, phrase: str) -> None:
+            super().__init__()
+
+    check_logits_processors({"a": WithPhrase(""), "b": OnlyHigher})
+    with pytest.raises(ConfigurationError, match="'a' is a class that cannot be made without arg"):
+        check_logits_processors({"a": WithPhrase})
+
+
 def test_several_are_named_in_one_setting() -> None:
     import os.path
 
-    found = find_logits_processors(" join = os.path:join ,split=os.path:split,")
-    assert found == {"join": os.path.join, "split": os.path.split}
+    found = find_logits_processors(" join = os.path:join ,max=builtins:max,")
+    assert found == {"join": os.path.join, "max": max}
     assert find_logits_processors(None) == {}

@@ -105,7 +105,7 @@ def test_what_slots_take_is_in_the_plan(gpu_memory: int | None) -> None:
         DEMO_MODEL,
         EngineConfig(device="cpu", max_batch_size=7, max_num_tokens=300, max_seq_len=100),
     )
-    owners = [vars(engine._slots), {"device": engine._buffer._device}]
+    owners = [vars(engine._slots), {"device": engine._buffer._buffer.device}]
     if gpu_memory is not None:
         for name in engine._adjustments._shapes:
             engine._adjustments._table(name)

@@ -79,7 +79,7 @@ def test_llm_is_one_decoupled_python_instance_on_the_cpu(llm: Any) -> None:
 
 def test_every_parameter_has_a_placeholder_of_its_name(llm: Any) -> None:
     values = {key: parameter.string_value for key, parameter in llm.parameters.items()}
-    assert values.pop("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
+    assert values.pop("FORCE_CPU_ONLY_INPUT_TENSORS") == "yes"
     assert values == {spec.name: f"${{{spec.name}}}" for spec in PARAMETERS}
     assert "FORCE_CPU_ONLY_INPUT_TENSORS" in TRITON_PARAMETERS
 

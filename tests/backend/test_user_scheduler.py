@@ -29,6 +29,7 @@ from user_schedulers import (
     Interrupts,
     Invents,
     Lazy,
+    LeastServed,
     OneAtATime,
     OwnParts,
     PausesAll,
@@ -39,15 +40,22 @@ from user_schedulers import (
     ShortestFits,
     TakesOut,
     ThreeAtOnce,
+    WholeContexts,
 )
 
 from inflight_backend.commands.common import scheduler_maker
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.inflight_batcher import InflightBatcher
-from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
 from inflight_backend.user_scheduler import find_scheduler_class
-from inflight_scheduler import CapacityScheduler, CapacitySchedulerPolicy, LlmRequest
+from inflight_scheduler import (
+    BlockForecast,
+    BlockManager,
+    CapacityScheduler,
+    CapacitySchedulerPolicy,
+    LlmRequest,
+)
 from inflight_scheduler.recording.files import RecordingReader, open_recording
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.replay import replay
@@ -122,6 +130,53 @@ def test_a_bad_scheduler_is_overruled_with_one_warning(  # case 98
     warnings = [record for record in caplog.records if "takes over" in record.message]
     assert len(warnings) == 1
     assert recorder.stats[-1]["Used KV cache blocks"] == 0
+
+
+def test_what_ours_says_when_a_users_scheduler_calls_it_wrongly_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = Recorder([request(1, [7] * 30, 3), request(2, [8], 3)])
+    params = replace(params_for(WholeContexts), enable_chunked_context=True)
+    with running(recorder, CountingEngine(max_num_tokens=16), params=params):
+        recorder.wait_for_finals(1, 2)
+    (warning,) = [record for record in caplog.records if "takes over" in record.message]
+    assert "request 1: a context of 30 tokens exceeds max_num_tokens=16" in warning.message
+    assert "micro_batch.py" in (warning.exc_text or "")
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_one_that_pauses_while_requests_share_blocks_keeps_its_books_right(
+    is_overlapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the `BlockForecast` of the page nothing it decides is refused."""
+    prompts = {
+        i: [7] * 12 * (i % 3 == 0) + list(range(50 * i, 50 * i + 5 + i)) for i in range(1, 15)
+    }
+    recorder = Recorder([request(i, prompt, 20) for i, prompt in prompts.items()])
+    params = replace(
+        params_for(LeastServed),
+        kv_cache_config=KvCacheConfig(enable_block_reuse=True),
+        overlap_scheduler=OverlapScheduler.ON if is_overlapped else OverlapScheduler.OFF,
+    )
+    engine = CountingEngine(num_blocks=24, tokens_per_block=4, max_num_tokens=64)
+    with running(recorder, engine, params=params):
+        recorder.wait_for_finals(*prompts)
+    for i, prompt in prompts.items():
+        assert recorder.tokens(i) == list(range(prompt[-1] + 1, prompt[-1] + 21))
+    assert "takes over" not in caplog.text
+    assert max(stats["Paused Requests"] for stats in recorder.stats) > 0
+    assert recorder.stats[-1]["Reused KV cache blocks"] > 0
+
+
+def test_the_page_names_what_there_is() -> None:
+    page = (Path(__file__).parents[2] / "docs/scheduling.md").read_text(encoding="utf-8")
+    table, _, books = page.partition("| of the block manager |")[2].partition("`BlockForecast(")
+    names = re.findall(r"`(\w+)(?:\(request[\w.]*\))?`", table.partition("\nCount from")[0])
+    assert len(names) == 9
+    assert all(hasattr(BlockManager, name) for name in names)
+    made = BlockForecast(BlockManager(8, 4))
+    for name in re.findall(r"`(\w+)(?:\([\w, ]+\))?`", books.partition("). In")[0]):
+        assert hasattr(made, name)
 
 
 def record_with(scheduler: type, path: Path) -> dict[str, Any]:

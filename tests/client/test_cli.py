@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from client.conftest import Local
 from typer.testing import CliRunner
 
 from inflight_client.address import DEFAULT_PORTS
-from inflight_client.cli import add_plugins, app
+from inflight_client.cli import PLUGIN_GROUP, add_plugins, app
 
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
 WAIT_SECONDS = 60.0
@@ -274,6 +275,23 @@ def test_help_says_where_the_server_is_looked_for(command: str) -> None:
 def test_help_of_the_openai_front_says_where_the_server_is_looked_for() -> None:
     shown = CliRunner().invoke(app, ["openai", "--help"], env={"COLUMNS": "100"}).output
     assert f"127.0.0.1:{DEFAULT_PORTS['grpc']}" in shown
+
+
+def test_help_cuts_nothing_off_on_a_narrow_terminal() -> None:
+    whole = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    whole.registered_commands = list(app.registered_commands)
+    add_plugins(whole, list(entry_points(group=PLUGIN_GROUP)))
+
+    shown = CliRunner().invoke(whole, ["--help"], env={"COLUMNS": "80"}).output
+    assert "..." not in shown.partition("Commands:")[2]
+    num_options = 0
+    for name, command in typer.main.get_command(whole).commands.items():  # type: ignore[attr-defined]
+        shown = CliRunner().invoke(whole, [name, "--help"], env={"COLUMNS": "80"}).output
+        names = [name for param in command.params for name in param.opts + param.secondary_opts]
+        options = {name for name in names if name.startswith("-")}
+        assert options <= set(re.split(r"[\s,]+", shown))
+        num_options += len(options)
+    assert num_options > 50
 
 
 def test_version() -> None:

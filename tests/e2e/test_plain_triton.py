@@ -126,6 +126,28 @@ def test_reloading_does_not_grow(triton: PlainTriton) -> None:
     assert triton.num_regions() == 0
 
 
+def test_an_ensemble_is_loaded_without_its_model_and_a_bad_config_changes_nothing(
+    triton: PlainTriton,
+) -> None:
+    """Python writes nothing beside model.py, which Triton would take for a change (server#7489)."""
+    triton.control("load")
+    loaded = models_of(triton)
+    triton.control("load", "ensemble")
+    assert models_of(triton) == loaded
+    config = httpx.get(f"{triton.http_url}/v2/models/tensorrt_llm/config", trust_env=False).json()
+    config["instance_group"][0]["count"] = 2
+    url = f"{triton.http_url}/v2/repository/models/tensorrt_llm/load"
+    body = {"parameters": {"config": json.dumps(config)}}
+    answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+    assert answer.status_code == httpx.codes.BAD_REQUEST
+    assert "instance_group asks for 2 instances" in answer.text
+    assert models_of(triton) == loaded
+    assert_counts(PROMPT, "".join(stream(triton, 5, "ensemble")), 5)
+    for model in ("ensemble", "tensorrt_llm"):
+        triton.control("unload", model)
+        triton.wait_for("UNAVAILABLE", model)
+
+
 def models_of(running: PlainTriton) -> list[int]:
     """The processes of its models, which have its folder in their command lines."""
     found = []

@@ -25,7 +25,7 @@ from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient
-from inflight_client.protocol import METRICS
+from inflight_client.protocol import ERRORS, METRICS
 from inflight_client.tensors import make_inputs
 
 pytestmark = pytest.mark.e2e
@@ -153,7 +153,9 @@ def test_ensemble_names_a_missing_input(server: ServeProcess) -> None:
 def values_of(page: str) -> dict[tuple[str, str], float]:
     """(family, value of the label that tells its metrics apart, or le) -> number."""
     values = {}
-    for family, labels, number in re.findall(r"^(nv_(?:trt_)?llm_\w+)\{(.*)\} (\S+)$", page, re.M):
+    for family, labels, number in re.findall(
+        r"^(nv_(?:trt_)?llm_\w+|inflight_\w+)\{(.*)\} (\S+)$", page, re.M
+    ):
         pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         own = {name: value for name, value in pairs.items() if name not in ("model", "version")}
         values[family, own.get("le") or next(iter(own.values()))] = float(number)
@@ -161,14 +163,19 @@ def values_of(page: str) -> dict[tuple[str, str], float]:
 
 
 def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
-    """Integer for integer what the statistics say, once nothing moves; and lengths of requests."""
+    """Integer for integer what the statistics say, once nothing moves; and lengths, and errors."""
     assert "".join(stream_text(server, "1 2 3", 20))
+    refused = (ERRORS.name, "INVALID_ARG")
+    num_refused = values_of(get(server.metrics_url).text)[refused]
+    with pytest.raises(RuntimeError, match="temperature"):
+        "".join(stream_text(server, "1 2 3", 20, temperature=-1.0))
     deadline = time.monotonic() + BOUND_SECONDS
     with InflightClient(server.grpc_url) as client:
         while True:
             (stats,) = client.stats(follow=False)
             page = get(server.metrics_url).text
             shown = values_of(page)
+            is_counted = shown[refused] > num_refused  # Triton itself counts it as a success
             expected = {
                 (family.name, value): stats[key]
                 for family in METRICS
@@ -176,7 +183,7 @@ def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
                 # Memory in use moves by itself.
                 if isinstance(stats.get(key), int) and not key.startswith("Runtime")
             }
-            if {place: shown.get(place) for place in expected} == expected:
+            if is_counted and {place: shown.get(place) for place in expected} == expected:
                 break
             assert time.monotonic() < deadline, (expected, page)
     assert len(expected) == 15

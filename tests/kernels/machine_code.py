@@ -23,9 +23,10 @@ _GUARD = re.compile(r"^@!?U?P\w+\s+")
 _PRODUCT = re.compile(r"^\w*GMMA\.64x(\d+)x\d+\.(\w+)\S*\s+R\d+, R(\d+)")
 _JUMP = re.compile(r"\bBRA\b.*(\.L_\w+)")
 _WAIT = re.compile(r"^WARPGROUP\.DEPBAR\.LE gsb0, 0x0")
-_TARGET = re.compile(r"^(\S+)\s+R(\d+)\b")
+# Behind a predicate that is written, too (SHFL, LOP3); of a comparison another predicate is next.
+_TARGET = re.compile(r"^(\S+)\s+(?:P[0-6T],\s*)?R(\d+)\b")
 # Their first register is an address or a number that they read.
-_WRITES_NONE = {"ST", "STG", "STS", "STL", "STSM", "RED", "LDGSTS", "BAR", "BRA", "EXIT"}
+_WRITES_NONE = {"ST", "STG", "STS", "STL", "STSM", "RED", "LDGSTS", "BAR", "BRA", "EXIT", "FCHK"}
 _NUM_INPUTS = 4  # registers of 64 x 16 numbers of 16 bits, in each thread
 
 

@@ -42,6 +42,8 @@ def faults(**instructions: str) -> list[str]:
         "LDGSTS.E.BYPASS.128 [R120], desc[UR16][R94.64], !P3 ;",
         "LDS.128 R116, [R120] ;",
         "ISETP.GE.AND P3, PT, R121, R153, PT ;",
+        "SHFL.BFLY PT, R119, R120, 0x1, 0x1f ;",
+        "FCHK P1, R120, R121 ;",
         "IMAD.WIDE.U32 R118, R120, UR10, R14 ;",
     ],
 )
@@ -58,6 +60,8 @@ def test_reading_them_or_writing_others_is_no_fault(harmless: str) -> None:
         ("LDG.E.64 R123, desc[UR16][R94.64] ;", "R120"),
         ("IMAD.WIDE.U32 R127, R97, UR10, R14 ;", "R124"),
         ("LDSM.16.M88.4 R124, [R3] ;", "R124"),
+        ("SHFL.BFLY PT, R126, R121, 0x2, 0x1f ;", "R124"),
+        ("LOP3.LUT P1, R122, R3, 0x1, RZ, 0xc0, !PT ;", "R120"),
         ("HGMMA.64x64x16.F32.BF16 R96, gdesc[UR4], RZ, !UPT ;", "R120"),
     ],
 )

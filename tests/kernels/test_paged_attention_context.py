@@ -184,6 +184,27 @@ def test_both_kinds_of_a_mixed_step_write_to_one_answer(
     assert_attention_close(out, expected_tokens(query, [7, 1], cache, 0.125))
 
 
+@pytest.mark.parametrize("num_before", [0, 3, 37])
+def test_tokens_before_the_first_chunk_are_somebody_elses(
+    device: torch.device, generator: torch.Generator, num_before: int
+) -> None:
+    """Tiles of 8 tokens; a chunk that is not there, and padding behind the last one."""
+    query_lens, lengths = [9, 0, 20], [25, 8, 20]
+    cache = make_cache(
+        generator, lengths, num_kv_heads=1, head_dim=64, tokens_per_block=16, device=device
+    )
+    query = torch.randn(num_before + 40, 4, 64, generator=generator).to(device)
+    starts = starts_of(query_lens, device) + num_before
+    out = torch.full_like(query, 7.0)
+    tile = ContextTile(32, 16, 2, 4)
+    paged_attention_context(
+        query, *cache.memory, starts, cache.lengths, 0.125, tile=tile, out=out
+    )  # fmt: skip
+    assert bool((out[:num_before] == 7.0).all())
+    expected = expected_tokens(query[num_before:], query_lens, cache, 0.125)
+    assert_attention_close(out[num_before:], expected)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -129,6 +129,21 @@ def test_thresholds_are_exact_wherever_tokens_lie(
     torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
 
 
+def test_a_top_p_next_to_1_leaves_top_k_in_force(device: torch.device) -> None:
+    """Of these rows the sums over what top-k kept are below the largest top_p times their own total
+    (in the interpreter; on a GPU they round otherwise): no threshold reaches what is wanted."""
+    likelihoods = [
+        torch.randn(1, 100, generator=torch.Generator().manual_seed(seed)) for seed in (4, 7, 17)
+    ]
+    logits = 0.5 * torch.cat(likelihoods)
+    settings = parameters(device, [(1.0, 60, 1 - 2**-24)] * 3)
+    arguments = (logits.to(device), *settings, *noise_arguments(3, device))
+    tokens, log_probs = sample_with_log_probs(*arguments)
+    expected_tokens, expected = reference.sample_with_log_probs(*arguments)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+
+
 def test_follows_the_distribution(device: torch.device) -> None:
     """20,000 draws of the reference, frequencies within five standard deviations; the kernel
     draws the first of them alike."""

@@ -17,6 +17,7 @@ def test_every_case_is_measured(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    cases = {(row["policy"], row["active"], row["reuse"], row["design"]) for row in rows}
-    assert len(rows) == len(cases) == 3 * 2 * 2 * 3
+    names = ("policy", "active", "reuse", "design", "pool")
+    cases = {tuple(row[name] for name in names) for row in rows}
+    assert len(rows) == len(cases) == (3 + 2) * 2 * 2 * 3
     assert all(row["total_us_p50"] > 0 for row in rows)

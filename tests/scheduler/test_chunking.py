@@ -140,6 +140,21 @@ class TestMicroBatch:
         assert [request.context_chunk_size for request in context] == [4, 1]
         assert third.context_chunk_size == 2, "who does not run is not changed"
 
+    @pytest.mark.parametrize("policy", list(ContextChunkingPolicy), ids=lambda each: each.name)
+    def test_nobody_runs_behind_a_first_one_that_gets_nothing(
+        self, policy: ContextChunkingPolicy
+    ) -> None:
+        """Not even who has started and needs a single token: 2 of 6 are left, too few for a unit
+        of the first."""
+        first, started = make_request(1, 40, priority=1.0), make_request(2, 40)
+        started.context_chunk_size = 39
+        started.move_to_next_context_chunk()
+        manager = BlockManager(8, 4)
+        running = [generating(make_request(i), manager) for i in (3, 4, 5, 6)]
+        micro_batch = MicroBatchScheduler(8, 6, chunking=ContextChunking(policy, unit_size=4))
+        assert ids(*micro_batch.schedule([first, started, *running])) == ([], [3, 4, 5, 6])
+        assert ids(*micro_batch.schedule([started, first, *running])) == ([2], [3, 4, 5, 6])
+
     def test_behind_those_who_start_others_start_too(self) -> None:
         """Though one that has started gets nothing this time."""
         one, two, started = make_request(1, 2), make_request(2, 2), make_request(3, 40)

@@ -31,10 +31,18 @@ class Server:
     """A planner with a block manager that reuses, and a fake engine."""
 
     def __init__(
-        self, num_blocks: int = 8, tokens_per_block: int = 4, may_copy: bool = False
+        self,
+        num_blocks: int = 8,
+        tokens_per_block: int = 4,
+        may_copy: bool = False,
+        window_size: int | None = None,
     ) -> None:
         self.manager = BlockManager(
-            num_blocks, tokens_per_block, enable_reuse=True, may_copy_blocks=may_copy
+            num_blocks,
+            tokens_per_block,
+            enable_reuse=True,
+            may_copy_blocks=may_copy,
+            window_size=window_size,
         )
         self.planner = BatchPlanner(self.manager, num_slots=4)
         self.engine = FakeEngine(num_blocks, tokens_per_block)
@@ -200,6 +208,26 @@ def test_the_longest_idle_goes_first_and_the_end_before_the_beginning() -> None:
     assert server.manager.count_reusable_tokens(request_with(4, [50, 51, 52, 53, 54])) == 4
 
 
+def test_what_was_found_for_a_request_that_waits_does_not_outlive_its_blocks() -> None:
+    server = Server(num_blocks=4)
+    server.run(request_with(1, PROMPT, 1))
+    waiting = request_with(2, PROMPT, 1)
+    assert server.manager.count_reusable_tokens(waiting) == 8
+    server.manager.allocate(3, 16)  # all blocks there are
+    assert server.manager.match_prefix(waiting) == PrefixMatch((), None, 0)
+
+
+def test_a_context_that_has_begun_finds_nothing_more() -> None:
+    """What it holds is written already, by itself."""
+    server = Server()
+    begun = request_with(2, PROMPT, 1)
+    begun.context_chunk_size = 4
+    server.start(begun)
+    server.run(request_with(1, PROMPT, 1))
+    assert server.manager.count_reusable_tokens(request_with(3, PROMPT, 1)) == 8
+    assert server.manager.count_reusable_tokens(begun) == 0
+
+
 def test_a_request_waits_for_the_context_that_computes_its_beginning() -> None:
     manager = BlockManager(16, 4, enable_reuse=True)
     scheduler = make_scheduler(GUARANTEED, manager, max_batch_size=4)
@@ -316,6 +344,16 @@ def test_what_depends_on_an_encoder_is_neither_left_nor_found() -> None:
     server.run(request_with(3, PROMPT))
     assert server.manager.count_reusable_tokens(with_encoder[1]) == 0
     assert server.manager.count_reusable_tokens(request_with(4, PROMPT)) == 8
+
+
+def test_only_who_stays_in_the_window_leaves_and_finds_something() -> None:
+    """Who may outgrow it writes over its own blocks."""
+    server = Server(window_size=8)
+    server.run(request_with(1, PROMPT[:6], 3))
+    assert server.manager.num_idle_blocks == 0
+    server.run(request_with(2, PROMPT[:6], 2))
+    assert server.manager.count_reusable_tokens(request_with(3, PROMPT[:6], 2)) == 4
+    assert server.manager.count_reusable_tokens(request_with(4, PROMPT[:6], 3)) == 0
 
 
 def test_text_that_a_pause_of_beams_throws_away_is_not_remembered() -> None:

@@ -50,7 +50,7 @@ def plan(
     ] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a checkpoint needs and how many requests fit, without loading it."""
+    """Say what a checkpoint needs and how many requests fit. Nothing is loaded."""
     from inflight_backend.engine.model_config import ModelConfig
     from inflight_backend.memory_plan import (
         PlanSettings,

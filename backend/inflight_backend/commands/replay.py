@@ -13,7 +13,7 @@ from inflight_backend.commands.common import (
 
 
 def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
-    """Decide again what a recording says was decided: identical, or the first difference."""
+    """Decide again what a recording says was decided. Tells the first difference, if any."""
     from inflight_scheduler.recording.files import open_recording
     from inflight_scheduler.recording.replay import replay as run_replay
 
@@ -21,4 +21,9 @@ def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption =
         result = run_replay(reader, scheduler_maker(scheduler_class))
     typer.echo(str(result))
     if result.divergence is not None:
+        if scheduler_class is not None:
+            typer.echo(
+                "One that decides by the clock, by deadlines, salts, adapters or texts decides "
+                "otherwise here: recordings do not hold these."
+            )
         raise typer.Exit(1)

@@ -29,7 +29,7 @@ def timeline(
         ),
     ],
 ) -> None:
-    """Draw what happened to every request: waiting, context, generation, paused, resumed."""
+    """Draw what happened to every request. Waiting, context, generation, paused, resumed."""
     with reported_errors():
         suffix = check_output(recording, output, _SUFFIXES)
         history = _read(recording, is_svg=suffix == ".svg")

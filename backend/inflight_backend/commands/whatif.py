@@ -28,6 +28,11 @@ from inflight_backend.commands.whatif_output import (
     recordings_folder,
     write_timelines,
 )
+from inflight_backend.commands.whatif_requests import (
+    DEFAULT_NUM_MADE_UP,
+    OtherRequests,
+    Requests,
+)
 from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -35,12 +40,9 @@ if TYPE_CHECKING:
     from inflight_scheduler.recording.latency import Summary
     from inflight_scheduler.recording.records import Settings
     from inflight_scheduler.recording.simulation import MakeScheduler
-    from inflight_scheduler.recording.text_book import TextBook
     from inflight_scheduler.recording.whatif import Variant
-    from inflight_scheduler.recording.workload import Job
 
 MAX_VARIANTS = 64
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 MAX_SURE_JOBS = 5000
 """For more requests the range of the first tokens, two more predictions each, is left out."""
 
@@ -66,8 +68,39 @@ def whatif(
     ] = None,
     prompt: Annotated[str, typer.Option(help="Their prompt tokens: 100 or 50-200.")] = "64-512",
     output: Annotated[str, typer.Option(help="The tokens they generate.")] = "16-256",
-    num_requests: Annotated[int, typer.Option(min=1, max=1_000_000)] = 500,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help=f"Of these ({DEFAULT_NUM_MADE_UP} by default), or the first ones of the trace.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option()] = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="The requests of a published trace instead: JSON lines (Mooncake, Bailian) or "
+            "CSV (Azure, BurstGPT, Vidur, Splitwise). With --rate they come at random."
+        ),
+    ] = None,
+    trace_columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARRIVAL,PROMPT,OUTPUT",
+            help="Its columns; those of the traces above are known.",
+        ),
+    ] = None,
+    trace_unit: Annotated[
+        str | None, typer.Option(help="What its arrivals count in: s, ms, us or ns.")
+    ] = None,
+    trace_block: Annotated[
+        int | None, typer.Option(min=1, max=65_536, help="Tokens for each of its hash_ids.")
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="So many times as fast as the trace tells its requests come."),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Folder for a recording of each prediction, to be drawn.")
     ] = None,
@@ -84,11 +117,23 @@ def whatif(
         ),
     ] = None,
 ) -> None:
-    """Predict throughput and latency of the recorded requests under other settings."""
+    """Predict throughput and latency under other settings. Of the recorded requests, or others."""
     from inflight_scheduler.recording.cost_model import fit_cost_model
     from inflight_scheduler.recording.files import open_recording
-    from inflight_scheduler.recording.workload import make_workload, read_workload
+    from inflight_scheduler.recording.workload import read_workload
 
+    others = OtherRequests(
+        trace,
+        trace_columns,
+        trace_unit,
+        trace_block,
+        speed,
+        rate,
+        prompt,
+        output,
+        num_requests,
+        seed,
+    )
     with reported_errors():
         if timelines is not None:
             check_output(recording, timelines, (".html",))
@@ -100,11 +145,7 @@ def whatif(
             settings = reader.header.settings
             workload = read_workload(reader)
         cost = fit_cost_model(workload.samples)
-        jobs: Sequence[Job] = workload.jobs
-        book = workload.book
-        if rate is not None:
-            lengths = _parse_range("--prompt", prompt), _parse_range("--output", output)
-            jobs, book = make_workload(rate, *lengths, num_requests, seed), None
+        requests = others.read(workload)
         own = scheduler_class if settings.scheduler_class is None else None
         sizes = {
             "num_blocks": kv_blocks,
@@ -118,18 +159,18 @@ def whatif(
         make = scheduler_maker(scheduler_class)
         measured = workload.latencies.summary()
         with recordings_folder(save, is_needed=timelines is not None) as folder:
-            num_steps = workload.num_steps if rate is None else None
-            rows = _run(variants, jobs, book, cost, make, folder, num_steps)
-            if rate is None:
+            rows = _run(variants, requests, cost, make, folder)
+            if requests.are_recorded:
                 rows.insert(0, Prediction(MEASURED, measured, recording=recording))
             answer = Answer(
                 rows,
                 cost,
-                len(jobs),
+                len(requests.jobs),
                 len(workload.samples),
                 measured.max_batch,
-                num_found=workload.num_found if rate is None else 0,
-                num_unended=workload.num_unended if rate is None else 0,
+                num_found=requests.num_found,
+                num_unended=requests.num_unended,
+                num_left_out=requests.num_left_out,
             )
             typer.echo(answer.to_json() if as_json else format_table(answer.table()))
             if timelines is not None:
@@ -189,12 +230,10 @@ def _name(changes: Mapping[str, Any]) -> str:
 
 def _run(
     variants: Sequence[Variant],
-    jobs: Sequence[Job],
-    book: TextBook | None,
+    requests: Requests,
     cost: CostModel,
     make: MakeScheduler,
     folder: Path | None,
-    num_recorded_steps: int | None,
 ) -> list[Prediction]:
     """One prediction per variant, with its recording in ``folder``, and how sure it is."""
     from inflight_scheduler.recording.simulation import default_scheduler
@@ -207,14 +246,14 @@ def _run(
         run = partial(
             predict,
             variant.settings,
-            jobs,
-            book=book,
+            requests.jobs,
+            book=requests.book,
             make_scheduler=maker,
-            num_recorded_steps=num_recorded_steps,
+            num_recorded_steps=requests.num_recorded_steps,
         )
         summary = _predict_into(path, variant.settings, partial(run, cost))
         span: tuple[float, float] | None = None
-        if len(jobs) <= MAX_SURE_JOBS:
+        if len(requests.jobs) <= MAX_SURE_JOBS:
             others = (run(cost.scaled(1 + part)).ttft_p50 for part in (-TOLERANCE, TOLERANCE))
             middles = sorted((summary.ttft_p50, *others))  # what is drawn may turn two about
             span = middles[0], middles[-1]
@@ -241,12 +280,3 @@ def _predict_into(path: Path | None, settings: Settings, run: Callable[..., Summ
 
 def _file_name(variant: Variant) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_=]+', '-', variant.name)}.jsonl"
-
-
-def _parse_range(option: str, text: str) -> tuple[int, int]:
-    match = _RANGE.fullmatch(text.strip())
-    low = int(match[1]) if match else 0
-    high = int(match[2] or match[1]) if match else 0
-    if not 1 <= low <= high <= 2**20:
-        raise ConfigurationError(f"{option} {text}: write a number of tokens, or two, as 50-200")
-    return low, high

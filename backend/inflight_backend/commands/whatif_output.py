@@ -51,7 +51,7 @@ class Answer:
     """Everything that was found out. ``recorded_batch`` is the largest one of the recording.
 
     Of the recorded requests ``num_found`` are in no prediction, and the end of ``num_unended`` is
-    not known.
+    not known. ``num_left_out`` of a trace have no tokens to run.
     """
 
     predictions: Sequence[Prediction]
@@ -61,6 +61,7 @@ class Answer:
     recorded_batch: int
     num_found: int
     num_unended: int
+    num_left_out: int = 0
 
     def to_json(self) -> str:
         """For programs; times in milliseconds."""
@@ -75,6 +76,7 @@ class Answer:
             "recorded_batch": self.recorded_batch,
             "num_in_flight_at_start": self.num_found,
             "num_unended": self.num_unended,
+            "num_left_out": self.num_left_out,
         }
         return json.dumps({**content, "rows": rows}, indent=1)
 
@@ -113,6 +115,11 @@ class Answer:
             notes.append(
                 f"{count(self.num_unended, 'request')} had not ended when the recording did: "
                 "predicted to use all their tokens."
+            )
+        if self.num_left_out:
+            notes.append(
+                f"{count(self.num_left_out, 'request')} more of the trace, without a prompt or "
+                "without an answer: left out."
             )
         if any(row.ttft_range is not None for row in self.predictions):
             notes.append(

@@ -7,7 +7,7 @@ step looks like, and answers with an object that runs one layer after the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,26 @@ class AttentionInputs:
     host: HostLengths | None
 
 
+@dataclass(frozen=True, slots=True)
+class MixedAttention:
+    """The sequences of a mixed step of fixed sizes (`mixed_step`), all on the device.
+
+    Generations are the first tokens, one each: ``generation_tables`` [num_generations, max_blocks]
+    int32 and ``generation_lengths`` [num_generations] int32, cached plus the token of this step, 0
+    where there is none. Chunk ``c`` has the tokens ``query_starts[c] .. query_starts[c + 1]``
+    (int32), ``chunk_tables`` [num_chunks, max_blocks] and ``chunk_lengths`` [num_chunks] int32.
+    ``positions`` and ``slot_mapping`` [num_tokens] int64 are as in `AttentionInputs`.
+    """
+
+    generation_tables: Tensor
+    generation_lengths: Tensor
+    chunk_tables: Tensor
+    chunk_lengths: Tensor
+    query_starts: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+
+
 class AttentionStep(Protocol):
     """One step; layers are run in order, each once."""
 
@@ -63,8 +83,14 @@ class AttentionBackend(Protocol):
     reads_past_the_end: bool
     """True if stale slots of a block are read with weight 0, where a NaN would still count."""
 
-    is_capturable: bool
-    """True if a step of generations needs no `HostLengths`, so that a graph can hold it."""
-
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Prepare what all layers of the step share."""
+
+
+@runtime_checkable
+class CapturableBackend(AttentionBackend, Protocol):
+    """One whose steps a graph can hold: those of generations alone, and mixed ones of fixed sizes,
+    need no `HostLengths`."""
+
+    def begin_mixed(self, inputs: MixedAttention) -> AttentionStep:
+        """`begin` for a mixed step of fixed sizes."""

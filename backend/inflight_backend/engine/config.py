@@ -28,6 +28,7 @@ _DEFAULT_NUM_TOKENS = 8192
 MAX_BEAM_WIDTH = 64
 _FP8 = "fp8"
 _FP8_CAPABILITY = (8, 9)
+_MAX_ROWS = 2**16 - 1  # along the second and third dimension of a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class EngineConfig:
     The KV pool is described in `kv_pool`.
     ``quantization`` fp8 quantises the linears' weights at load, one scale per row, and what they
     read, one scale per token; ``kv_cache_dtype`` fp8 stores KV in e4m3 without a scale.
-    ``cuda_graph_mode`` records generation steps as CUDA graphs where there is a GPU.
+    ``cuda_graph_mode`` records generation steps as CUDA graphs where there is a GPU, and steps with
+    context chunks of up to ``cuda_graph_mixed_tokens`` tokens in all (0: none).
     ``normalize_log_probs``: log probabilities are those among what the filters left.
     ``deterministic_mode`` makes what a request draws independent of the others, bit by bit, as far
     as `deterministic` says.
@@ -58,6 +60,7 @@ class EngineConfig:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cuda_graph_mode: bool = True
+    cuda_graph_mixed_tokens: int = 512
     normalize_log_probs: bool = False
     deterministic_mode: bool = False
 
@@ -70,6 +73,7 @@ class EngineConfig:
         _check_range("max_batch_size", self.max_batch_size, 1, 2**16)
         _check_range("max_beam_width", self.max_beam_width, 1, MAX_BEAM_WIDTH)
         _check_range("tokens_per_block", self.tokens_per_block, 1, 1024)
+        _check_range("cuda_graph_mixed_tokens", self.cuda_graph_mixed_tokens, 0, 8192)
         for name in ("max_num_tokens", "max_seq_len", "max_tokens_in_paged_kv_cache"):
             value = getattr(self, name)
             if value is not None:
@@ -128,6 +132,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     backend = _choose_backend(config, model, device)
     if device == "cuda":
         _check_fp8_device(config)
+        if backend == "triton" and config.num_slots > _MAX_ROWS:
+            raise ConfigurationError(
+                f"max_batch_size * max_beam_width is {config.num_slots}, more than the {_MAX_ROWS} "
+                "rows that a launch on a GPU may have; lower one of them"
+            )
         if config.quantization == _FP8:
             check_fp8_linears(model, dtype)
     return replace(

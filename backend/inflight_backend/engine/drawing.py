@@ -51,7 +51,7 @@ def edit_logits(logits: Tensor, source: EditSource | None) -> None:
     """Let the host's edits change rows of logits [N, vocab]."""
     if source is None:
         return
-    stream = torch.cuda.current_stream().cuda_stream if logits.is_cuda else 0
+    stream = torch.cuda.current_stream().cuda_stream if logits.is_cuda else None
     for row, edit in source():
         edit(logits[row].view(1, 1, -1), stream)
 

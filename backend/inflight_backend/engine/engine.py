@@ -5,8 +5,9 @@ the decoder, the draw.
 The host reads the drawn tokens at its very end and nothing else, so `Engine.submit` may be
 followed by another one before the tokens of the first are looked at.
 
-Steps of generations alone are replayed from recordings where that can be done (`graph_runner`);
-all others, and everything on a CPU, run eagerly. Both draw the same tokens.
+Steps of generations alone, and mixed ones that fit a size, are replayed from recordings where that
+can be done (`graph_runner`, `mixed_runner`); all others, and everything on a CPU, run eagerly. Both
+draw the same tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.adjustments import MIN_P, Adjustments
-from inflight_backend.engine.attention import AttentionBackend
-from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
 from inflight_backend.engine.beams import BeamRows
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
@@ -29,10 +28,11 @@ from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
 from inflight_backend.engine.drawing import HostRules, edit_logits, restrict, send_masks
 from inflight_backend.engine.first_steps import run_first_steps
-from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner, record_steps
-from inflight_backend.engine.kv_pool import KvPool, choose_num_blocks, resident_memory
+from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
+from inflight_backend.engine.kv_pool import choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
 from inflight_backend.engine.layers import Parameter
+from inflight_backend.engine.make_cache import make_cache
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
 from inflight_backend.engine.op_tables import make_ops
@@ -41,6 +41,7 @@ from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
 from inflight_backend.engine.step_buffer import StepBuffer, StepWords
+from inflight_backend.engine.step_recorder import Recordings, StepRecorder
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import MemoryUsage
@@ -66,9 +67,9 @@ class Engine:
     ) -> None:
         """``config`` is resolved; ``parameters`` are taken over (see `decoder_parameters`).
 
-        ``capture`` records generation steps; without it they are CUDA graphs on CUDA and run
-        eagerly elsewhere. ``memory`` is what the KV pool shares with the largest step: on CUDA
-        that of the GPU, elsewhere nothing is measured.
+        ``capture`` records steps; without it they are CUDA graphs on CUDA and run eagerly
+        elsewhere. ``memory`` is what the KV pool shares with the largest step and the recordings:
+        on CUDA that of the GPU, elsewhere nothing is measured.
         """
         self.config = config
         self.model_config = model_config
@@ -97,12 +98,22 @@ class Engine:
         words = max_words(config.num_slots, config.num_tokens_limit, max_blocks)
         self._buffer = StepBuffer(words, config.num_slots, config.device)
         self._reader = TokenReader(max(config.num_tokens_limit, config.num_slots), config.device)
-        self._runner: GraphRunner | None = None
-        if memory is None and config.device == "cuda":
+        is_cuda = config.device == "cuda"
+        self._recorder = StepRecorder(
+            config,
+            self._decoder,
+            self._slots,
+            self._buffer.padded_slots,
+            self._draw,
+            (lambda: capture) if capture is not None else CudaCapture if is_cuda else None,
+        )
+        self._recordings = Recordings()
+        if memory is None and is_cuda:
             memory = CudaMemory()
         self.free_bytes: int | None = None  # measured: what there is for the pool
-        self._pool, self._attention = self._make_cache(self._count_blocks(memory))
-        self._runner = self._make_runner(capture)
+        num_blocks = self._count_blocks(memory)
+        self._pool, self._attention = make_cache(config, model_config, self._cos_sin, num_blocks)
+        self._recordings = self._recorder.record(self._attention)
 
     @classmethod
     def load(
@@ -143,7 +154,12 @@ class Engine:
     def num_recordings(self) -> int:
         """Sizes of generation steps that are recorded and replayed, as CUDA graphs on a GPU; with 0
         every step runs eagerly."""
-        return 0 if self._runner is None else self._runner.num_recordings
+        return self._recordings.num_steps
+
+    @property
+    def num_mixed_recordings(self) -> int:
+        """The same of mixed steps."""
+        return self._recordings.num_mixed
 
     @property
     def dtype_name(self) -> str:
@@ -251,11 +267,18 @@ class Engine:
         self._observer.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        if self._runner is not None and not batch.runs:
-            return self._replay(self._runner, batch, words, rules)
+        steps, mixed = self._recordings.steps, self._recordings.mixed
+        if steps is not None and not batch.runs:
+            return self._replay(steps, batch, words, rules)
+        observed = self._observer.observed_chunks(batch.context_chunks)
+        if mixed is not None and not observed:
+            replayed = mixed.forward(batch)
+            if replayed is not None:
+                self._slots.book(batch)
+                sampling = self._slots.begin_draw(batch, words)
+                return self._finish(replayed, sampling, drawing_slots(batch), rules)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
-        observed = self._observer.observed_chunks(batch.context_chunks)
         if observed:
             hidden = self._decoder.forward(step.tokens, attention, None)
             self._observer.keep_context(observed, hidden, self._decoder.logits)
@@ -269,30 +292,15 @@ class Engine:
         """Bytes in use now; cheap enough for every iteration."""
         gpu = torch.cuda.memory_reserved() if self.config.device == "cuda" else 0
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
+        pinned += self._recordings.pinned_bytes
         return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)
-
-    def _make_cache(self, num_blocks: int) -> tuple[KvPool, AttentionBackend]:
-        """A pool, and the attention over it."""
-        config, model = self.config, self.model_config
-        pool = KvPool(
-            model.num_layers,
-            num_blocks,
-            config.tokens_per_block,
-            model.num_kv_heads,
-            model.head_dim,
-            config.kv_dtype,
-            config.device,
-        )
-        backend = ATTENTION_BACKENDS[config.attention_backend]
-        attention = backend(pool, model, self._cos_sin, is_deterministic=config.deterministic_mode)
-        return pool, attention
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
         """Blocks of the pool, by the rule of `kv_pool`."""
         config, model = self.config, self.model_config
         if memory is not None:
-            step_bytes = self._measure_step(memory)
-            self.free_bytes = memory.free_bytes() - step_bytes
+            kept_bytes = self._measure_step(memory)
+            self.free_bytes = memory.free_bytes() - kept_bytes
         return choose_num_blocks(
             2 * model.num_layers * model.kv_size * config.kv_dtype.itemsize,
             config.tokens_per_block,
@@ -302,11 +310,14 @@ class Engine:
         )
 
     def _measure_step(self, memory: DeviceMemory) -> int:
-        """Bytes that the largest step takes beside weights and KV: it is run, on a tiny pool."""
+        """Bytes that the largest step and the recordings take beside weights and KV: the one is
+        run, the others are made, on a tiny pool."""
         batch = largest_batch(self.config)
         num_blocks = 1 + max(new.block_id for new in batch.new_blocks)
         try:
-            self._pool, self._attention = self._make_cache(num_blocks)
+            self._pool, self._attention = make_cache(
+                self.config, self.model_config, self._cos_sin, num_blocks
+            )
             memory.start_peak()
             run_first_steps(self, batch)
             step_bytes = memory.peak_bytes()
@@ -315,9 +326,11 @@ class Engine:
                 f"a step of max_num_tokens = {self.config.num_tokens_limit} tokens does not fit "
                 "the GPU; lower max_num_tokens (with enable_chunked_context prompts may be longer)"
             ) from None
+        recorded_bytes = self._recorder.measure(self._attention, memory)
         del self._pool, self._attention
-        _logger.info("the largest step takes %.2f GiB", step_bytes / 2**30)
-        return step_bytes
+        gibibytes = step_bytes / 2**30, recorded_bytes / 2**30
+        _logger.info("the largest step takes %.2f GiB, recorded steps keep %.2f GiB", *gibibytes)
+        return step_bytes + recorded_bytes
 
     def _replay(
         self,
@@ -327,7 +340,7 @@ class Engine:
         rules: HostRules,
     ) -> Tensor:
         """A step of generations alone."""
-        self._slots.book_generation(batch)
+        self._slots.book(batch)
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
         is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
@@ -418,23 +431,3 @@ class Engine:
         if sampling.is_all_greedy:
             return self._ops.greedy(logits)
         return self._ops.sample(logits, *sampling.filters(has_min_p=has_min_p))
-
-    def _record_forward(self, slots: Tensor) -> Tensor:
-        """What is recorded: the decoder, for generations in ``slots`` [B] int32."""
-        step = self._slots.begin_generation(slots)
-        return self._decoder.forward(step.tokens, self._attention.begin(step.attention), None)
-
-    def _record_draw(self, slots: Tensor, hidden: Tensor) -> Tensor:
-        """What is recorded behind it: the draw of requests without features, whose end need not
-        wait (the host knows whose must; ten small launches would look after it in every step)."""
-        return self._draw(hidden, self._slots.sampling(slots.long(), may_forbid_end=False))
-
-    def _make_runner(self, capture: Capture | None) -> GraphRunner | None:
-        if not (self.config.cuda_graph_mode and self._attention.is_capturable):
-            return None
-        if capture is None:
-            if self.config.device != "cuda":
-                return None
-            capture = CudaCapture()
-        slots = self._buffer.padded_slots
-        return record_steps(self._record_forward, self._record_draw, slots, capture)

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch import Tensor
 from inflight_backend.private_log import get_logger
 
 _logger = get_logger(__name__)
+
+Runner = TypeVar("Runner")
 
 Forward: TypeAlias = Callable[[Tensor], Tensor]
 """slots [B] int32 at a fixed address -> hidden states [B, hidden_size]."""
@@ -82,16 +84,15 @@ class GraphRunner:
         return self._recordings[self._sizes[bisect_left(self._sizes, num_rows)]]
 
 
-def record_steps(
-    forward: Forward, draw: Draw, slots: Tensor, capture: Capture
-) -> GraphRunner | None:
-    """A `GraphRunner`; None, and a line in the log, where ``capture`` fails."""
+def unless_refused(what: str, record: Callable[[], Runner]) -> Runner | None:
+    """What ``record`` gives; None, and a line in the log about ``what``, where a capture fails."""
     try:
-        return GraphRunner(forward, draw, slots, capture)
+        return record()
     except RuntimeError as error:  # nobody's request is in it: it may be quoted
         reason = str(error).partition("\n")[0]
         _logger.warning(
-            "generation steps cannot be recorded and run eagerly, which is slower: %s",
+            "%s cannot be recorded and run eagerly, which is slower: %s",
+            what,
             reason,
             exc_info=True,
         )
@@ -108,13 +109,28 @@ class CudaCapture:
     def __call__(self, call: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         """Run once, so that kernels are compiled and libraries initialised, then record."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # torch would stay there after a refusal
             call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            tokens = call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                    tokens = call()
+            except BaseException:
+                self._close()
+                raise
         return graph.replay, tokens
+
+    def _close(self) -> None:
+        """What torch leaves undone where the device refuses a recording: its allocator believes for
+        ever that one is under way, so that the next `torch.cuda.empty_cache` is an internal error,
+        and keeps the memory."""
+        device = torch.cuda.current_device()
+        try:
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        except RuntimeError:  # none is under way: something else than the device has failed
+            return
+        torch._C._cuda_releasePool(device, self._pool)
 
 
 def bucket_sizes(max_batch_size: int) -> list[int]:

@@ -1,9 +1,9 @@
 """The memory of all KV blocks, and how large it is.
 
 Tokens in the pool: ``max_tokens_in_paged_kv_cache`` if given. On a GPU also what
-``kv_cache_free_gpu_mem_fraction`` of the memory holds that loading and the largest step leave; the
-smaller wins. On a CPU, without a setting, the smaller of 65,536 tokens and a quarter of the
-available memory.
+``kv_cache_free_gpu_mem_fraction`` of the memory holds that loading, the largest step and recordings
+leave; the smaller wins. On a CPU, without a setting, the smaller of 65,536 tokens and a quarter of
+the available memory.
 """
 
 from __future__ import annotations

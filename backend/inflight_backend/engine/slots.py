@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
-from inflight_backend.engine.attention import AttentionInputs, HostLengths
+from inflight_backend.engine.attention import AttentionInputs, HostLengths, MixedAttention
+from inflight_backend.engine.mixed_step import MixedInputs, MixedWords
 from inflight_backend.engine.slot_memory import slot_table_shapes
 from inflight_backend.engine.step_buffer import StepWords
 from inflight_scheduler import ScheduledBatch
@@ -163,7 +164,7 @@ class SlotTable:
         """A step of generations in ``generation_slots`` [B] int32, made of what the device knows.
 
         Rows of the padding slot have no context, write no cache and draw a token nobody reads.
-        `book_generation` keeps the host's side for it.
+        `book` keeps the host's side for it.
         """
         slots = generation_slots.long()
         positions = self._cached_lengths[slots]
@@ -183,6 +184,33 @@ class SlotTable:
         )
         return StepInputs(self._last_tokens[slots], None, attention)
 
+    def begin_mixed(self, words: MixedWords) -> MixedInputs:
+        """A mixed step of fixed sizes, made of ``words`` and of what the device knows.
+
+        Padding has no context, writes no cache and draws tokens nobody reads. `book` keeps the
+        host's side for it.
+        """
+        slots, tokens = words.token_slots.long(), words.tokens.long()
+        is_generation = tokens < 0
+        positions = torch.where(is_generation, self._cached_lengths[slots], words.positions.long())
+        tokens = torch.where(is_generation, self._last_tokens[slots], tokens)
+        generations, chunks = words.generation_slots.long(), words.chunk_slots.long()
+        lengths = self._cached_lengths[generations] + 1
+        lengths.masked_fill_(generations == self._padding_slot, 0)
+        self._cached_lengths[generations] = lengths
+        self._cached_lengths[chunks] = words.chunk_ends.long()
+        slot_mapping = self._cache_slots(slots, positions)
+        attention = MixedAttention(
+            generation_tables=self._block_tables[generations],
+            generation_lengths=lengths.int(),
+            chunk_tables=self._block_tables[chunks],
+            chunk_lengths=words.chunk_ends,
+            query_starts=words.query_starts,
+            positions=positions,
+            slot_mapping=slot_mapping.masked_fill_(slots == self._padding_slot, -1),
+        )
+        return MixedInputs(tokens, words.sample_rows.long(), attention)
+
     @property
     def parameters(self) -> Tensor:
         """The table of slots [num_slots + 1, NUM_COLUMNS] int32; see `step_buffer`."""
@@ -192,8 +220,10 @@ class SlotTable:
         """Tokens cached of the longest of ``slots``, after the step that was begun last."""
         return int(self._host_lengths[list(slots)].max(initial=0))
 
-    def book_generation(self, batch: ScheduledBatch) -> None:
-        """Book on the host what `begin_generation` does on the device for a plan."""
+    def book(self, batch: ScheduledBatch) -> None:
+        """Book the tokens of a plan on the host, as a step does on the device."""
+        for run in batch.runs:
+            self._host_lengths[run.slot] = run.start + run.num_tokens
         self._host_lengths[np.array(batch.generation_slots, dtype=np.int64)] += 1
 
     def store(self, slots: Tensor, tokens: Tensor) -> None:
@@ -238,10 +268,8 @@ class SlotTable:
         num_chunks = len(runs)
         generations = np.array(batch.generation_slots, dtype=np.int64)
         lengths = np.ones(num_chunks + len(generations), dtype=np.int64)
-        for index, run in enumerate(runs):
-            lengths[index] = run.num_tokens
-            self._host_lengths[run.slot] = run.start + run.num_tokens
-        self._host_lengths[generations] += 1
+        lengths[:num_chunks] = [run.num_tokens for run in runs]
+        self.book(batch)
         chunk_slots = np.array([run.slot for run in runs], dtype=np.int64)
         host_contexts = self._host_lengths[np.concatenate((chunk_slots, generations))]
 

@@ -2,8 +2,7 @@
 
 Floats travel as their bits and seeds as two words. The buffers have fixed addresses and the size
 of the largest plan. The slots of generations stand at the head, padded with the padding slot, so
-that a captured graph finds them there in every step. On a GPU there are two host sides: one is
-filled while the copy of the other may still be on its way.
+that a captured graph finds them there in every step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine.slot_memory import NUM_COLUMNS
-from inflight_backend.engine.token_reader import new_event
+from inflight_backend.engine.word_buffer import WordBuffer
 from inflight_scheduler import ScheduledBatch, SlotSetup
 
 # Columns of the table of slots, in words. The seed comes first, so that it can be read as int64.
@@ -64,30 +63,22 @@ class StepWords:
 
 
 class StepBuffer:
-    """Host and device side of the packed copy; on a CPU they are the same memory."""
+    """Packs plans; the copy is a `WordBuffer`'s."""
 
     def __init__(self, max_words: int, num_slots: int, device: str) -> None:
         """Plans of up to ``max_words`` words (`max_words`); the padding slot is ``num_slots``."""
         self._num_slots = num_slots
-        is_cuda = device != "cpu"
-        self._hosts = [
-            torch.full((max_words,), num_slots, dtype=torch.int32, pin_memory=is_cuda)
-            for _ in range(2 if is_cuda else 1)
-        ]
-        self._words = [host.numpy() for host in self._hosts]
-        self._copied = [new_event() for _ in self._hosts] if is_cuda else []
-        self._turn = 0
-        self._device = self._hosts[0].to(device)  # the same memory on a CPU
+        self._buffer = WordBuffer(max_words, num_slots, device)
 
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory."""
-        return sum(host.nbytes for host in self._hosts if host.is_pinned())
+        return self._buffer.pinned_bytes
 
     @property
     def padded_slots(self) -> Tensor:
         """The head of the device side, [num_slots] int32: slots of generations, then padding."""
-        return self._device[: self._num_slots]
+        return self._buffer.device[: self._num_slots]
 
     def send(self, batch: ScheduledBatch) -> StepWords:
         """Pack ``batch`` and start its copy; the views are valid until the next call."""
@@ -95,20 +86,16 @@ class StepBuffer:
         num_generations = len(batch.generation_slots)
         sizes = [len(section) for section in sections]
         total = self._num_slots + sum(sizes)
-        words = self._words[self._turn]
-        assert total <= len(words), f"plan of {total} words, room for {len(words)}"
-        if self._copied:
-            self._copied[self._turn].synchronize()  # of the plan before the last one
+        assert total <= len(self._buffer), f"plan of {total} words, room for {len(self._buffer)}"
+        words = self._buffer.open()
         words[:num_generations] = batch.generation_slots
         words[num_generations : self._num_slots] = self._num_slots
         np.concatenate(sections, out=words[self._num_slots : total])
-        if self._copied:
-            self._device[:total].copy_(self._hosts[self._turn][:total], non_blocking=True)
-            self._copied[self._turn].record()
-            self._turn = 1 - self._turn
-        views = list(torch.split(self._device[self._num_slots : total], sizes))
+        self._buffer.send(total)
+        device = self._buffer.device
+        views = list(torch.split(device[self._num_slots : total], sizes))
         views[1] = views[1].view(-1, NUM_COLUMNS)
-        return StepWords(self._device[:num_generations], *views)
+        return StepWords(device[:num_generations], *views)
 
 
 def _sections(batch: ScheduledBatch) -> list[_Words]:
@@ -119,7 +106,7 @@ def _sections(batch: ScheduledBatch) -> list[_Words]:
     query_starts = np.concatenate((np.zeros(1, dtype=np.int32), lengths.cumsum(dtype=np.int32)))
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
     num_drawn = np.array([chunk.num_drawn for chunk in chunks], dtype=np.int32)
-    lags = _lags(num_drawn)
+    lags = count_lags(num_drawn)
     generation_slots = np.array(batch.generation_slots, dtype=np.int32)
     first_generation = int(query_starts[-1])
     generation_rows = np.arange(
@@ -156,7 +143,7 @@ def _move_columns(batch: ScheduledBatch) -> list[_Words]:
     return list(np.array(moves, dtype=np.int32).reshape(-1, 4).T)
 
 
-def _lags(num_drawn: _Words) -> _Words:
+def count_lags(num_drawn: _Words) -> _Words:
     """For runs that draw so many tokens: how many drafts follow each row that draws."""
     ends = num_drawn.cumsum(dtype=np.int32)
     rows = np.arange(ends[-1] if len(ends) else 0, dtype=np.int32)

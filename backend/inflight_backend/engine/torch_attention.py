@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inflight_backend.engine.attention import AttentionInputs, AttentionStep, HeadNorms
+from inflight_backend.engine.attention import (
+    AttentionInputs,
+    AttentionStep,
+    HeadNorms,
+)
 from inflight_backend.engine.kv_pool import KvPool
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_kernels import reference
@@ -16,7 +20,6 @@ class TorchAttention:
     """The reference in plain torch: the CPU's path, and an oracle on a GPU."""
 
     reads_past_the_end = True
-    is_capturable = False
 
     def __init__(
         self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool

@@ -1,8 +1,8 @@
 """The attention backend in the Triton language; importing this needs triton.
 
 Context chunks and generations of a mixed step are two launches, each of the kernel that suits it;
-`docs/gpu.md` gives the figures of the compiled code behind that choice. A step of generations alone
-reads nothing from the host, so that a CUDA graph can hold it.
+`docs/gpu.md` gives the figures of the compiled code behind that choice. A step of generations
+alone, and a mixed one of fixed sizes, read nothing from the host, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.attention import AttentionInputs, HeadNorms
+from inflight_backend.engine.attention import (
+    AttentionInputs,
+    AttentionStep,
+    HeadNorms,
+    MixedAttention,
+)
 from inflight_backend.engine.kv_pool import KvPool
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_kernels.paged_attention_context import paged_attention_context
@@ -28,7 +33,6 @@ class TritonAttention:
     """Kernels on the memory of one pool, whose KV may be FP8."""
 
     reads_past_the_end = False
-    is_capturable = True
 
     def __init__(
         self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool = False
@@ -41,66 +45,84 @@ class TritonAttention:
         self._windows = model.sliding_windows
         self._scale = model.head_dim**-0.5
 
-    def begin(self, inputs: AttentionInputs) -> _TritonStep:
-        """Nothing is shared but the longest chunk, a hint for the size of tiles."""
-        longest = 1
-        if inputs.num_context_sequences:
-            assert inputs.host is not None, "only steps of generations can be captured"
-            longest = int(inputs.host.query[: inputs.num_context_sequences].max())
-        return _TritonStep(self, inputs, longest)
+    def begin(self, inputs: AttentionInputs) -> AttentionStep:
+        """Nothing is shared but views, and the longest chunk, a hint for the size of tiles."""
+        count, longest = inputs.num_context_sequences, 1
+        if count:
+            assert inputs.host is not None, "only steps of fixed sizes can be captured"
+            longest = int(inputs.host.query[:count].max())
+        return _TritonStep(
+            self,
+            Tokens(inputs.positions, inputs.slot_mapping),
+            Chunks(
+                inputs.block_tables[:count],
+                inputs.context_lengths[:count],
+                inputs.query_starts,
+                longest,
+            ),
+            Generations(inputs.block_tables[count:], inputs.context_lengths[count:]),
+            inputs.num_context_tokens,
+        )
+
+    def begin_mixed(self, inputs: MixedAttention) -> AttentionStep:
+        """Any chunk may be as long as the step, so tiles are large; programs without work leave."""
+        return _MixedTritonStep(
+            self,
+            Tokens(inputs.positions, inputs.slot_mapping),
+            Chunks(
+                inputs.chunk_tables,
+                inputs.chunk_lengths,
+                inputs.query_starts,
+                len(inputs.positions),
+            ),
+            Generations(inputs.generation_tables, inputs.generation_lengths),
+        )
 
     def write(
         self,
         layer: int,
         heads: tuple[Tensor, Tensor, Tensor],
         norms: HeadNorms,
-        inputs: AttentionInputs,
+        tokens: Tokens,
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
         query_norm, key_norm = norms or (None, None)
         return rope_write_kv(
             *heads,
             self._cos_sin,
-            inputs.positions,
+            tokens.positions,
             *self._pool.layer(layer),
-            inputs.slot_mapping,
+            tokens.slot_mapping,
             query_norm,
             key_norm,
             self._eps,
         )
 
     def attend_context(
-        self,
-        layer: int,
-        query: Tensor,
-        inputs: AttentionInputs,
-        longest: int,
-        out: Tensor | None = None,
+        self, layer: int, query: Tensor, chunks: Chunks, out: Tensor | None = None
     ) -> Tensor:
         """The chunks of a step: query and ``out`` [num_context_tokens, H, D]."""
-        count = inputs.num_context_sequences
         return paged_attention_context(
             query,
             *self._pool.layer(layer),
-            inputs.block_tables[:count],
-            inputs.query_starts,
-            inputs.context_lengths[:count],
+            chunks.tables,
+            chunks.query_starts,
+            chunks.lengths,
             self._scale,
             self._windows[layer],
-            max_query_len=longest if self._num_splits is None else None,
+            max_query_len=chunks.longest if self._num_splits is None else None,
             out=out,
         )
 
     def attend_generation(
-        self, layer: int, query: Tensor, inputs: AttentionInputs, out: Tensor | None = None
+        self, layer: int, query: Tensor, generations: Generations, out: Tensor | None = None
     ) -> Tensor:
         """The generations of a step: query and ``out`` [num_generations, H, D]."""
-        first = inputs.num_context_sequences
         return paged_attention_generation(
             query,
             *self._pool.layer(layer),
-            inputs.block_tables[first:],
-            inputs.context_lengths[first:],
+            generations.tables,
+            generations.lengths,
             self._scale,
             self._windows[layer],
             num_splits=self._num_splits,
@@ -109,23 +131,73 @@ class TritonAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _TritonStep:
-    backend: TritonAttention
-    inputs: AttentionInputs
+class Tokens:
+    """Where the tokens of a step stand and lie, [num_tokens] int64 each."""
+
+    positions: Tensor
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Context chunks: block tables [S, max_blocks], lengths [S] and starts [S + 1], int32, and the
+    most tokens that one may have."""
+
+    tables: Tensor
+    lengths: Tensor
+    query_starts: Tensor
     longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generations:
+    """Single tokens: block tables [B, max_blocks] and lengths [B], int32."""
+
+    tables: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _TritonStep:
+    """Chunks first, ``num_context`` tokens of them, then generations."""
+
+    backend: TritonAttention
+    tokens: Tokens
+    chunks: Chunks
+    generations: Generations
+    num_context: int
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
     ) -> Tensor:
-        backend, inputs = self.backend, self.inputs
-        query = backend.write(layer, (query, key, value), norms, inputs)
-        num_context = inputs.num_context_tokens
+        backend, num_context = self.backend, self.num_context
+        query = backend.write(layer, (query, key, value), norms, self.tokens)
         if num_context == 0:
-            return backend.attend_generation(layer, query, inputs)
+            return backend.attend_generation(layer, query, self.generations)
         if num_context == len(query):
-            return backend.attend_context(layer, query, inputs, self.longest)
+            return backend.attend_context(layer, query, self.chunks)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        chunks, rest = query[:num_context], query[num_context:]
-        backend.attend_context(layer, chunks, inputs, self.longest, out[:num_context])
-        backend.attend_generation(layer, rest, inputs, out[num_context:])
+        backend.attend_context(layer, query[:num_context], self.chunks, out[:num_context])
+        backend.attend_generation(layer, query[num_context:], self.generations, out[num_context:])
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedTritonStep:
+    """Generations first, then chunks, then padding; how many of each only the device knows."""
+
+    backend: TritonAttention
+    tokens: Tokens
+    chunks: Chunks
+    generations: Generations
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
+    ) -> Tensor:
+        backend, generations = self.backend, self.generations
+        query = backend.write(layer, (query, key, value), norms, self.tokens)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        rows = len(generations.lengths)
+        # In this order: rows without a generation get zeros, where there may be chunks.
+        backend.attend_generation(layer, query[:rows], generations, out[:rows])
+        return backend.attend_context(layer, query, self.chunks, out)

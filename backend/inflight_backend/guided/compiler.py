@@ -59,8 +59,9 @@ _ONE_OF = (  # the library's own words name an option that no request has
     "types or by a required string with a 'const' of its own"
 )
 _LINE_OF_OURS = re.compile(r"\n *\d+ \| ")
-# A step of a guided row costs the loop some 40 ms with the heaviest grammars that were found (one
-# step of them 1.7 s without limits), and a grammar at most some 40 MB (as LLParserLimits says).
+# A step of a guided row costs the loop some 40 ms with the heaviest grammars that were found, up to
+# 0.2 s behind hundreds of tokens that can be understood in hundreds of ways ("root ::= root root |
+# ..."), and 1.7 s without limits; a grammar takes at most some 40 MB (as LLParserLimits says).
 _LIMITS = LLParserLimits(
     step_lexer_fuel=200_000,
     step_max_items=20_000,
@@ -90,8 +91,9 @@ class CompiledGuide:
         return bool(probe.is_error())
 
     def compile_anew(self) -> LLMatcher | None:
-        """A matcher that shares nothing; None if the loop cannot wait for it."""
-        if self.seconds > _MAX_SECONDS_ANEW:
+        """A matcher that shares nothing; None if the loop cannot wait for it, or if no limit that
+        is shared was met: it would meet the same one again, at the price of the whole answer."""
+        if self.seconds > _MAX_SECONDS_ANEW or not self.is_worn:
             return None
         made: list[LLMatcher] = []
         _run(lambda: made.append(_match(self.tokenizer, self.grammar)))
@@ -288,8 +290,12 @@ def _run(work: Callable[[], None]) -> None:
             _logger.exception("a grammar could not be compiled again")
 
     thread = threading.Thread(target=guarded, name="GuideAgain", daemon=True)
-    with _large_stacks():
-        thread.start()
+    try:
+        with _large_stacks():
+            thread.start()
+    except RuntimeError:  # the machine has no more of them
+        _logger.exception("no thread could be started to compile a grammar again")
+        return
     thread.join()
 
 

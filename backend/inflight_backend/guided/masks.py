@@ -6,6 +6,7 @@ read first, so a pause or a shared prefix changes nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +26,8 @@ _NOTHING_BUT_ENDS = (
 )
 _NO_DETAILS = "<non-verbose/>"  # how the library says that there are more
 _MIN_PARALLEL = 4  # masks below that are made sooner than threads are woken
+_MAX_SECONDS_AGAIN = 0.5  # of a step, for all answers that start again; many do so at once
+_TOKENS_AT_ONCE = 32  # of those that are read again; a token may take some ms
 
 
 class Matcher(Protocol):
@@ -74,6 +77,7 @@ class AnswerGuides:
         self._vocab_size = vocab_size
         self._answers: dict[int, _Answer] = {}
         self._executor: Any = None
+        self._seconds_left = 0.0  # of this step, for those that start again
 
     def add(self, request_id: int, matcher: Matcher, take_again: TakeAgain = _take_nothing) -> None:
         """Guide a request from its first token on; if ``matcher`` has met a limit that it shares
@@ -105,6 +109,7 @@ class AnswerGuides:
     ) -> TokenMasks:
         """What ``rows`` may draw now; ``latest`` has the tokens that are drawn and not settled, by
         request id."""
+        self._seconds_left = _MAX_SECONDS_AGAIN
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
         open_rows: list[tuple[int, _Answer, LlmRequest]] = []
         for index, (_, request) in enumerate(rows):
@@ -115,7 +120,7 @@ class AnswerGuides:
                 open_rows.append((index, answer, request))
         self._fill([(answer.matcher, index) for index, answer, _ in open_rows], bits)
         for index, answer, request in open_rows:
-            if answer.matcher.is_error() and _start_again(answer, _new_tokens(request, latest, 0)):
+            if answer.matcher.is_error() and self._start_again(answer, request, latest):
                 self._fill([(answer.matcher, index)], bits)
             self._set_ends(bits[index], answer, request)
         masks = np.empty((len(rows), 2 + bits.shape[1]), dtype=np.int32)
@@ -132,9 +137,22 @@ class AnswerGuides:
             answer.num_read += len(tokens)
             if not answer.matcher.consume_tokens(tokens):
                 error = _too_much(answer.matcher)
-                if not _start_again(answer, _new_tokens(request, latest, 0)):
+                if not self._start_again(answer, request, latest):
                     answer.error = error
         return True
+
+    def _start_again(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
+        """Follow all tokens there are with another matcher, once; False if that cannot be, or if
+        there is no time left in this step."""
+        began = time.monotonic()
+        matcher = answer.take_again() if self._seconds_left > 0 else None
+        answer.take_again = _take_nothing
+        if matcher is not None:
+            tokens = _new_tokens(request, latest, 0)
+            if _follow(matcher, tokens, began + self._seconds_left):
+                answer.matcher = matcher
+        self._seconds_left -= time.monotonic() - began
+        return answer.matcher is matcher
 
     def _fill(self, matchers: list[tuple[Matcher, int]], bits: npt.NDArray[np.int32]) -> None:
         """Let each matcher write its row of ``bits``; many do so side by side."""
@@ -181,13 +199,12 @@ def _new_tokens(request: LlmRequest, latest: Mapping[int, int], num_read: int) -
     return tokens
 
 
-def _start_again(answer: _Answer, tokens: list[int]) -> bool:
-    """Follow ``tokens``, all there are, with another matcher, once; False if that cannot be."""
-    matcher = answer.take_again()
-    answer.take_again = _take_nothing
-    if matcher is None or not matcher.consume_tokens(tokens):
-        return False
-    answer.matcher = matcher
+def _follow(matcher: Matcher, tokens: list[int], deadline: float) -> bool:
+    """Read ``tokens``, all that were drawn; False if one is too much, or if time is up."""
+    for start in range(0, len(tokens), _TOKENS_AT_ONCE):
+        piece = tokens[start : start + _TOKENS_AT_ONCE]
+        if time.monotonic() > deadline or not matcher.consume_tokens(piece):
+            return False
     return True
 
 

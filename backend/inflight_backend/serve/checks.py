@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import closing
 from importlib import metadata
+from ipaddress import IPv6Address
 from pathlib import Path
 
 from inflight_backend.checkpoint_files import find_file
@@ -78,7 +79,10 @@ def address_of(host: str) -> str:
     Triton does not look names up: its HTTP would listen on 255.255.255.255, where nobody finds it.
     """
     if ":" in host:
-        raise ConfigurationError(f"--host {host}: tritonserver listens on IPv4 addresses only")
+        try:
+            return str(IPv6Address(host.removeprefix("[").removesuffix("]")))
+        except ValueError:
+            raise ConfigurationError(f"--host {host}: no such address") from None
     if not host:
         raise ConfigurationError("--host is empty: give an address, 0.0.0.0 for all there are")
     try:
@@ -98,16 +102,17 @@ def check_ports(host: str, ports: Mapping[str, int]) -> None:
 
 
 def _check_port(host: str, option: str, port: int) -> None:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        # Connections of a server that just ended linger on the port without keeping it.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+            # Connections of a server that just ended linger on the port without keeping it.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(
-                f"{option} {port} cannot be used on {host} ({error.strerror}): "
-                f"stop what uses it or choose another port"
-            ) from None
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option} {port} cannot be used on {host} ({error.strerror}): "
+            f"stop what uses it or choose another port"
+        ) from None
 
 
 def check_stub_starts(stub: Path, environment: Mapping[str, str]) -> None:

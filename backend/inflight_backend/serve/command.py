@@ -42,7 +42,7 @@ def serve(
     grpc_port: Annotated[int, _port("gRPC endpoint")] = _DEFAULT.grpc_port,
     metrics_port: Annotated[int, _port("Prometheus metrics")] = _DEFAULT.metrics_port,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 (or ::) opens it to other machines.")
     ] = _DEFAULT.host,
     set_: SetOption = None,
     drain_seconds: Annotated[
@@ -76,7 +76,7 @@ def serve(
         bool, typer.Option("--verbose", help="Show the log of the server.")
     ] = _DEFAULT.is_verbose,
 ) -> None:
-    """Serve a checkpoint with Triton Inference Server until Ctrl-C."""
+    """Serve a checkpoint with Triton until Ctrl-C."""
     # Only this command pays for these imports.
     from inflight_backend.serve.checks import address_of
     from inflight_backend.serve.launcher import run

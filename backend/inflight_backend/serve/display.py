@@ -14,7 +14,7 @@ from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.status import ModelStatus
 from inflight_client.protocol import ENSEMBLE_MODEL_NAME
 
-_DEFAULT_GRPC_PORT = ServeSettings().grpc_port
+_DEFAULT = ServeSettings()
 
 
 class LoadingDisplay:
@@ -93,7 +93,7 @@ def _next_steps(settings: ServeSettings, http: str) -> str:
     if not has_tokenizer(settings):
         return f"The model has no tokenizer.json: {_without_tokenizer(settings)}.\n"
     prompt = "1 2 3 4" if settings.is_demo else "Hello"
-    is_default = settings.grpc_port == _DEFAULT_GRPC_PORT
+    is_default = (settings.local_host, settings.grpc_port) == (_DEFAULT.host, _DEFAULT.grpc_port)
     url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"
     stream, endpoint, option = "true", "generate_stream", ""
     if not settings.is_decoupled:

@@ -94,7 +94,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
         f"--grpc-keepalive-timeout={_KEEPALIVE_TIMEOUT_MS}",
         *_connection_age(settings.max_connection_seconds),
         *_closed_interfaces(),
-        *(f"--{name}-address={settings.host}" for name in ("http", "grpc", "metrics")),
+        *(f"{option}={address}" for option, address in settings.addresses.items()),
         *(f"{option}={port}" for option, port in settings.ports.items()),
     ]
 

@@ -29,7 +29,7 @@ def model_repository(
         bool, typer.Option("--force", help="Replace models that this command wrote before.")
     ] = False,
 ) -> None:
-    """Write a model repository that tritonserver loads as it is."""
+    """Write a model repository for a tritonserver of your own."""
     folder = model.absolute() if model is not None else DEMO_MODEL
     try:
         models = chosen_models(add or ())

@@ -24,6 +24,11 @@ DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "64", "decoupled_mode": 
 """Values of the templates that are no parameters of the model."""
 
 _PACKAGE = Path(__file__).parents[1]
+_NO_CACHE = "__pycache__"
+"""A file in place of the folder that Python would write beside model.py when it is loaded: Triton
+would take the model for changed then, and load all of it again (with model control `poll` at once,
+with `explicit` when an ensemble of it is loaded)."""
+
 _MARK = "# Written by `inflight model-repository`, which replaces it when given --force.\n"
 
 
@@ -48,7 +53,10 @@ def assemble(
         shutil.copytree(
             template_dir() / model, folder, ignore=shutil.ignore_patterns("__pycache__", ".gitkeep")
         )
-        (folder / "1").mkdir(exist_ok=True)
+        version = folder / "1"
+        version.mkdir(exist_ok=True)
+        if (version / "model.py").exists():
+            (version / _NO_CACHE).touch()
         config = folder / "config.pbtxt"
         template = Template(config.read_text(encoding="utf-8"))
         config.write_text(_MARK + template.safe_substitute(escaped), encoding="utf-8")

@@ -30,7 +30,8 @@ _TEXT_MODEL_KEYS = {
 }
 """Parameter of an optional model, not of `tensorrt_llm` -> that model."""
 
-_ANY_ADDRESS = "0.0.0.0"
+_LOCAL_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Address of all interfaces -> that of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,26 @@ class ServeSettings:
     @property
     def is_public(self) -> bool:
         """True when the server listens on every interface."""
-        return self.host == _ANY_ADDRESS
+        return self.host in _LOCAL_OF
+
+    @property
+    def local_address(self) -> str:
+        """The address under which a client on this machine reaches the server."""
+        return _LOCAL_OF.get(self.host, self.host)
 
     @property
     def local_host(self) -> str:
-        """The host under which a client on this machine reaches the server."""
-        return "127.0.0.1" if self.is_public else self.host
+        """`local_address` as in a URL."""
+        return _as_in_url(self.local_address)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Option name of tritonserver -> the address to listen on; the two kinds of servers in it
+        write one of IPv6 in different ways."""
+        http = grpc = _as_in_url(self.host)
+        if http != self.host:
+            http = f"ipv6:{http}"
+        return {"--http-address": http, "--metrics-address": http, "--grpc-address": grpc}
 
     @property
     def llm_parameters(self) -> ServerParameters:
@@ -91,6 +106,10 @@ class ServeSettings:
             "--grpc-port": self.grpc_port,
             "--metrics-port": self.metrics_port,
         }
+
+
+def _as_in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def parse_overrides(

@@ -95,7 +95,7 @@ class Vitals:
     def is_answering(self, what: str = "ready") -> bool:
         """True if the server says that it is ``live`` or ``ready``."""
         connection = http.client.HTTPConnection(
-            self._settings.local_host, self._settings.http_port, timeout=_HEALTH_SECONDS
+            self._settings.local_address, self._settings.http_port, timeout=_HEALTH_SECONDS
         )
         try:
             connection.request("GET", f"/v2/health/{what}")

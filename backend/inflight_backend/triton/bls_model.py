@@ -37,7 +37,7 @@ class TritonPythonModel(RelayModel):
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the parameters; a failure fails the load with one line."""
-        parameters = parameters_of(args)
+        parameters = parameters_of(args, "accumulate_tokens", "tensorrt_llm_model_name")
         self._accumulates = read_switch(parameters, "accumulate_tokens", False)
         self.open(args, parameters.get("tensorrt_llm_model_name") or LLM_MODEL_NAME)
 

@@ -46,8 +46,21 @@ _FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence
 
 
 def read_inputs(triton_request: Any) -> dict[str, Array]:
-    """Every tensor of the request by name, as numpy."""
-    return {tensor.name(): tensor.as_numpy() for tensor in triton_request.inputs()}
+    """Every tensor of the request by name, as numpy; `InvalidRequest` for one in a GPU's memory."""
+    tensors = triton_request.inputs()
+    try:
+        return {tensor.name(): tensor.as_numpy() for tensor in tensors}
+    except Exception:
+        for tensor in tensors:
+            if not tensor.is_cpu():
+                raise InvalidRequest(_on_gpu(tensor.name())) from None
+        raise
+
+
+def _on_gpu(name: str) -> str:
+    return (
+        f"'{name}' is in a GPU's memory: FORCE_CPU_ONLY_INPUT_TENSORS must be yes in config.pbtxt"
+    )
 
 
 def read_flag(inputs: Mapping[str, Array], name: str) -> bool | None:

@@ -22,6 +22,7 @@ from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import RequestLimits, validate
 from inflight_backend.response_tensors import make_unstarted_tensors
+from inflight_backend.tally import Tally
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
 from inflight_backend.triton.benchmark_settings import SETTINGS, with_settings
@@ -82,6 +83,7 @@ class Frontend:
     ) -> None:
         self._is_decoupled = factory.is_decoupled
         self.progress = Progress()
+        self.errors = Tally()  # by code: Triton counts these requests as successes
         self._accepting = threading.Lock()  # Triton's thread and that of relayed requests
         self._factory = factory
         self._coded = CodedFactory(factory.pb_utils, factory.is_decoupled)
@@ -115,7 +117,7 @@ class Frontend:
         self._why_not_ready = why_not_ready
         self._limits, self._wake = manager.limits, manager.wake
         self._max_num_sequences = manager.max_num_requests
-        self._stats_json = lambda: manager.stats_json
+        self._stats_json = lambda: self._arrivals.add_to(manager.stats_json)
         self._inspector = Inspector(manager, self._arrivals, self._dispatcher, description)
         self._why_queued = lambda: why_queued(manager)
         self._describe_load = manager.describe_load
@@ -130,7 +132,8 @@ class Frontend:
         with self._accepting, self.progress:
             head = read_head(triton_request)
             factory = self._coded if head.asks_for_codes else self._factory
-            stream = ResponseStream(triton_request.get_response_sender(), factory)
+            sender = triton_request.get_response_sender()
+            stream = ResponseStream(sender, factory, count_error=self.errors.add)
             try:
                 head.refuse_settings(but=(STREAMING_PARAMETER, *SETTINGS))
                 inputs = with_settings(head, expand(read_inputs(triton_request)))
@@ -144,7 +147,9 @@ class Frontend:
     def accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         """`accept` a request of another model of ours."""
         with self._accepting, self.progress:
-            stream = ResponseStream(way_back, self._parts, lambda: way_back.is_behind)
+            stream = ResponseStream(
+                way_back, self._parts, lambda: way_back.is_behind, count_error=self.errors.add
+            )
             try:
                 self._take("", expand(request.inputs), frozenset(request.requested), stream)
             except BaseException as error:

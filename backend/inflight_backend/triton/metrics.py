@@ -6,8 +6,11 @@ With Triton's ``--log-verbose=1`` each JSON from which the gauges were set is a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import time
+from collections.abc import Iterable, Mapping
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 from inflight_backend.triton.parent import leave_if_orphaned
@@ -20,6 +23,7 @@ from inflight_client.protocol import (
 )
 
 _ITERATION = "Iteration Counter"
+_TIMESTAMP = "Timestamp"
 
 
 class TritonMetrics:
@@ -31,6 +35,7 @@ class TritonMetrics:
         self._gauges: list[tuple[str, Any]] = []
         self._families = []  # a metric lives as long as its family does
         self._histograms: dict[str, Any] = {}
+        self._counters: dict[tuple[str, str], Any] = {}  # by name of the family and value
         self._last_values: dict[str, float] = {}
         self._last_iteration: object = None
         for spec in V1_METRICS if is_v1 else METRICS:
@@ -47,12 +52,27 @@ class TritonMetrics:
                 self._histograms[spec.name] = family.Metric(labels=labels, buckets=buckets)
             elif spec.kind == "gauge":
                 self._gauges.append((key, family.Metric(labels=labels)))
-            else:  # a counter of what does not happen here: it is there, and 0
-                self._families.append(family.Metric(labels=labels))
+            else:  # there from the start, and 0
+                self._counters[spec.name, value] = family.Metric(labels=labels)
 
-    def update(self, stats_json: str, lengths: Iterable[tuple[int, int]] = ()) -> None:
+    def close(self) -> None:
+        """No numbers come any more. Triton shows for ever what a model that is unloaded leaves, so
+        that an alert on their age would never end; to take them off the page, while another one of
+        this name is being loaded, hangs 24.10."""
+        for key, gauge in self._gauges:
+            if key == _TIMESTAMP:
+                leave_if_orphaned()
+                gauge.set(math.nan)
+
+    def update(
+        self,
+        stats_json: str,
+        lengths: Iterable[tuple[int, int]] = (),
+        counts: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
+    ) -> None:
         """Set every gauge whose value changed since the last call; count ``lengths``, the tokens of
-        prompt and answer of requests that have ended since."""
+        prompt and answer of requests that have ended since; add ``counts``, by name of the family
+        and value."""
         stats = json.loads(stats_json)
         for key, gauge in self._gauges:
             value = _to_number(stats.get(key, 0))
@@ -64,14 +84,21 @@ class TritonMetrics:
             leave_if_orphaned()
             self._histograms[INPUT_LENGTHS.name].observe(num_input)
             self._histograms[OUTPUT_LENGTHS.name].observe(num_output)
+        for name, numbers in counts.items():
+            for kind, number in numbers.items():
+                leave_if_orphaned()
+                self._counters[name, kind].increment(number)
         if stats.get(_ITERATION) != self._last_iteration:
             self._last_iteration = stats.get(_ITERATION)
             self._logger.log_verbose(stats_json)
 
 
 def _to_number(value: object) -> float:
-    """A gauge holds a number; the time stamp becomes seconds since the epoch."""
+    """A gauge holds a number; the time stamp becomes seconds since the epoch. Of the two times that
+    one of an autumn night may be, it is the later one that is not to come."""
     if isinstance(value, str):
-        return datetime.strptime(value, "%m-%d-%Y %H:%M:%S").timestamp()
+        moment = datetime.strptime(value, "%m-%d-%Y %H:%M:%S")
+        second = moment.replace(fold=1).timestamp()
+        return second if second <= time.time() else moment.timestamp()
     assert isinstance(value, int | float)
     return float(value)

@@ -16,7 +16,13 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.parent import exit_with_parent
 from inflight_backend.triton.text_bounds import check_answers
-from inflight_backend.triton.text_model import load_codec, parameters_of, read_switch, respond
+from inflight_backend.triton.text_model import (
+    CODEC_PARAMETERS,
+    load_codec,
+    parameters_of,
+    read_switch,
+    respond,
+)
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +65,7 @@ class TritonPythonModel:
 
         exit_with_parent(args["model_name"])
         self._pb_utils = pb_utils
-        parameters = parameters_of(args)
+        parameters = parameters_of(args, *CODEC_PARAMETERS, "skip_special_tokens")
         self._convert = Postprocessor(
             load_codec(parameters),
             skips_special_tokens=read_switch(parameters, "skip_special_tokens", True),

@@ -16,6 +16,7 @@ from inflight_backend.text import TextCodec
 from inflight_backend.triton.parent import exit_with_parent
 from inflight_backend.triton.text_bounds import check_prompts, check_table, check_words
 from inflight_backend.triton.text_model import (
+    CODEC_PARAMETERS,
     load_codec,
     parameters_of,
     read_switch,
@@ -119,7 +120,7 @@ class TritonPythonModel:
 
         exit_with_parent(args["model_name"])
         self._pb_utils = pb_utils
-        parameters = parameters_of(args)
+        parameters = parameters_of(args, *CODEC_PARAMETERS, "add_special_tokens")
         self._convert = Preprocessor(
             load_codec(parameters),
             adds_special_tokens=read_switch(parameters, "add_special_tokens", True),

@@ -53,8 +53,11 @@ class RelayConnection:
     @property
     def is_done(self) -> bool:
         """True once the whole answer was written, or nobody is there any more to read it."""
-        is_written = self.num_written == self._num_posted and not self.is_behind
-        return self.is_gone or (self._is_ended and is_written)
+        return self.is_gone or (
+            self._is_ended  # first, since another thread may post the end just now
+            and self.num_written == self._num_posted
+            and not self.is_behind
+        )
 
     def send(self, response: Part | None = None, flags: int = 0) -> None:
         """See `TritonSender.send`; what is sent after the relay has gone is lost."""

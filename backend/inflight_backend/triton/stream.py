@@ -92,15 +92,18 @@ class ResponseStream:
         sender: TritonSender,
         factory: ResponseFactory,
         is_behind: Callable[[], bool] = lambda: False,
+        count_error: Callable[[str], None] = lambda code: None,
     ) -> None:
-        """``is_behind``: see `Stream.is_behind`."""
+        """``is_behind``: see `Stream.is_behind`. ``count_error``: called with the code of the error
+        that ends the stream, if one does."""
         self._sender = sender
         self._is_behind = is_behind
+        self._count_error = count_error
         self._factory = factory
         self._on_final: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._is_closed = self._has_ended = False
-        self._is_to_be_closed = self._is_mute = False
+        self._is_to_be_closed = self._is_mute = self._is_counted = False
         self._last_error: tuple[str, str] | None = None  # message and code
 
     def on_final(self, callback: Callable[[], None]) -> None:
@@ -134,7 +137,7 @@ class ResponseStream:
 
     def send_error(self, message: str, code: str = "INTERNAL") -> None:
         """End the stream with an error."""
-        self._send(self._factory.error(message, code), True)
+        self._send(self._factory.error(message, code), True, code=code)
 
     def end_with(self, message: str, code: str = "INTERNAL") -> None:
         """Send nothing more, and this error as the end, whenever that comes; the first one counts.
@@ -201,10 +204,12 @@ class ResponseStream:
         finally:
             self._let_go()
 
-    def _send(self, response: Any, is_final: bool, *, is_large: bool = False) -> None:
+    def _send(
+        self, response: Any, is_final: bool, *, is_large: bool = False, code: str = ""
+    ) -> None:
         self._lock.acquire()
         try:
-            self._send_locked(response, is_final, is_large=is_large)
+            self._send_locked(response, is_final, is_large=is_large, code=code)
         finally:
             self._let_go()
 
@@ -214,17 +219,20 @@ class ResponseStream:
         if self._is_to_be_closed and not self._is_closed:
             self.close()
 
-    def _send_locked(self, response: Any, is_final: bool, *, is_large: bool = False) -> None:
+    def _send_locked(
+        self, response: Any, is_final: bool, *, is_large: bool = False, code: str = ""
+    ) -> None:
         """A large response leaves before the news that it was the last: where shared memory is full
         it cannot be sent, and after a try with that flag Triton takes nothing more, not even an
-        error.
+        error. ``code``: of the error that ``response`` is, else "".
         """
         if self._is_closed or (self._last_error is not None and not is_final):
             return
         if self._last_error is not None:
             response, is_large = self._factory.error(*self._last_error), False
+            code = self._last_error[1]
         if is_final:
-            self._close_for_good()
+            self._close_for_good(code)
         if is_final and is_large and self._factory.is_decoupled:
             self._sender.send(response)
             response = None
@@ -234,16 +242,20 @@ class ResponseStream:
     def _abandon(self, message: str) -> None:
         if self._has_ended:
             return
-        self._close_for_good()
+        error = self._last_error or (message, "INTERNAL")
+        self._close_for_good(error[1])
         try:
-            error = self._last_error or (message, "INTERNAL")
             self._sender.send(self._factory.error(*error), flags=self._factory.final_flag)
             self._has_ended = True
         except Exception:
             _logger.warning("a stream could not be ended: its client or Triton has gone")
 
-    def _close_for_good(self) -> None:
+    def _close_for_good(self, code: str) -> None:
+        """``code``: of the error with which it ends, or ""."""
         was_closed, self._is_closed = self._is_closed, True
+        if code and not self._is_counted:
+            self._is_counted = True
+            self._count_error(code)
         if self._on_final is not None and not was_closed:
             self._on_final()  # the id is free just before the last response leaves
 

@@ -13,18 +13,22 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import InvalidRequest, ServingError
-from inflight_backend.parameters import set_or_empty
+from inflight_backend.errors import ConfigurationError, InvalidRequest, ServingError
+from inflight_backend.parameters import set_or_empty, unknown_key_message
 from inflight_backend.private_log import get_logger
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.stream import ResponseFactory
+from inflight_client.protocol import TRITON_PARAMETERS
 
 _logger = get_logger(__name__)
 
 Array = npt.NDArray[Any]
+
+CODEC_PARAMETERS = ("tokenizer_dir", "gpt_model_path")
+"""The parameters that say which tokenizer it is."""
 
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
@@ -36,10 +40,17 @@ class Convert(Protocol):
         """``InvalidRequest`` names what is wrong with ``inputs``."""
 
 
-def parameters_of(args: Mapping[str, str]) -> dict[str, str]:
-    """The model's ``parameters`` block; what nobody filled is empty."""
+def parameters_of(args: Mapping[str, str], *known: str) -> dict[str, str]:
+    """The model's ``parameters`` block; what nobody filled is empty.
+
+    `ConfigurationError` for one that is neither ``known`` nor Triton's own.
+    """
     config = json.loads(args["model_config"])
-    return {key: set_or_empty(v["string_value"]) for key, v in config["parameters"].items()}
+    values = {key: set_or_empty(v["string_value"]) for key, v in config["parameters"].items()}
+    for key in values:
+        if key not in known and key not in TRITON_PARAMETERS:
+            raise ConfigurationError(unknown_key_message(key, known))
+    return values
 
 
 def load_codec(parameters: Mapping[str, str]) -> TextCodec:

@@ -25,7 +25,7 @@ from inflight_backend.triton.sampling_parameters import (
     read_num_log_probs,
     with_request_parameters,
 )
-from inflight_backend.triton.text_model import parameters_of
+from inflight_backend.triton.text_model import CODEC_PARAMETERS, parameters_of
 from inflight_backend.triton.vllm_log_probs import LogProbs, to_text
 from inflight_client.protocol import LLM_MODEL_NAME
 
@@ -149,7 +149,7 @@ class TritonPythonModel(RelayModel):
     def initialize(self, args: dict[str, str]) -> None:
         """Start what relays; a failure fails the load with one line."""
         self.open(args, LLM_MODEL_NAME)  # first: the server may die while a tokenizer loads
-        self._codec = _load_codec(parameters_of(args))
+        self._codec = _load_codec(parameters_of(args, *CODEC_PARAMETERS))
 
     def translate(
         self, request: Any, head: RequestHead

@@ -51,7 +51,10 @@ def openai(
         typer.Option(help="Origin of pages whose browser may call it; * for any; repeatable."),
     ] = None,
 ) -> None:
-    """Serve OpenAI's API (/v1/completions, /v1/chat/completions) in front of an inflight server."""
+    """Serve OpenAI's API in front of an inflight server.
+
+    /v1/completions, /v1/chat/completions and /v1/models.
+    """
     settings = FrontSettings(
         url=url,
         host=host,

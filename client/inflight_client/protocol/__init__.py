@@ -16,6 +16,8 @@ from collections.abc import Iterable
 from inflight_client.protocol.ensemble import ENSEMBLE_INPUT_MAP, ENSEMBLE_OUTPUT_MAP
 from inflight_client.protocol.inputs import CONTROL_INPUTS, INPUT_BY_NAME, INPUTS, RENAMED_INPUTS
 from inflight_client.protocol.metrics import (
+    ERRORS,
+    EVENTS,
     INPUT_LENGTHS,
     METRICS,
     OUTPUT_LENGTHS,
@@ -47,7 +49,9 @@ __all__ = [
     "ENSEMBLE_INPUT_MAP",
     "ENSEMBLE_MODEL_NAME",
     "ENSEMBLE_OUTPUT_MAP",
+    "ERRORS",
     "ERROR_CODES_PARAMETER",
+    "EVENTS",
     "IGNORE_EOS_PARAMETER",
     "INPUTS",
     "INPUT_BY_NAME",

@@ -112,6 +112,30 @@ OUTPUT_LENGTHS = MetricFamilySpec(
     _LENGTHS,
 )
 
+ERRORS = MetricFamilySpec(
+    "inflight_request_errors_total",
+    "code",
+    {
+        "ALREADY_EXISTS": "",
+        "INTERNAL": "",
+        "INVALID_ARG": "",
+        "UNAVAILABLE": "",
+        "UNSUPPORTED": "",
+    },
+    "Requests that ended with an error; those refused before they reached the model are not known",
+    "counter",
+)
+"""Ours: Triton counts a request of a decoupled model as a success whatever it is answered."""
+
+EVENTS = MetricFamilySpec(
+    "inflight_scheduler_events_total",
+    "event",
+    {"pause": ""},
+    "Requests that lost their blocks and are computed again",
+    "counter",
+)
+"""Ours: a gauge of the last iteration says 0 nearly whenever somebody looks."""
+
 METRICS: tuple[MetricFamilySpec, ...] = (
     _REQUESTS,
     _MEMORY,
@@ -121,6 +145,8 @@ METRICS: tuple[MetricFamilySpec, ...] = (
     _TRANSFER,
     INPUT_LENGTHS,
     OUTPUT_LENGTHS,
+    ERRORS,
+    EVENTS,
 )
 """Of an in-flight batcher."""
 

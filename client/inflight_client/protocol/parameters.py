@@ -134,6 +134,14 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "cuda_graph_mode", "bool", "true", "generation steps on a GPU are recorded and replayed"
     ),
     ParameterSpec(
+        "cuda_graph_mixed_tokens",
+        "int",
+        "512",
+        "so are steps with contexts, of up to so many tokens in all; 0: none",
+        minimum=0,
+        maximum=8192,
+    ),
+    ParameterSpec(
         "deterministic_mode",
         "bool",
         "false",

@@ -41,6 +41,7 @@ def test_a_divergence_is_shown_and_exit_code_one(tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "differs in" in done.stdout
     assert "recorded: [" in done.stdout
+    assert "recordings do not hold" not in done.stdout, "ours decides by nothing else"
 
 
 def test_errors_are_one_line(tmp_path: Path) -> None:
@@ -66,6 +67,10 @@ def test_the_scheduler_of_the_user_decides_again(
     assert "give it with --scheduler-class" in refused.stderr
     done = run(replay, tmp_path / "r.jsonl", "--scheduler-class", name)
     assert done.stdout.startswith("identical, ")
+    other = run(replay, tmp_path / "r.jsonl", "--scheduler-class", "user_schedulers:FirstOne")
+    assert other.exit_code == 1
+    assert "differs in" in other.stdout
+    assert "by deadlines, salts, adapters or texts decides otherwise here" in other.stdout
 
 
 def test_a_scheduler_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

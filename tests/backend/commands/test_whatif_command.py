@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backend.commands.harness import piped, run
@@ -213,3 +214,62 @@ def test_errors_are_one_line(recording: Path, options: list[str], message: str) 
     assert done.exit_code == 1
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{10 + n}.5000000,{8 + n},{n}\n" for n in range(6)
+)
+
+
+def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path) -> None:
+    """Also piped, faster, the first ones, at random, and with columns of other names."""
+    trace = tmp_path / "azure.csv"
+    trace.write_text(TRACE, encoding="ascii")
+
+    def rows(*options: object) -> list[dict[str, Any]]:
+        done = run(whatif, recording, "--trace", trace, "--json", *options)
+        assert done.exit_code == 0, done.stderr
+        found: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+        return found
+
+    (alone,) = rows()
+    assert alone["setting"] == "as recorded", "nothing of it was measured"
+    assert (alone["num_requests"], alone["num_tokens"]) == (5, 15)
+    assert 4 < alone["seconds"] < 6
+    (fast,) = rows("--speed", 4)
+    assert 1 < fast["seconds"] < 2
+    assert [row["num_tokens"] for row in rows("--num-requests", 2, "--kv-blocks", 9)] == [3, 3]
+    (often,) = rows("--rate", 100)
+    assert often["seconds"] < 1
+    with piped(trace) as pipe:
+        done = run(whatif, recording, "--trace", pipe)
+    assert "5 requests; an iteration is predicted within" in done.stdout
+    assert "1 request more of the trace, without a prompt or without an answer: left out." in (
+        done.stdout
+    )
+    trace.write_text(TRACE.replace("TIMESTAMP,ContextTokens", "at,in"), encoding="ascii")
+    (named,) = rows("--trace-columns", "at, in, GeneratedTokens")
+    assert named == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--trace", "nowhere.csv"], "nowhere.csv cannot be read: No such file"),
+        (["--trace", "{}"], "line 2: TIMESTAMP is 'soon': a time is expected, or a date"),
+        (["--trace", "{}", "--trace-columns", "a,b"], "--trace-columns a,b: write three names"),
+        (["--trace", "{}", "--trace-unit", "h"], "--trace-unit h: choose one of s, ms, us, ns"),
+        (["--trace", "{}", "--rate", "1", "--speed", "2"], "--speed is about the times of the tra"),
+        (["--speed", "2"], "--speed is about a trace: name its file with --trace"),
+        (["--rate", "2", "--trace-block", "16"], "--trace-block is about a trace"),
+    ],
+)
+def test_a_trace_that_cannot_be(
+    recording: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nsoon,1,1\n", encoding="ascii")
+    done = run(whatif, recording, *(option.format(trace) for option in options))
+    assert done.exit_code == 1
+    assert message in done.stderr
+    assert done.stdout == ""

@@ -44,6 +44,7 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
         ({"quantization": "int4"}, "quantization must be one of none, fp8"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8"),
         ({"max_batch_size": 0}, "max_batch_size must be between 1"),
+        ({"cuda_graph_mixed_tokens": -1}, "cuda_graph_mixed_tokens must be between 0 and 8192"),
         ({"tokens_per_block": -1}, "tokens_per_block must be between 1"),
         ({"max_num_tokens": 0}, "max_num_tokens must be between 1"),
         ({"max_tokens_in_paged_kv_cache": 0}, "max_tokens_in_paged_kv_cache must be between 1"),
@@ -96,6 +97,20 @@ def test_what_fp8_needs(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigurationError, match=r"^kv_cache_dtype fp8 .* 8\.9 .* 8\.0; use auto"):
         resolve(EngineConfig(kv_cache_dtype="fp8"), fitting)
     assert resolve(EngineConfig(dtype="bfloat16"), fitting).kv_dtype == torch.bfloat16
+
+
+def test_rows_of_a_launch(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2^16 - 1 on a GPU; a CPU knows no such bound."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    most, fitting = EngineConfig(max_batch_size=2**16 - 1), replace(model, head_dim=16)
+    assert resolve(most, fitting).attention_backend == "triton"
+    beams = EngineConfig(max_batch_size=2048, max_beam_width=32)
+    with pytest.raises(
+        ConfigurationError, match=r"is 65536, more than the 65535 rows .* lower one of"
+    ):
+        resolve(beams, fitting)
+    assert resolve(replace(beams, attention_backend="torch"), fitting).num_slots == 2**16
+    assert resolve(replace(beams, device="cpu"), fitting).num_slots == 2**16
 
 
 def test_blocks_of_a_cpu_pool() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import oracle_tokens
 from engine_driver import EngineDriver, Job
+from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine import engine as engine_module
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import resolve
+from inflight_backend.engine.graph_runner import Capture
 from inflight_backend.engine.largest_step import largest_batch
 from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.parameters import decoder_parameters
@@ -43,15 +48,47 @@ class CountedMemory:
         return self.step_bytes
 
 
+class RecordedMemory(CountedMemory):
+    """Recordings, too, keep some of it, as long as somebody keeps them; a `Capture`."""
+
+    num_bytes = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_made = self.num_kept = 0
+
+    def __call__(self, call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        answer = call()
+        self.num_made += 1
+        self.num_kept += 1
+
+        def replay() -> None:
+            raise AssertionError("nothing is replayed here")
+
+        weakref.finalize(replay, self._forget)
+        return replay, answer
+
+    def _forget(self) -> None:
+        self.num_kept -= 1
+
+    def free_bytes(self) -> int:
+        return super().free_bytes() - self.num_bytes * self.num_kept
+
+
 @torch.inference_mode()
-def make_engine(folder: Path, memory: CountedMemory, config: EngineConfig = CONFIG) -> Engine:
+def make_engine(
+    folder: Path,
+    memory: CountedMemory,
+    config: EngineConfig = CONFIG,
+    capture: Capture | None = None,
+) -> Engine:
     model_config = ModelConfig.from_folder(folder)
     config = resolve(config, model_config)
     with Checkpoint(folder) as checkpoint:
         parameters = checkpoint.load(
             decoder_parameters(model_config), config.torch_dtype, config.device, None
         )
-    return Engine(config, model_config, parameters, memory=memory)
+    return Engine(config, model_config, parameters, capture, memory)
 
 
 def test_the_pool_is_a_share_of_what_the_largest_step_leaves(
@@ -67,6 +104,51 @@ def test_the_pool_is_a_share_of_what_the_largest_step_leaves(
     prompt = [3, 1, 4, 1, 5]  # nothing is left of the step that was measured
     answer = EngineDriver(engine).generate([Job(prompt)], 6, 0)
     assert answer == [oracle_tokens(folder, prompt, 6)]
+
+
+RECORDED = replace(
+    CONFIG, max_batch_size=2, max_num_tokens=8, max_seq_len=8, attention_backend="triton"
+)
+
+
+def test_what_recordings_keep_is_not_the_pools(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sizes of generations, a decoder and a draw each, and one of mixed steps; on a tiny pool
+    first, where they are forgotten again."""
+    monkeypatch.setattr(engine_module, "run_first_steps", Engine.enqueue)  # interpreted
+    memory = RecordedMemory()
+    folder = checkpoint(head_dim=16, num_hidden_layers=1)
+    engine = make_engine(folder, memory, RECORDED, memory)
+    assert (memory.num_made, memory.num_kept) == (10, 5)
+    block_bytes = 2 * engine.model_config.kv_size * 4 * RECORDED.tokens_per_block
+    expected = int((FREE_BYTES - STEP_BYTES - 5 * memory.num_bytes) * 0.9) // block_bytes
+    assert engine.num_blocks == expected
+    assert expected < int((FREE_BYTES - STEP_BYTES) * 0.9) // block_bytes
+
+
+@pytest.mark.parametrize("num_good", [0, 4])
+def test_what_failed_beside_the_tiny_pool_is_not_tried_again(
+    checkpoint: Callable[..., Path],
+    num_good: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_module, "run_first_steps", Engine.enqueue)
+    memory, num_failed = RecordedMemory(), 0
+
+    def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        nonlocal num_failed
+        if memory.num_kept < num_good:
+            return memory(call)
+        num_failed += 1
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    folder = checkpoint(head_dim=16, num_hidden_layers=1)
+    engine = make_engine(folder, memory, RECORDED, capture)
+    assert (engine.num_recordings, engine.num_mixed_recordings) == (num_good // 2, 0)
+    assert num_failed == 1
+    assert caplog.text.count("cannot be recorded") == 1
 
 
 def test_the_largest_batch_fills_an_iteration() -> None:

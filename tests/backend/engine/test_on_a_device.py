@@ -98,8 +98,11 @@ def keep(token: int, logits: Tensor, stream: int) -> None:
 def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str, normalize: bool) -> None:
     engine = Engine.load(folder, replace(CUDA, normalize_log_probs=normalize))
     assert engine.is_asynchronous
-    assert engine.num_recordings == 2
+    assert (engine.num_recordings, engine.num_mixed_recordings) == (2, 1)
     assert "graphs" not in engine.device_name
+    words = max_words(2, 16, engine.max_seq_len // CUDA.tokens_per_block)
+    mixed = 3 * 16 + 3 * 2 + 1 + 16  # tokens, chunks and draws
+    assert engine.memory_usage().pinned == 2 * (4 * words + 8 * 16 + 4 * mixed)
     tokens, log_probs = generate(engine)
     expected_tokens, expected_log_probs = generate(
         Engine.load(folder, replace(CPU, normalize_log_probs=normalize))

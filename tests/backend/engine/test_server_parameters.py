@@ -25,6 +25,7 @@ def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path
         "quantization": "fp8",
         "kv_cache_dtype": "fp8",
         "cuda_graph_mode": "false",
+        "cuda_graph_mixed_tokens": "96",
         "deterministic_mode": "true",
         "overlap_scheduler": "on",
     }
@@ -33,6 +34,7 @@ def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path
     config = load_engine(folder, params).config
     assert (config.attention_backend, config.quantization) == ("triton", "fp8")
     assert (config.kv_cache_dtype, config.cuda_graph_mode) == ("fp8", False)
+    assert config.cuda_graph_mixed_tokens == 96
     assert config.deterministic_mode
 
 

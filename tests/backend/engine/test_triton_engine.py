@@ -29,6 +29,7 @@ CONFIG = EngineConfig(
     max_tokens_in_paged_kv_cache=256,
     attention_backend="triton",
     cuda_graph_mode=False,
+    cuda_graph_mixed_tokens=0,  # test_mixed_steps.py
 )
 # Biased multi-query llama, head norms, a window on one layer only.
 VARIANTS = ("llama3-biased-gqa8", "qwen3", "qwen2-window")

@@ -68,6 +68,7 @@ def fields(count: int, field: dict[str, Any]) -> dict[str, Any]:
         (r'root ::= "\xE9\xff"', "éÿ", "é"),
         (r'root ::= [\0-\x1F] "\e\b\f\v\a"', "\x01\x1b\b\f\v\a", "a\x1b\b\f\v\a"),
         ('root ::= "a" [^] "b"', "a\nb", "ab"),
+        ('root ::= "(" root ")" | "a\n\tb" root | [\r\n]', "(a\n\tb\n)", "(ab)"),  # as they stand
         ('root ::= "a"{0} "b"{0,0} "c"{2, 2}', "cc", "acc"),
     ],
 )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Iterator
 
 import pytest
+from context_free import CHARACTERS, Grammar, random_rules
+from fuzz.fuzzing import fuzzing
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 from tokenizers import Tokenizer
 
-from inflight_backend.guided import terminals
+from inflight_backend.guided import ebnf, terminals
+from inflight_backend.guided.bounds import MAX_UNROLLED, pattern_size
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.serve.settings import DEMO_MODEL
@@ -41,6 +48,9 @@ def match(compiler: GuideCompiler, grammar: str, limits: LLParserLimits | None =
 def tokens(text: str) -> list[int]:
     ids = Tokenizer.from_file(str(TOKENIZER)).encode(text, add_special_tokens=False).ids
     return list(ids)
+
+
+NUMBERS = {each: tokens(each)[0] for each in CHARACTERS}
 
 
 def accepts(compiler: GuideCompiler, grammar: str, text: str) -> bool:
@@ -81,7 +91,17 @@ def test_the_texts_of_a_vocabulary_are_followed_by_tables(
         ('root ::= "(" root ")" | s s\ns ::= "a" s | "b"', "(abaab)", "(ab)"),
         ('root ::= "(" root ")" | [a-z]{2,3} "c"?', "(abc)", "(a)"),
         ('root ::= "(" root? ")" e\ne ::= "" | " " e', "(() ) ", "()("),
+        ('root ::= "(" root ")" | "a" | x root\nx ::= "c" ("a" | "")', "ca", "cb"),
+        ('root ::= "(" root ")" | "" [^b] "c"', "(cc)", "(c)"),
+        ('root ::= "(" root ")" | x x root "c" | "b"\nx ::= ""', "(bc)", "(c)"),
+        # As the documentation says to write it; as one literal "if " would keep "iffy" out.
+        ('root ::= "(" root ")" | "i" "f" " " root | [a-z]+ ";"', "(if iffy;)", "(if )"),
         # It told here, but of two that had begun before both go on.
+        (
+            'root ::= (("b" | [ ]) . "01" root root [b-c] [ab] "0")?',
+            " )01bb01bb0cb0",
+            " )01cb01bb0cb0",
+        ),
         ('root ::= "a"? [bc] "b" | "a" ("b"+ "a"{2})+ ("c" root)?', "abb", "aba"),
         ('root ::= root "+" n | n\nn ::= [0-9]+ "!"?', "1+22!+3", "1!!"),
         ('root ::= "<" [^>]* ">" root? "</" [^>]+ ">"', "<a><b></b></a>", "<a></>"),
@@ -99,3 +119,48 @@ def test_a_grammar_that_would_grow_too_large_stays_as_it_is(compiler: GuideCompi
     assert accepts(compiler, 'root ::= "b" | "(" root ")" r0\n' + doubled, "b")
     chain = "".join(f'r{i} ::= "a" r{i + 1}\n' for i in range(250)) + 'r250 ::= "b"'
     assert accepts(compiler, "root ::= r0 | [0-9] root\n" + chain, "1" + "a" * 250 + "b")
+
+
+def test_no_regex_is_made_that_a_client_could_not_send() -> None:
+    """Each of five repetitions is small, and written out they are too much for one."""
+    for start in ("root ::= ", 'root ::= "(" root ")" | '):
+        grammar = to_lark(start + "x x x x x\nx ::= [a-z]{1,4900} [0-9]")
+        sizes = [pattern_size(regex) for regex in re.findall("/(.*?)/", grammar)]
+        assert 4900 < max(sizes) <= MAX_UNROLLED
+
+
+def allowed(matcher: LLMatcher) -> set[str]:
+    """The characters that may come next, and "" for the end."""
+    bits = matcher.compute_bitmask()
+    assert not matcher.is_error(), matcher.get_error()
+    found = {each for each, number in NUMBERS.items() if bits[number // 8] >> number % 8 & 1}
+    return found | {""} if matcher.is_accepting() else found
+
+
+@fuzzing
+@given(st.integers(0, 10**9))
+def test_nothing_else_is_allowed_and_nothing_lost(compiler: GuideCompiler, seed: int) -> None:
+    """By what a grammar derives, and by what llguidance makes of it as it stands, which loses some
+    (of two literals that begin alike the shorter one)."""
+    source = random.Random(seed)
+    rules = random_rules(source)
+    grammar, text = Grammar(rules), "\n".join(f"{name} ::= {each}" for name, each in rules.items())
+    assume(grammar.is_whole)
+    first = match(compiler, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ebnf, "join_terminals", list)
+        first_plain = match(compiler, text)
+    for _ in range(4):
+        chart, matcher, plain = grammar.begin(), first.deep_copy(), first_plain.deep_copy()
+        for _ in range(8):
+            derived = grammar.next(chart) | ({""} if grammar.may_end(chart) else set())
+            here, there = allowed(matcher), allowed(plain)
+            assert here <= derived, text
+            assert derived & there <= here, text
+            choices = sorted(here & there - {""})
+            if not choices:
+                break
+            character = source.choice(choices)
+            chart = grammar.read(chart, character)
+            assert matcher.consume_token(NUMBERS[character])
+            assert plain.consume_token(NUMBERS[character])

@@ -128,6 +128,12 @@ def test_port_in_use_names_option_port_and_host() -> None:
             check_ports("127.0.0.1", {"--grpc-port": port})
 
 
+def test_an_ipv6_address_is_tried_as_one() -> None:
+    """2001:db8::/32 is for documentation: no machine has one of it."""
+    with pytest.raises(ConfigurationError, match=r"used on 2001:db8::1 \((?!.*hostname)"):
+        check_ports("2001:db8::1", {"--grpc-port": 1 << 15})
+
+
 def test_two_options_with_one_port() -> None:
     with pytest.raises(ConfigurationError, match="--http-port and --grpc-port are both"):
         check_ports("127.0.0.1", dict.fromkeys(("--http-port", "--grpc-port"), 1 << 15))
@@ -136,7 +142,8 @@ def test_two_options_with_one_port() -> None:
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ("::1", "IPv4 addresses only"),
+        ("::1::", "--host ::1::: no such address"),
+        ("127.0.0.1:8000", "no such address"),
         ("no.such.invalid", "--host no.such"),
         ("x" * 64, "no such address"),
         ("", "--host is empty"),
@@ -154,6 +161,8 @@ def test_unusable_host(host: str, message: str) -> None:
         ("127.1", "127.0.0.1"),
         ("0", "0.0.0.0"),
         ("10.1.2.3", "10.1.2.3"),
+        ("::", "::"),
+        ("[fd00:0::2]", "fd00::2"),
     ],
 )
 def test_a_host_becomes_an_address(host: str, address: str) -> None:

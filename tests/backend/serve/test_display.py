@@ -67,6 +67,9 @@ def test_other_port_is_part_of_what_to_type(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").touch()
     block = ready_block(ServeSettings(model=tmp_path, grpc_port=9001), READY)
     assert '  inflight generate "Hello" --max-tokens 40 --url 127.0.0.1:9001\n' in block
+    block = ready_block(ServeSettings(model=tmp_path, host="::1"), READY)
+    assert '  inflight generate "Hello" --max-tokens 40 --url [::1]:8001\n' in block
+    assert "curl -N http://[::1]:8000/v2/models" in block
 
 
 def test_what_to_type_without_streams(tmp_path: Path) -> None:

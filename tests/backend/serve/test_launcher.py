@@ -179,7 +179,7 @@ def test_a_stop_before_we_have_seen_that_it_is_ready_is_a_drain_where_clients_ma
     story.run()
     is_drain = is_loaded and is_listening
     assert story.workspace.drain_file.exists() == is_drain
-    assert (time.monotonic() - began > DRAIN) == is_drain
+    assert not is_drain or time.monotonic() - began > DRAIN
     assert story.said.endswith("asked to end\n") == is_drain
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,25 @@ def test_both_models_have_what_triton_loads(tmp_path: Path) -> None:
         "ensemble/config.pbtxt",
         "tensorrt_llm",
         "tensorrt_llm/1",
+        "tensorrt_llm/1/__pycache__",
         "tensorrt_llm/1/model.py",
         "tensorrt_llm/config.pbtxt",
     }
+
+
+def test_loading_a_model_changes_none_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would load it again: server#7489."""
+    assemble(tmp_path / "models", {})
+    version = tmp_path / "models" / "tensorrt_llm" / "1"
+    (version / "model.py").write_text("IS_LOADED = True")
+    before = {path: path.stat().st_mtime_ns for path in (version, *version.iterdir())}
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.syspath_prepend(version.parent)
+    assert importlib.import_module("1.model").IS_LOADED  # as Triton's stub does
+    assert {path: path.stat().st_mtime_ns for path in (version, *version.iterdir())} == before
 
 
 @pytest.mark.parametrize(

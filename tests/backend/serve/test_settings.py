@@ -65,5 +65,17 @@ def test_derived_values() -> None:
     assert settings.is_demo
     assert settings.is_public
     assert settings.local_host == "127.0.0.1"
+    assert set(settings.addresses.values()) == {"0.0.0.0"}
     assert settings.tokenizer_dir == DEMO_MODEL
     assert ServeSettings(parameters={"tokenizer_dir": "/t"}).tokenizer_dir == Path("/t")
+
+
+def test_an_ipv6_address_is_written_as_each_server_of_triton_reads_it() -> None:
+    settings = ServeSettings(host="::")
+    assert settings.is_public
+    assert (settings.local_address, settings.local_host) == ("::1", "[::1]")
+    assert settings.addresses == {
+        "--http-address": "ipv6:[::]",
+        "--metrics-address": "ipv6:[::]",
+        "--grpc-address": "[::]",
+    }

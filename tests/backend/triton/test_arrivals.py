@@ -73,6 +73,17 @@ def test_priority_decides_within_the_span() -> None:
     assert taken(queue_of(0.0, 1.0, span=0)) == [0, 1]
 
 
+def test_a_queue_that_refuses_keeps_what_it_has_and_takes_others_when_it_does_no_more() -> None:
+    arrivals = queue_of(0.5)
+    arrivals.refuse("not now")
+    with pytest.raises(CapacityExceeded, match="not now"):
+        arrivals.put(request(1))
+    assert len(arrivals) == 1
+    arrivals.refuse("")
+    arrivals.put(request(1))
+    assert [each.request_id for each in arrivals.take(5)] == [0, 1]
+
+
 def test_a_full_queue_refuses_at_once_whatever_the_priority() -> None:
     arrivals = queue_of(0.0, 0.0, max_size=2)
     with pytest.raises(CapacityExceeded, match="Maximum queue size of 2 has been reached"):

@@ -7,8 +7,15 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+import pytest
+from fakes import FakePbUtils, FakeSender
+from triton_harness import error_of, ids_of
+
+from inflight_backend.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton.token_stream import TokenStream
 
 
 class Sent(ResponseStream):
@@ -57,3 +64,30 @@ def test_iterations_while_a_feed_opens_come_once_each() -> None:
     assert late.iterations == [3, 4, 5]
     for stream in (early, late):
         assert stream.finals == [False] * (len(stream.finals) - 1) + [True]
+
+
+def test_an_answer_in_a_round_that_fails_ends_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(ResponseDispatcher, "_send_round", fail)
+    dispatcher = ResponseDispatcher(stop_request=lambda request_id: None)
+    sender = FakeSender()
+    dispatcher.answer(ResponseStream(sender, ResponseFactory(FakePbUtils)), "why", "{}")
+    dispatcher.close()
+    assert error_of(sender)[0] == "the answer could not be sent"
+
+
+def test_tokens_that_wait_when_an_error_comes_are_told_before_it() -> None:
+    dispatcher = ResponseDispatcher(stop_request=lambda request_id: None)
+    dispatcher.close()  # the round is ours
+    sender = FakeSender()
+    stream = ResponseStream(sender, ResponseFactory(FakePbUtils))
+    dispatcher.open(1, TokenStream(stream, frozenset({"output_ids"})))
+    tokens = [NamedTensor("output_ids", np.array([[[5, 6]]], dtype=np.int32))]
+    dispatcher._send_round([(1, tokens, False, ""), (1, [], True, "broken")])
+    assert ids_of(sender) == [5, 6]
+    assert [str(each.error or "") for each in sender.responses] == ["", "broken"]
+    assert not dispatcher._streams

@@ -25,8 +25,9 @@ from backend.triton.stories import (
 from fakes import CountingEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_harness import WAIT, ids_of, wait_until
+from triton_harness import WAIT, Gate, Server, ids_of, wait_until
 
+from inflight_backend.triton import frontend
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
 
 names = st.integers(0, NUM_NAMES - 1)
@@ -244,3 +245,15 @@ def test_all_clients_vanish_at_once(make_server: MakeServer) -> None:
     assert len(engine.batches) <= 4, "one iteration later everything is free"
     assert server.model._manager._batcher.is_idle_and_intact()
     engine.steps.let_go()
+
+
+def test_what_is_not_free_in_time_is_ended_all_the_same(
+    server: Server, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontend, "_LAST_SECONDS", 0.05)
+    gate.clear()
+    sender = server.send(input_ids=[1], request_output_len=5, streaming=True)
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
+    server.model._frontend.end_all("leaving")
+    assert sender.is_final.is_set(), "its step has not returned"
+    assert str(sender.responses[-1].error) == "leaving"

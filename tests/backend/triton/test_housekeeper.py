@@ -79,7 +79,8 @@ from fakes import FakePbUtils
 sys.modules["triton_python_backend_utils"] = FakePbUtils
 module = importlib.import_module("inflight_backend.triton.%s")
 parameters = {{"gpt_model_path": {{"string_value": {str(DEMO_MODEL)!r}}}}}
-config = json.dumps({{"parameters": parameters}})
+has_tokenizer = not module.__name__.endswith("bls_model")
+config = json.dumps({{"parameters": parameters if has_tokenizer else {{}}}})
 module.TritonPythonModel().initialize({{"model_config": config, "model_name": "added"}})
 """
 ADDED_MODELS = ("preprocessing_model", "postprocessing_model", "bls_model", "vllm_model")

@@ -1,13 +1,27 @@
-"""The metrics by themselves; what they say of a server: `test_triton_model`."""
+"""The metrics by themselves, and of requests that wait or fail; more of a server's is in
+`test_triton_model`."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
+import threading
+import time
+from datetime import datetime
+from typing import Any
 
 import pytest
-from fakes import FakePbUtils
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
+from triton_harness import Gate, Server, error_of, ids_of, wait_until
 
+from inflight_backend.tally import Tally
+from inflight_backend.triton.frontend import _ERROR_CODES
 from inflight_backend.triton.metrics import TritonMetrics
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_client.protocol import ERRORS, EVENTS, INPUT_LENGTHS, OUTPUT_LENGTHS
+from inflight_scheduler import ScheduledBatch
 
 
 def test_an_iteration_is_one_line_of_the_log_however_often_it_is_looked_at(
@@ -21,3 +35,206 @@ def test_an_iteration_is_one_line_of_the_log_however_often_it_is_looked_at(
     for looked_at in (stats[0], stats[0], stats[1], stats[1]):
         metrics.update(looked_at)
     assert lines == stats
+
+
+def test_the_time_stamp_is_right_in_the_hour_that_comes_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An alert compares it with now."""
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    try:
+        metrics = TritonMetrics(FakePbUtils, "tensorrt_llm", "1")
+        for now in (1792888200.0, 1792891800.0):  # 2:30 of 25 October 2026, and an hour later
+            monkeypatch.setattr("inflight_backend.triton.metrics.time.time", lambda now=now: now)
+            stamp = datetime.fromtimestamp(now).strftime("%m-%d-%Y %H:%M:%S")
+            assert stamp == "10-25-2026 02:30:00"
+            metrics._last_values.clear()  # or nothing has changed
+            metrics.update(json.dumps({"Timestamp": stamp}))
+            assert shown("nv_trt_llm_general_metrics", "general_type=timestamp") == now
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def shown(family: str, label: str) -> float | None:
+    return FakePbUtils.families[family].values.get(f"model=tensorrt_llm,version=1,{label}")
+
+
+def values_in(sender: FakeSender, key: str) -> list[int]:
+    """Of every entry of statistics that it was sent."""
+    tensors = [tensor for each in sender.responses for tensor in each.output_tensors]
+    texts = [text for tensor in tensors for text in tensor.as_numpy().reshape(-1)]
+    return [json.loads(text)[key] for text in texts]
+
+
+def test_who_waits_for_a_place_is_among_those_who_wait(server: Server, gate: Gate) -> None:
+    """Routers and autoscalers read this number as the length of the queue."""
+    feed = server.send(stats=True)
+    gate.clear()
+    senders = [server.send(input_ids=[1], request_output_len=3)]
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
+    senders += [server.send(input_ids=[1], request_output_len=3) for _ in range(6)]
+    wait_until(lambda: shown("nv_trt_llm_request_metrics", "request_type=waiting") == 6)
+    asked = server.ask(stats=True, streaming=False)
+    assert values_in(asked, "Waiting Requests") == [6]
+    gate.set()
+    for sender in senders:
+        assert sender.is_final.wait(10)
+    wait_until(lambda: shown("nv_trt_llm_request_metrics", "request_type=waiting") == 0)
+    wait_until(lambda: values_in(feed, "Waiting Requests")[-1] == 0)
+    assert 6 in values_in(feed, "Waiting Requests")  # at the end of the first step
+
+
+def counted() -> dict[str, float]:
+    """Errors by code; `server` is not the first model of this process."""
+    values = FakePbUtils.families[ERRORS.name].values
+    return {label.rpartition("=")[2]: number for label, number in values.items()}
+
+
+def test_requests_that_end_with_an_error_are_counted_by_its_code(
+    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton counts them as successes."""
+
+    failing = threading.Event()
+
+    def before_step(batch: ScheduledBatch) -> None:
+        gate(batch)
+        if failing.is_set():
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    server = make_server(CountingEngine(before_step=before_step))
+    prompt: dict[str, Any] = {"input_ids": [1], "request_output_len": 3}
+    for _ in range(2):
+        server.ask(**prompt, temperature=-1.0)
+    server.ask(**prompt, lora_task_id=5)
+    failing.set()
+    server.ask(**prompt)
+    failing.clear()
+    gate.clear()
+    first = server.send("same", **prompt)
+    wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
+    server.ask("same", **prompt)
+    server.ask(**prompt, max_queue_time_ms=1)
+    gate.set()
+    assert first.is_final.wait(10)
+    server.ask("gone", stop=True)
+    expected = {
+        "INVALID_ARG": 2,
+        "UNSUPPORTED": 1,
+        "INTERNAL": 1,
+        "ALREADY_EXISTS": 1,
+        "UNAVAILABLE": 1,
+    }
+    wait_until(lambda: counted() == expected)
+
+
+def test_pauses_are_counted(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the statistics of all iterations tell: the gauge says 0 nearly always."""
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    server = make_server(
+        CountingEngine(num_blocks=8), batch_scheduler_policy="max_utilization", max_num_tokens="64"
+    )
+    feed = server.send(stats=True)
+    senders = [server.send(input_ids=[1, 2, 3], request_output_len=17) for _ in range(4)]
+    for sender in senders:
+        assert sender.is_final.wait(10)
+    wait_until(lambda: values_in(feed, "Active Request Count")[-1] == 0)
+    num_pauses = sum(values_in(feed, "Paused Requests"))
+    assert num_pauses > 0
+    wait_until(lambda: shown(EVENTS.name, "event=pause") == num_pauses)
+
+
+def test_an_unloaded_model_has_counted_all_and_tells_no_time(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton shows for ever what it leaves, and counts on from there when it is loaded again."""
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    server = make_server(CountingEngine(), stats_check_period_ms="60000")
+    wait_until(lambda: shown("nv_trt_llm_general_metrics", "general_type=timestamp") is not None)
+    server.ask(input_ids=[1], request_output_len=3)
+    server.ask(input_ids=[1], request_output_len=3, temperature=-1.0)
+    assert FakePbUtils.families["nv_llm_output_token_len"].observed == []
+    server.model.finalize()
+    assert FakePbUtils.families["nv_llm_output_token_len"].observed == [3]
+    assert counted() == {"INVALID_ARG": 1}
+    assert shown("nv_trt_llm_general_metrics", "general_type=iteration_counter") == 3
+    assert shown("nv_trt_llm_request_metrics", "request_type=active") == 0
+    assert math.isnan(shown("nv_trt_llm_general_metrics", "general_type=timestamp") or 0.0)
+
+
+@pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
+def test_what_the_page_counts_is_what_clients_saw(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    """Integer for integer, over a random run with errors, stops and pauses."""
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    server = make_server(CountingEngine(num_blocks=24), batch_scheduler_policy=policy)
+    rng = random.Random(22)
+    answered: list[FakeSender] = []
+    refused: list[FakeSender] = []
+    num_input = 0
+    for number in range(60):
+        values: dict[str, Any] = {
+            "input_ids": [1 + rng.randrange(5)] * rng.randint(1, 12),
+            "request_output_len": rng.randint(1, 60),
+            "streaming": rng.random() < 0.5,
+            "exclude_input_in_output": True,
+        }
+        kind = rng.choice(["plain", "plain", "stopped", "several", "refused"])
+        num_sequences = 2 if kind == "several" else 1
+        if kind == "refused":
+            refused.append(server.send(**values, temperature=-1.0))
+            continue
+        num_input += num_sequences * len(values["input_ids"])
+        answered.append(server.send(str(number), **values, num_return_sequences=num_sequences))
+        if kind == "stopped":
+            wait_until(lambda: bool(answered[-1].responses))
+            server.ask(str(number), stop=True)
+    for sender in answered:
+        assert sender.is_final.wait(10)
+        assert not any(each.error for each in sender.responses)
+    server.model.finalize()
+    outputs = FakePbUtils.families[OUTPUT_LENGTHS.name].observed
+    assert sum(outputs) == sum(len(ids_of(sender)) for sender in answered)
+    assert sum(FakePbUtils.families[INPUT_LENGTHS.name].observed) == num_input
+    assert counted() == {"INVALID_ARG": len(refused)}
+    assert shown("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type=used") == 0
+
+
+def test_every_code_has_its_metric() -> None:
+    assert {code for _, code in _ERROR_CODES} | {"INTERNAL"} == set(ERRORS.values)
+
+
+class BrokenSender(FakeSender):
+    """Triton does not take what is sent first."""
+
+    has_failed = False
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("no room")
+        super().send(response, flags)
+
+
+def test_a_stream_is_counted_once_however_it_ends() -> None:
+    tally = Tally()
+    factory = ResponseFactory(FakePbUtils)
+    broken, also_broken, twice, well = BrokenSender(), BrokenSender(), FakeSender(), FakeSender()
+    stream = ResponseStream(broken, factory, count_error=tally.add)
+    with pytest.raises(RuntimeError, match="no room"):
+        stream.send({}, is_final=True)
+    stream.abandon("it could not be sent")
+    assert error_of(broken)[1] == FakePbUtils.TritonError.INTERNAL
+    ResponseStream(also_broken, factory, count_error=tally.add).fail("no", "INVALID_ARG")
+    assert error_of(also_broken)[1] == FakePbUtils.TritonError.INTERNAL
+    stream = ResponseStream(twice, factory, count_error=tally.add)
+    stream.abort("it makes no progress")
+    stream.fail("too late")
+    ResponseStream(well, factory, count_error=tally.add).send({}, is_final=True)
+    assert tally.take() == {"INTERNAL": 1, "INVALID_ARG": 1, "UNAVAILABLE": 1}
+    assert tally.take() == {}

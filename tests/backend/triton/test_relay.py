@@ -183,7 +183,6 @@ def test_a_relay_that_is_slower_than_the_engine_gets_all_in_fewer_parts(
     assert ids_of(sender) == list(range(2, 302))
     sizes = [response.output_tensors[0].as_numpy().size for response in sender.responses]
     assert len(sizes) < 150
-    assert sizes[0] == 1
     assert max(sizes) > 20
     wait_for_rest(relay, llm)
 

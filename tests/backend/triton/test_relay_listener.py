@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import resource
@@ -22,8 +23,11 @@ from fakes import CountingEngine
 from triton_harness import WAIT, Gate, Server, wait_until
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.inference_request import Array
 from inflight_backend.triton import relay_listener, relay_socket
+from inflight_backend.triton.relay_listener import RelayConnection
 from inflight_backend.triton.relay_messages import (
+    LastTensors,
     Message,
     RelayedEnd,
     RelayedError,
@@ -51,14 +55,18 @@ def asking(message: bytes) -> Iterator[socket.socket]:
         yield connection
 
 
+def answer_on(connection: socket.socket) -> list[Message]:
+    answer = []
+    for each in read_messages(connection):
+        answer.append(each)
+        if isinstance(each, RelayedEnd):
+            return answer
+    raise AssertionError("no end")
+
+
 def answer_to(message: bytes) -> list[Message]:
     with asking(message) as connection:
-        answer = []
-        for each in read_messages(connection):
-            answer.append(each)
-            if isinstance(each, RelayedEnd):
-                return answer
-    raise AssertionError("no end")
+        return answer_on(connection)
 
 
 def ids_in(answer: list[Message]) -> list[int]:
@@ -74,6 +82,111 @@ def test_a_request_gets_all_parts_and_an_end_and_nothing_is_kept(server: Server)
     assert ids_in(answer_to(packed(30))) == list(range(2, 32))
     wait_until(lambda: server.model._relays.num_open == 0)
     assert server.model._dispatcher._pieces == {}
+    assert not server.model._relays.is_done, "more may come until it is shut"
+
+
+def test_who_has_connected_before_the_listener_is_shut_is_served(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_listener, "_MAX_ACCEPTED", 1)
+    relays, go_on = server.model._relays, threading.Event()
+
+    def be_busy() -> None:
+        assert go_on.wait(WAIT)
+
+    relays._tell(be_busy)
+    with ExitStack() as stack:
+        connections = [stack.enter_context(asking(packed(3))) for _ in range(6)]
+        relays.shut()
+        go_on.set()
+        assert [ids_in(answer_on(each)) for each in connections] == [[2, 3, 4]] * 6
+
+
+def test_while_too_many_files_are_open_those_who_connect_wait_and_the_loop_rests(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, failures, is_full = socket.socket.accept, itertools.count(), threading.Event()
+
+    def fail(listening: socket.socket) -> tuple[socket.socket, object]:
+        if is_full.is_set():
+            next(failures)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    monkeypatch.setattr(relay_listener, "_ACCEPT_PAUSE", 0.02)
+    is_full.set()
+    with asking(packed(3)) as connection:
+        time.sleep(0.1)
+        is_full.clear()
+        assert ids_in(answer_on(connection)) == [2, 3, 4]
+    assert 1 <= next(failures) < 10
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 20, len(packed(3)) - 1])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_a_message_that_is_cut_off_is_none(num_bytes: int, is_reset: bool) -> None:
+    here, there = socket.socketpair()
+    with here:
+        with there:
+            if is_reset:
+                here.sendall(b"never read")
+            there.sendall(packed(3) + packed(3)[:num_bytes])
+        assert len(list(read_messages(here))) == 1
+
+
+def test_only_a_process_of_the_same_user_and_parent_is_one_of_ours() -> None:
+    class Peer:
+        """A connection to a process of ``user``."""
+
+        def __init__(self, process: int, user: int) -> None:
+            self.credentials = relay_socket._CREDENTIALS.pack(process, user, 0)
+
+        def getsockopt(self, *_: int) -> bytes:
+            return self.credentials
+
+    def is_sibling(process: int, user: int) -> bool:
+        return relay_socket.is_sibling(Peer(process, user))  # type: ignore[arg-type]
+
+    assert is_sibling(os.getpid(), os.geteuid())
+    assert not is_sibling(os.getpid(), os.geteuid() + 1)
+    assert not is_sibling(os.getppid(), os.geteuid())
+
+
+def test_a_connection_is_done_once_its_whole_answer_is_written_or_nobody_is_there() -> None:
+    """The server leaves when all are."""
+    posted: list[bytes] = []
+    connection = RelayConnection(lambda _, message: posted.append(message))
+    part: dict[str, Array] = {"output_ids": np.zeros((1, 1), dtype=np.int32)}
+    assert not connection.is_done, "its request may be on its way"
+    connection.send(part)
+    connection.num_written = 1
+    assert not connection.is_done, "there is more to come"
+    connection.send(part, flags=1)
+    assert not connection.is_done, "the end is not written"
+    assert posted == [pack(part), pack(LastTensors(part)) + pack(RelayedEnd())]
+    connection.num_written = 2
+    assert connection.is_done
+    connection.is_behind = True
+    assert not connection.is_done, "asyncio still holds some of it"
+    connection.is_gone = True
+    assert connection.is_done
+    connection.send(None, flags=1)
+    assert len(posted) == 2, "there is nobody to write to"
+
+
+def test_an_end_that_is_posted_during_the_look_at_its_connection_is_not_written_yet() -> None:
+    class EndsNow(RelayConnection):
+        @property
+        def is_behind(self) -> bool:
+            """Something waits for room, looked at last; another thread sends the end just then."""
+            self.send(None, flags=1)
+            return False
+
+        @is_behind.setter
+        def is_behind(self, value: bool) -> None: ...
+
+    assert not EndsNow(lambda *_: None).is_done
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from fakes import CountingEngine, FakePbUtils, FakeSender
 from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.triton.sequences import copy_request, read_num_sequences
 from inflight_scheduler import ScheduledBatch
 
 
@@ -40,6 +43,24 @@ def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -
     (response,) = server.ask(outputs=named, input_ids=[4], request_output_len=1).responses
     shapes = {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
     assert (shapes["batch_index"], shapes["sequence_index"]) == ([[0]], [[0]])
+
+
+def test_a_number_of_sequences_of_another_type_is_refused() -> None:
+    """Triton looks at types; a relay passes on what it got."""
+    with pytest.raises(InvalidRequest, match="must be one INT32, got 1 of int64"):
+        read_num_sequences({"num_return_sequences": np.ones((1, 1), np.int64)}, 4)
+
+
+def test_all_sequences_have_come_at_the_same_time() -> None:
+    """Their deadlines count from then."""
+    request = InferenceRequest(1, {"input_ids": np.ones((1, 1), np.int32)})
+    request.created_ns -= 10**9
+    copies = copy_request(request, [2, 3])
+    assert [(each.request_id, each.created_ns - request.created_ns) for each in copies] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+    ]
 
 
 def test_all_sequences_stop_together(server: Server, gate: threading.Event) -> None:
@@ -84,6 +105,7 @@ def test_one_broken_sequence_ends_its_request(server: Server, gate: threading.Ev
     [
         ({"num_return_sequences": 0}, "'num_return_sequences' is 0, outside 1..4"),
         ({"num_return_sequences": 10**6}, "'num_return_sequences' is 1000000, outside 1..4"),  # 29
+        ({"num_return_sequences": np.ones((1, 2), np.int32)}, "must be one INT32, got 2 of int32"),
         ({"stop_words": ["x"] * 10_000}, "'stop_words' holds 10000 texts, more than 256"),  # 33
         ({"stop_words": ["x" * 2**20]}, "'stop_words' holds 1048576 characters, more than"),  # 34
         ({"stop_words": [b"\xff"]}, "'stop_words' holds a text that is not valid UTF-8"),

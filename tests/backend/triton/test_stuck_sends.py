@@ -373,6 +373,7 @@ def test_a_round_that_fails_and_a_stop_that_fails_too_end_no_thread(
     assert "MemoryError: in the stop" in caplog.text
     assert "NoneType" not in caplog.text
     assert ids_of(server.ask(input_ids=[1], request_output_len=2)) == [1, 2, 3]
+    assert "unknown request" not in caplog.text, "it is known until it has ended"
 
 
 def test_a_feed_that_ends_while_it_is_looked_at_hides_no_other(make_server: MakeServer) -> None:

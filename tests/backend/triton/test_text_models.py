@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fakes import FakePbUtils, FakeRequest
 
-from inflight_backend.errors import InvalidRequest
+from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.postprocessing_model import Postprocessor
@@ -247,6 +247,25 @@ def load(monkeypatch: pytest.MonkeyPatch, **parameters: Path) -> Preprocessing:
     model = Preprocessing()
     model.initialize({"model_config": json.dumps(block), "model_name": "preprocessing"})
     return model
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("tokenizer_type", "tokenizer.json says it"),
+        ("add_special_token", "did you mean add_special_tokens?"),
+        ("max_batch_size", "$"),
+    ],
+)
+def test_an_unknown_parameter_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, key: str, hint: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"unknown setting '{key}'.*{hint}"):
+        load(monkeypatch, gpt_model_path=DEMO_MODEL, **{key: Path("auto")})
+
+
+def test_tritons_own_parameters_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, gpt_model_path=DEMO_MODEL, EXECUTION_ENV_PATH=Path("/env"))
 
 
 def answer(model: Preprocessing, inputs: dict[str, Any]) -> dict[str, Any]:

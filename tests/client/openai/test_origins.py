@@ -57,6 +57,8 @@ def test_a_page_of_an_allowed_origin_may_call(
     for is_streaming in (False, True):
         answer = ask(local_grpc, origins, "POST", {}, body={**CHAT, "stream": is_streaming})
         assert (answer[0], answer[1]["Access-Control-Allow-Origin"]) == (200, named)
+    # A cache in between must not give the answer for one page to another.
+    assert headers.get("Vary") == ("Origin" if named == PAGE else None)
     error = ask(local_grpc, origins, "POST", {}, body={})  # a page is told what is wrong, too
     assert (error[0], error[1]["Access-Control-Allow-Origin"]) == (400, named)
 
@@ -68,6 +70,13 @@ def test_no_other_page_may(local_grpc: Local, origins: list[str], origin: str) -
     assert not [name for name in headers if name.startswith("Access-Control-Allow")]
     _, headers = ask(local_grpc, origins, "POST", {}, origin, CHAT)
     assert "Access-Control-Allow-Origin" not in headers
+    assert headers.get("Vary") == ("Origin" if origins else None)
+
+
+@pytest.mark.parametrize("origin", ["null", "chrome-extension://abc", "http://localhost:3000"])
+def test_pages_of_files_extensions_and_ports_have_origins(local_grpc: Local, origin: str) -> None:
+    _, headers = ask(local_grpc, [origin], origin=origin)
+    assert headers["Access-Control-Allow-Origin"] == origin
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example/", "chat.example", "https://a/b", ""])

@@ -1,0 +1,28 @@
+"""The memory of KV blocks and the arithmetic on it, made together."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from inflight_backend.engine.attention import AttentionBackend
+from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
+from inflight_backend.engine.config import EngineConfig
+from inflight_backend.engine.kv_pool import KvPool
+from inflight_backend.engine.model_config import ModelConfig
+
+
+def make_cache(
+    config: EngineConfig, model: ModelConfig, cos_sin: Tensor, num_blocks: int
+) -> tuple[KvPool, AttentionBackend]:
+    """A pool of a resolved configuration, and the attention over it."""
+    pool = KvPool(
+        model.num_layers,
+        num_blocks,
+        config.tokens_per_block,
+        model.num_kv_heads,
+        model.head_dim,
+        config.kv_dtype,
+        config.device,
+    )
+    backend = ATTENTION_BACKENDS[config.attention_backend]
+    return pool, backend(pool, model, cos_sin, is_deterministic=config.deterministic_mode)

@@ -1,0 +1,107 @@
+"""One stream by itself: one thread at a time in Triton, one end, and no question behind that."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from fakes import FakePbUtils, FakeResponse, FakeSender
+from triton_harness import WAIT, error_of
+
+from inflight_backend.triton.sequences import share
+from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+
+INTERNAL = FakePbUtils.TritonError.INTERNAL
+
+
+class HeldSender(FakeSender):
+    """Every send waits to be released. Notes how many threads there were at most, and questions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_held, self.release = threading.Event(), threading.Event()
+        self.num_inside = self.most_inside = self.num_questions = 0
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        self.is_held.set()
+        assert self.release.wait(WAIT)
+        self.num_inside -= 1
+        super().send(response, flags)
+
+    def is_cancelled(self) -> bool:
+        self.num_questions += 1
+        return True
+
+
+class FailingSender(FakeSender):
+    """The first send raises."""
+
+    has_failed = False
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("shm full")
+        super().send(response, flags)
+
+
+def stream_to(sender: FakeSender) -> ResponseStream:
+    return ResponseStream(sender, ResponseFactory(FakePbUtils))
+
+
+def test_one_thread_at_a_time_is_in_triton_and_nobody_asks_during_a_send_or_after_the_end() -> None:
+    """Triton 24.10 dies of it."""
+    sender = HeldSender()
+    stream = stream_to(sender)
+    assert stream.is_cancelled()
+    threads = [threading.Thread(target=stream.send, args=({},), kwargs={"is_final": False})]
+    threads[0].start()
+    assert sender.is_held.wait(WAIT)
+    assert not stream.is_cancelled()
+    threads.append(threading.Thread(target=stream.abandon, args=("over",)))
+    threads[1].start()
+    threads[1].join(0.02)  # time enough to come in
+    sender.release.set()
+    for thread in threads:
+        thread.join(WAIT)
+    assert (sender.most_inside, sender.num_questions) == (1, 1)
+    assert [str(response.error or "") for response in sender.responses] == ["", "over"]
+    assert stream.has_ended
+    assert not stream.is_cancelled()
+    assert sender.num_questions == 1
+
+
+def test_an_end_that_cannot_be_sent_is_tried_once_more_as_an_error_and_holds_up_nobody() -> None:
+    sender = FailingSender()
+    stream = stream_to(sender)
+    stream.close()
+    assert error_of(sender) == ("the end could not be sent", INTERNAL)
+    assert not stream._lock.locked(), "a send behind it would wait for ever"
+    stream.send({}, is_final=True)
+    assert len(sender.responses) == 1
+
+
+def test_the_first_reason_for_an_end_is_the_one_that_is_told() -> None:
+    sender = FakeSender()
+    stream = stream_to(sender)
+    stream.end_with("first", "INVALID_ARG")
+    stream.end_with("second")
+    stream.send({}, is_final=False)
+    assert not sender.responses
+    stream.send({}, is_final=True)
+    assert error_of(sender) == ("first", FakePbUtils.TritonError.INVALID_ARG)
+
+
+@pytest.mark.parametrize("end", ["send_error", "abandon"])
+def test_sequences_that_all_fail_end_their_request_with_the_first_error(end: str) -> None:
+    sender, num_stops = FakeSender(), []
+    sequences = share(stream_to(sender), 3, lambda: num_stops.append(1))
+    for name, sequence in zip(("first", "second"), sequences, strict=False):
+        getattr(sequence, end)(name)
+    assert not sender.is_final.is_set(), "the third one holds blocks"
+    assert num_stops == [1]
+    getattr(sequences[2], end)("third")
+    assert error_of(sender) == ("first", INTERNAL)
+    assert sender.is_final.is_set()
