@@ -35,6 +35,9 @@ _CLOSE_SECONDS = 1.0  # for what waits to be written; a message takes 0.02 ms
 _SEND_BUFFER_BYTES = 2**13
 """Some twenty tokens of a stream. A relay that is slower than the engine has few of them before it
 then, and those behind them travel together."""
+_MAX_POSTED = 64
+"""Messages of a stream that the listener's thread has not come to; on a busy machine the engine may
+make a thousand tokens meanwhile."""
 
 
 class RelayConnection:
@@ -47,16 +50,26 @@ class RelayConnection:
         self._post = post
         self._num_posted = self.num_written = 0
         self._is_ended = False
-        self.is_behind = False  # something waits for room: the relay is slower than the engine
+        self.waits_for_room = False  # of the socket: the relay is slower than the engine
         self.is_gone = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages that are posted and not written yet."""
+        return self._num_posted - self.num_written
+
+    @property
+    def is_behind(self) -> bool:
+        """True while what is sent would only pile up here."""
+        return self.waits_for_room or self.num_waiting >= _MAX_POSTED
 
     @property
     def is_done(self) -> bool:
         """True once the whole answer was written, or nobody is there any more to read it."""
         return self.is_gone or (
             self._is_ended  # first, since another thread may post the end just now
-            and self.num_written == self._num_posted
-            and not self.is_behind
+            and self.num_waiting == 0
+            and not self.waits_for_room
         )
 
     def send(self, response: Part | None = None, flags: int = 0) -> None:
@@ -257,13 +270,16 @@ class RelayListener:
                 _logger.exception("a part of an answer could not be written; its relay is cut off")
                 connection.is_gone = True
                 connection.writer.transport.abort()
+            was_full = connection.num_waiting == _MAX_POSTED
             connection.num_written += 1  # last, for `is_done`
+            if was_full:
+                self._on_room()
 
     def _write_to(self, connection: RelayConnection, message: bytes) -> None:
         if not connection.is_gone:
             connection.writer.write(message)
-        if connection.writer.transport.get_write_buffer_size() and not connection.is_behind:
-            connection.is_behind = True
+        if connection.writer.transport.get_write_buffer_size() and not connection.waits_for_room:
+            connection.waits_for_room = True
             self._start(self._wait_for_room(connection))
 
     async def _wait_for_room(self, connection: RelayConnection) -> None:
@@ -272,7 +288,7 @@ class RelayListener:
         except OSError:
             pass  # it has gone
         finally:
-            connection.is_behind = False
+            connection.waits_for_room = False
             self._on_room()
 
 

@@ -36,6 +36,7 @@ from inflight_backend.triton.relay_messages import (
 )
 from inflight_backend.triton.relay_socket import address_of, connect, read_messages
 from inflight_client.tensors import make_inputs
+from inflight_scheduler import ScheduledBatch
 
 PROMPT = {"input_ids": [1], "streaming": True}
 
@@ -167,7 +168,7 @@ def test_a_connection_is_done_once_its_whole_answer_is_written_or_nobody_is_ther
     assert posted == [pack(part), pack(LastTensors(part)) + pack(RelayedEnd())]
     connection.num_written = 2
     assert connection.is_done
-    connection.is_behind = True
+    connection.waits_for_room = True
     assert not connection.is_done, "asyncio still holds some of it"
     connection.is_gone = True
     assert connection.is_done
@@ -178,13 +179,13 @@ def test_a_connection_is_done_once_its_whole_answer_is_written_or_nobody_is_ther
 def test_an_end_that_is_posted_during_the_look_at_its_connection_is_not_written_yet() -> None:
     class EndsNow(RelayConnection):
         @property
-        def is_behind(self) -> bool:
-            """Something waits for room, looked at last; another thread sends the end just then."""
+        def waits_for_room(self) -> bool:
+            """Looked at last; another thread sends the end just then."""
             self.send(None, flags=1)
             return False
 
-        @is_behind.setter
-        def is_behind(self, value: bool) -> None: ...
+        @waits_for_room.setter
+        def waits_for_room(self, value: bool) -> None: ...
 
     assert not EndsNow(lambda *_: None).is_done
 
@@ -268,23 +269,56 @@ def test_a_part_that_cannot_be_written_ends_its_connection(
 
 def test_a_frozen_relay_costs_a_few_messages(make_server: MakeServer, gate: Gate) -> None:
     """The tokens it has no room for are kept as numbers, and sent when it goes on."""
+
+    def one_at_a_time(batch: ScheduledBatch) -> None:
+        """Else a dispatcher that had no turn would send hundreds in a message."""
+        wait_until(lambda: not server.model._dispatcher.mover.is_busy())
+        gate(batch)
+
     server = make_server(
-        CountingEngine(num_blocks=2000, max_seq_len=4000, vocab_size=4000, before_step=gate)
+        CountingEngine(
+            num_blocks=2000, max_seq_len=4000, vocab_size=4000, before_step=one_at_a_time
+        )
     )
-    with asking(packed(3000)) as connection:
-        gate.close_after(2500)
+    with asking(packed(500)) as connection:
+        gate.close_after(400)
         assert gate.is_reached.wait(WAIT)
-        wait_until(lambda: server.model._dispatcher._queue.empty())
         [held] = server.model._dispatcher._pieces.values()
-        assert len(held.ids) > 2000
+        assert len(held.ids) > 250, "without a limit of messages: what the listener had no turn for"
         answer = iter(read_messages(connection))
         came = [next(answer) for _ in range(5)]
-        while len(ids_in(came)) < 2499:  # without another token
+        while len(ids_in(came)) < 399:  # without another token
             came.append(next(answer))
         gate.set()
         came += answer_until_end(answer)
-    assert ids_in(came) == list(range(2, 3002))[: len(ids_in(came))]
-    assert len(ids_in(came)) == 3000
+    assert ids_in(came) == list(range(2, 502))
+
+
+def test_a_listener_that_gets_no_turn_has_a_few_messages_to_write(
+    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is kept as numbers until it has written these."""
+    monkeypatch.setattr(relay_listener, "_MAX_POSTED", 4)  # the socket has room for more
+    server = make_server(CountingEngine(num_blocks=2000, max_seq_len=4000, before_step=gate))
+    gate.clear()
+    loop_goes_on = threading.Event()
+    with asking(packed(500)) as connection:
+        wait_until(lambda: server.model._manager.get_num_active_requests() == 1)
+        server.model._relays._loop.call_soon_threadsafe(loop_goes_on.wait, WAIT)
+        gate.close_after(400)
+        gate.set()
+        wait_until(gate.is_reached.is_set)
+        wait_until(lambda: not server.model._dispatcher.mover.is_busy())
+        [way_back] = server.model._relays._open
+        assert way_back.num_waiting == 4
+        loop_goes_on.set()
+        answer = iter(read_messages(connection))
+        came: list[Message] = []
+        while len(ids_in(came)) < 399:  # without another token
+            came.append(next(answer))
+        gate.set()
+        came += answer_until_end(answer)
+    assert ids_in(came) == list(range(2, 502))
 
 
 def answer_until_end(answer: Iterator[Message]) -> list[Message]:
