@@ -23,11 +23,8 @@ from fakes import CountingEngine
 from triton_harness import WAIT, Gate, Server, wait_until
 
 from inflight_backend.errors import CapacityExceeded
-from inflight_backend.inference_request import Array
 from inflight_backend.triton import relay_listener, relay_socket
-from inflight_backend.triton.relay_listener import RelayConnection
 from inflight_backend.triton.relay_messages import (
-    LastTensors,
     Message,
     RelayedEnd,
     RelayedError,
@@ -152,42 +149,6 @@ def test_only_a_process_of_the_same_user_and_parent_is_one_of_ours() -> None:
     assert is_sibling(os.getpid(), os.geteuid())
     assert not is_sibling(os.getpid(), os.geteuid() + 1)
     assert not is_sibling(os.getppid(), os.geteuid())
-
-
-def test_a_connection_is_done_once_its_whole_answer_is_written_or_nobody_is_there() -> None:
-    """The server leaves when all are."""
-    posted: list[bytes] = []
-    connection = RelayConnection(lambda _, message: posted.append(message))
-    part: dict[str, Array] = {"output_ids": np.zeros((1, 1), dtype=np.int32)}
-    assert not connection.is_done, "its request may be on its way"
-    connection.send(part)
-    connection.num_written = 1
-    assert not connection.is_done, "there is more to come"
-    connection.send(part, flags=1)
-    assert not connection.is_done, "the end is not written"
-    assert posted == [pack(part), pack(LastTensors(part)) + pack(RelayedEnd())]
-    connection.num_written = 2
-    assert connection.is_done
-    connection.waits_for_room = True
-    assert not connection.is_done, "asyncio still holds some of it"
-    connection.is_gone = True
-    assert connection.is_done
-    connection.send(None, flags=1)
-    assert len(posted) == 2, "there is nobody to write to"
-
-
-def test_an_end_that_is_posted_during_the_look_at_its_connection_is_not_written_yet() -> None:
-    class EndsNow(RelayConnection):
-        @property
-        def waits_for_room(self) -> bool:
-            """Looked at last; another thread sends the end just then."""
-            self.send(None, flags=1)
-            return False
-
-        @waits_for_room.setter
-        def waits_for_room(self, value: bool) -> None: ...
-
-    assert not EndsNow(lambda *_: None).is_done
 
 
 @pytest.mark.parametrize(
