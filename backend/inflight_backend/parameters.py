@@ -87,9 +87,7 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
     ``ConfigurationError`` for an unknown key, a value outside its kind, choices or bounds, a key
     that is not supported with another value than its default, or a missing ``gpt_model_path``.
     """
-    for key in raw:
-        if key not in PARAMETER_BY_NAME and key not in TRITON_PARAMETERS:
-            raise ConfigurationError(unknown_key_message(key))
+    check_keys(raw, PARAMETER_BY_NAME)
     values: dict[str, Any] = {}
     for spec in PARAMETERS:
         value = _parse_value(spec, set_or_empty(raw.get(spec.name, "")))
@@ -100,6 +98,16 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
             "gpt_model_path is not set: give the folder of a Hugging Face checkpoint"
         )
     return ServerParameters(**values)
+
+
+def check_keys(raw: Mapping[str, str], known: Collection[str]) -> None:
+    """`ConfigurationError` for a key with a value that is neither ``known`` nor Triton's own.
+
+    One that is not set asks for nothing: the peer's templates have many that nobody fills.
+    """
+    for key, text in raw.items():
+        if set_or_empty(text) and key not in known and key not in TRITON_PARAMETERS:
+            raise ConfigurationError(unknown_key_message(key, known))
 
 
 def unknown_key_message(key: str, known: Collection[str] = PARAMETER_BY_NAME) -> str:

@@ -123,9 +123,12 @@ def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
         ("gpu_weights_percent", "1"),
         ("decoding_mode", ""),
         ("medusa_choices", "${medusa_choices}"),
+        ("executor_worker_path", "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"),
+        ("max_kv_cache_length", "${max_kv_cache_length}"),
+        ("max_kv_cache_length", ""),
     ],
 )
-def test_unsupported_key_passes_with_its_neutral_value(key: str, text: str) -> None:
+def test_what_asks_for_nothing_passes(key: str, text: str) -> None:
     assert parse_parameters({**MINIMAL, key: text}) == parse_parameters(MINIMAL)
 
 

@@ -13,15 +13,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.errors import ConfigurationError, InvalidRequest, ServingError
-from inflight_backend.parameters import set_or_empty, unknown_key_message
+from inflight_backend.errors import InvalidRequest, ServingError
+from inflight_backend.parameters import check_keys, set_or_empty
 from inflight_backend.private_log import get_logger
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.coded_errors import CodedFactory
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton.request_head import read_head
 from inflight_backend.triton.stream import ResponseFactory
-from inflight_client.protocol import TRITON_PARAMETERS
 
 _logger = get_logger(__name__)
 
@@ -43,13 +42,11 @@ class Convert(Protocol):
 def parameters_of(args: Mapping[str, str], *known: str) -> dict[str, str]:
     """The model's ``parameters`` block; what nobody filled is empty.
 
-    `ConfigurationError` for one that is neither ``known`` nor Triton's own.
+    `ConfigurationError` for one that is set and neither ``known`` nor Triton's own.
     """
     config = json.loads(args["model_config"])
     values = {key: set_or_empty(v["string_value"]) for key, v in config["parameters"].items()}
-    for key in values:
-        if key not in known and key not in TRITON_PARAMETERS:
-            raise ConfigurationError(unknown_key_message(key, known))
+    check_keys(values, known)
     return values
 
 

@@ -264,8 +264,14 @@ def test_an_unknown_parameter_is_refused_by_name(
         load(monkeypatch, gpt_model_path=DEMO_MODEL, **{key: Path("auto")})
 
 
-def test_tritons_own_parameters_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, gpt_model_path=DEMO_MODEL, EXECUTION_ENV_PATH=Path("/env"))
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [("EXECUTION_ENV_PATH", "/env"), ("multimodal_model_path", "${multimodal_model_path}")],
+)
+def test_tritons_own_parameters_pass_and_those_that_nobody_filled(
+    monkeypatch: pytest.MonkeyPatch, key: str, text: str
+) -> None:
+    load(monkeypatch, gpt_model_path=DEMO_MODEL, **{key: Path(text)})
 
 
 def answer(model: Preprocessing, inputs: dict[str, Any]) -> dict[str, Any]:
