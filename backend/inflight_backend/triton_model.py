@@ -28,7 +28,7 @@ from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.stub_checks import check_own_stub
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue
-from inflight_backend.triton.config_checks import check_config
+from inflight_backend.triton.config_checks import check_config, with_queue_limit
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
@@ -81,7 +81,8 @@ class TritonPythonModel:
             with status.beating(BEAT_SECONDS):
                 check_own_stub(pb_utils)
                 check_config(config, args)
-                self._start(pb_utils, args, config, parse_parameters(raw), status)
+                parameters = parse_parameters(with_queue_limit(raw, config))
+                self._start(pb_utils, args, config, parameters, status)
         except ServingError as error:
             status.write("failed", error=str(error))
             raise pb_utils.TritonModelException(str(error)) from None

@@ -1,6 +1,7 @@
 """What config.pbtxt may ask of Triton for ``tensorrt_llm`` and would not get: refused at load.
 
-Triton takes each of these and passes it over, or does it beside the model and not with it.
+Triton takes each of these and passes it over, or does it beside the model and not with it. The
+limit of its queue is the model's, as with `tensorrtllm_backend`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.parameters import set_or_empty
 
 _PROMPTS = ("input_ids", "text_input")
 _GPU = ("KIND_GPU", "GPU")
-_INSTEAD = {
-    "max_queue_size": "the parameter max_queue_size bounds how many wait",
-    "default_timeout_microseconds": "the parameter max_queue_seconds bounds how long they wait",
-}
-"""Limits of a queue of Triton's -> what does the same here."""
+_LIMIT = "max_queue_size"
 
 
 def check_config(config: Mapping[str, Any], args: Mapping[str, str]) -> None:
@@ -35,7 +33,25 @@ def check_config(config: Mapping[str, Any], args: Mapping[str, str]) -> None:
             "it, and sampled answers repeated; leave it out (enable_kv_cache_reuse shares what "
             "prompts have in common)"
         )
-    _check_queue(config.get("dynamic_batching", {}))
+    _check_queue(config)
+
+
+def with_queue_limit(parameters: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    """``parameters`` with the limit of Triton's queue as ``max_queue_size``, if there is one: there
+    `tensorrtllm_backend` has it. `ConfigurationError` if they say something else."""
+    limit = int(_queue_policy(config).get(_LIMIT, 0))
+    own = set_or_empty(parameters.get(_LIMIT, ""))
+    if limit and own and own != str(limit):
+        raise ConfigurationError(
+            f"dynamic_batching.default_queue_policy.{_LIMIT} is {limit} and the parameter {_LIMIT} "
+            f"is {own}: they mean the same, leave one of them out"
+        )
+    return {**parameters, _LIMIT: str(limit)} if limit else dict(parameters)
+
+
+def _queue_policy(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    policy: Mapping[str, Any] = config.get("dynamic_batching", {}).get("default_queue_policy", {})
+    return policy
 
 
 def _check_instances(config: Mapping[str, Any], args: Mapping[str, str]) -> None:
@@ -68,17 +84,17 @@ def _num_instances(group: Mapping[str, Any]) -> int:
     return int(group.get("count", 1)) * max(num_devices, 1)
 
 
-def _check_queue(batching: Mapping[str, Any]) -> None:
+def _check_queue(config: Mapping[str, Any]) -> None:
     """Requests pass through Triton's queue at once and wait in the model."""
-    policy = batching.get("default_queue_policy", {})
-    for key, instead in _INSTEAD.items():
-        if int(policy.get(key, 0)):
-            raise ConfigurationError(
-                f"dynamic_batching.default_queue_policy.{key} is {policy[key]}, but requests wait "
-                f"in the model, not in Triton's queue: leave it out; {instead}"
-            )
-    if int(batching.get("priority_levels", 0)):
+    key = "default_timeout_microseconds"
+    if timeout := int(_queue_policy(config).get(key, 0)):
         raise ConfigurationError(
-            f"dynamic_batching.priority_levels is {batching['priority_levels']}, but requests wait "
-            "in the model, not in Triton's queue: leave it out; the input 'priority' orders them"
+            f"dynamic_batching.default_queue_policy.{key} is {timeout}, but requests wait in the "
+            "model, not in Triton's queue: leave it out; the parameter max_queue_seconds bounds "
+            "how long they wait"
+        )
+    if levels := int(config.get("dynamic_batching", {}).get("priority_levels", 0)):
+        raise ConfigurationError(
+            f"dynamic_batching.priority_levels is {levels}, but requests wait in the model, not in "
+            "Triton's queue: leave it out; the input 'priority' orders them"
         )

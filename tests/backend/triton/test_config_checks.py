@@ -10,7 +10,8 @@ import pytest
 from fakes import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
-from inflight_backend.triton.config_checks import check_config
+from inflight_backend.parameters import parse_parameters
+from inflight_backend.triton.config_checks import check_config, with_queue_limit
 from inflight_backend.triton.decoding import read_inputs
 from inflight_backend.triton_model import TritonPythonModel
 
@@ -55,10 +56,6 @@ def test_what_can_be_done_is_taken(config: dict[str, Any]) -> None:
         ({"instance_group": [on_gpus(0, 1, 2, 3)]}, "asks for 4 instances.*CUDA_VISIBLE_DEVICES"),
         ({"instance_group": [on_gpus(0, 1, count=2)]}, "asks for 4 instances"),
         ({"response_cache": {"enable": True}}, "response_cache is not for this model"),
-        (
-            {"dynamic_batching": {"default_queue_policy": {**NO_LIMITS, "max_queue_size": 32}}},
-            "default_queue_policy.max_queue_size is 32.*parameter max_queue_size",
-        ),
         (  # Triton writes some numbers as text
             {"dynamic_batching": {"default_queue_policy": {"default_timeout_microseconds": "9"}}},
             "default_timeout_microseconds is 9.*max_queue_seconds",
@@ -69,6 +66,25 @@ def test_what_can_be_done_is_taken(config: dict[str, Any]) -> None:
 def test_what_cannot_is_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         check_config({**PROMPT, **config}, {})
+
+
+@pytest.mark.parametrize("policy", [{}, NO_LIMITS, {"max_queue_size": "32"}])
+@pytest.mark.parametrize("own", [{}, {"max_queue_size": "${max_queue_size}"}])
+def test_the_limit_of_tritons_queue_is_the_models(policy: Any, own: dict[str, str]) -> None:
+    """`tensorrtllm_backend` reads it there: its README fills it in."""
+    given = {"gpt_model_path": "/m", **own}
+    config = {**PROMPT, "dynamic_batching": {"default_queue_policy": policy}}
+    check_config(config, {})
+    parameters = parse_parameters(with_queue_limit(given, config))
+    expected = 32 if policy.get("max_queue_size") else parse_parameters(given).max_queue_size
+    assert parameters.max_queue_size == expected
+
+
+def test_two_limits_of_the_queue_must_be_the_same() -> None:
+    config = {"dynamic_batching": {"default_queue_policy": {"max_queue_size": 32}}}
+    with_queue_limit({"max_queue_size": "32"}, config)
+    with pytest.raises(ConfigurationError, match=r"is 32 and .* is 64: .*leave one of"):
+        with_queue_limit({"max_queue_size": "64"}, config)
 
 
 def test_an_instance_that_joins_a_running_one_is_refused() -> None:
@@ -88,11 +104,23 @@ def test_another_gpu_than_the_first_is_refused() -> None:
         check_config(PROMPT, {**args, "model_instance_device_id": "1"})
 
 
-def test_the_model_does_not_load_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"response_cache": {"enable": True}}, "response_cache"),
+        (
+            {"dynamic_batching": {"default_queue_policy": {"max_queue_size": 10**8}}},
+            "max_queue_size is 100000000: it must be between 0 and",
+        ),
+    ],
+)
+def test_the_model_does_not_load_with_it(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str
+) -> None:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
-    config = {**PROMPT, "parameters": {}, "response_cache": {"enable": True}}
+    config = {**PROMPT, "parameters": {}, **asked}
     args = {"model_config": json.dumps(config), "model_name": "tensorrt_llm"}
-    with pytest.raises(RuntimeError, match="response_cache"):
+    with pytest.raises(RuntimeError, match=message):
         TritonPythonModel().initialize(args)
 
 
