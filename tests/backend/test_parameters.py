@@ -124,6 +124,7 @@ def test_unknown_key_without_a_neighbour_suggests_nothing() -> None:
         ("decoding_mode", ""),
         ("medusa_choices", "${medusa_choices}"),
         ("executor_worker_path", "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker"),
+        ("worker_path", "/opt/tritonserver/backends/tensorrtllm/triton_tensorrtllm_worker"),
         ("max_kv_cache_length", "${max_kv_cache_length}"),
         ("max_kv_cache_length", ""),
     ],

@@ -279,14 +279,21 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec("gpu_device_ids", "str", "", "multi-GPU", is_honoured=False),
     ParameterSpec("participant_ids", "str", "", "multi-GPU", is_honoured=False),
     ParameterSpec("num_nodes", "int", "1", "multi-GPU", is_honoured=False),
-    ParameterSpec(  # what its configs say, where nobody asks for several processes
+    # The next two: what its configs say where nobody asks for several processes.
+    ParameterSpec(
         "executor_worker_path",
         "str",
         "/opt/tritonserver/backends/tensorrtllm/trtllmExecutorWorker",
         "multi-GPU",
         is_honoured=False,
     ),
-    ParameterSpec("worker_path", "str", "", "multi-GPU", is_honoured=False),
+    ParameterSpec(
+        "worker_path",
+        "str",
+        "/opt/tritonserver/backends/tensorrtllm/triton_tensorrtllm_worker",
+        "multi-GPU",
+        is_honoured=False,
+    ),
     ParameterSpec("lora_cache_optimal_adapter_size", "int", "8", "LoRA", is_honoured=False),
     ParameterSpec("lora_cache_max_adapter_size", "int", "64", "LoRA", is_honoured=False),
     ParameterSpec("lora_cache_gpu_memory_fraction", "float", "0.05", "LoRA", is_honoured=False),
