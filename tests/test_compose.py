@@ -134,7 +134,8 @@ def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str,
     [container] = pod["containers"]
     triton = services["triton"]
     assert container["image"] == triton["image"]
-    program, name, *arguments = container["command"]
+    assert "command" not in container, "it would take the place of the image's entry point"
+    program, name, *arguments = container["args"]
     assert (program, name) == ("inflight", "serve")
     own = typer.Typer()
     own.command()(serve)
