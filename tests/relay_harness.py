@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +16,16 @@ from triton_harness import WAIT
 
 from inflight_backend.triton.relay import RelayModel
 from inflight_backend.triton.relay_listener import RelayConnection, RelayListener
-from inflight_backend.triton.relay_messages import Part, RelayedRequest
+from inflight_backend.triton.relay_messages import (
+    Message,
+    Part,
+    RelayedEnd,
+    RelayedRequest,
+    pack,
+)
+from inflight_backend.triton.relay_socket import connect, read_messages
 from inflight_backend.triton.vllm_model import TritonPythonModel
+from inflight_client.tensors import make_inputs
 
 Ask = Callable[..., FakeSender]
 
@@ -89,4 +98,47 @@ def tensors_of(sender: FakeSender) -> list[dict[str, Any]]:
     return [
         {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors}
         for response in sender.responses
+    ]
+
+
+def packed(num_tokens: int, **values: object) -> bytes:
+    """A request for a stream of so many tokens, as it travels to ``tensorrt_llm``."""
+    prompt = {"input_ids": [1], "streaming": True}
+    inputs = make_inputs({**prompt, "request_output_len": num_tokens, **values})
+    return pack(RelayedRequest(inputs, ["output_ids"]))
+
+
+@contextmanager
+def asking(message: bytes) -> Iterator[socket.socket]:
+    """A connection to ``tensorrt_llm`` that has sent ``message``."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(WAIT)
+        connect(connection, "tensorrt_llm")
+        connection.sendall(message)
+        yield connection
+
+
+def answer_on(connection: socket.socket) -> list[Message]:
+    """All that comes, with the end."""
+    answer = []
+    for each in read_messages(connection):
+        answer.append(each)
+        if isinstance(each, RelayedEnd):
+            return answer
+    raise AssertionError("no end")
+
+
+def answer_to(message: bytes) -> list[Message]:
+    """`answer_on` a connection of its own."""
+    with asking(message) as connection:
+        return answer_on(connection)
+
+
+def ids_in(answer: list[Message]) -> list[int]:
+    """The tokens of all parts."""
+    return [
+        int(each)
+        for part in answer
+        if isinstance(part, dict)
+        for each in np.ravel(part["output_ids"])
     ]

@@ -270,8 +270,8 @@ class RelayListener:
                 _logger.exception("a part of an answer could not be written; its relay is cut off")
                 connection.is_gone = True
                 connection.writer.transport.abort()
-            connection.num_written += 1  # last, for `is_done`
-            if connection.num_waiting == _MAX_POSTED - 1:  # now: it may have got more meanwhile
+            connection.num_written += 1  # not before: for `is_done`
+            if connection.num_waiting == _MAX_POSTED - 1:  # now: more may be posted any moment
                 self._on_room()
 
     def _write_to(self, connection: RelayConnection, message: bytes) -> None:

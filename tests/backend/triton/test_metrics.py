@@ -132,14 +132,17 @@ def test_requests_that_end_with_an_error_are_counted_by_its_code(
     wait_until(lambda: counted() == expected)
 
 
-def test_pauses_are_counted(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_are_counted(
+    make_server: MakeServer, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many as the statistics of all iterations tell: the gauge says 0 nearly always."""
     monkeypatch.setattr(FakePbUtils, "families", {})
-    server = make_server(
-        CountingEngine(num_blocks=8), batch_scheduler_policy="max_utilization", max_num_tokens="64"
-    )
+    engine = CountingEngine(num_blocks=8, before_step=gate)
+    server = make_server(engine, batch_scheduler_policy="max_utilization", max_num_tokens="64")
     feed = server.send(stats=True)
+    gate.clear()  # until there are so many that they must pause
     senders = [server.send(input_ids=[1, 2, 3], request_output_len=17) for _ in range(4)]
+    gate.set()
     for sender in senders:
         assert sender.is_final.wait(10)
     wait_until(lambda: values_in(feed, "Active Request Count")[-1] == 0)

@@ -168,15 +168,17 @@ def test_while_responses_cannot_leave_nothing_new_is_started(
     """Triton takes no response: what waits for it stays bounded, and all of it leaves later."""
     monkeypatch.setattr(dispatcher, "_MAX_BACKLOG", 100)
     server = make_server(CountingEngine())
-    release = threading.Event()
+    is_stuck, release = threading.Event(), threading.Event()
     stuck = FakeSender()
 
     def wait(response: Any = None, flags: int = 0) -> None:
-        assert release.wait(WAIT)
+        is_stuck.set()
+        assert release.wait(3 * WAIT)
         FakeSender.send(stuck, response, flags)
 
     stuck.send = wait  # type: ignore[method-assign]
     server.send("stuck", sender=stuck, input_ids=[1], request_output_len=5, streaming=True)
+    assert is_stuck.wait(WAIT)  # with what it has taken so far, which does not count
     others = [
         server.send(f"{i}", input_ids=[1], request_output_len=40, streaming=True) for i in range(30)
     ]

@@ -81,23 +81,16 @@ def wait_for_rest(relay: TritonPythonModel, llm: Server) -> None:
     wait_until(lambda: not relay._relay._live)
 
 
-class SlowSender(FakeSender):
-    """Slower than the engine."""
-
-    def send(self, response: Any = None, flags: int = 0) -> None:
-        time.sleep(0.02)
-        super().send(response, flags)
-
-
 class WaitingSender(FakeSender):
     """Sends nothing before it may."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.may_send = threading.Event()
+        self.is_sending, self.may_send = threading.Event(), threading.Event()
 
     def send(self, response: Any = None, flags: int = 0) -> None:
-        assert self.may_send.wait(WAIT)
+        self.is_sending.set()
+        assert self.may_send.wait(3 * WAIT)
         super().send(response, flags)
 
 
@@ -188,11 +181,12 @@ def test_a_relay_that_is_slower_than_the_engine_gets_all_in_fewer_parts(
 
 
 def test_a_slow_reader_holds_up_no_other(relay: TritonPythonModel, llm: Server) -> None:
-    slow = send(relay, 500, sender=SlowSender())
-    assert slow.has_response.wait(WAIT)
+    slow = WaitingSender()
+    send(relay, 500, slow)
+    assert slow.is_sending.wait(WAIT)
     assert ids_of(send_and_wait(relay, 300)) == list(range(2, 302))
-    assert not slow.is_final.is_set()
     slow.cancelled = True
+    slow.may_send.set()
     wait_for_rest(relay, llm)
 
 
@@ -272,8 +266,12 @@ def test_a_model_that_is_not_loaded_is_a_named_refusal(relay: TritonPythonModel)
 
 
 def test_a_model_that_is_loaded_again_at_that_moment_is_waited_for(
-    relay: TritonPythonModel, make_server: Callable[..., Server], tokenizer: None
+    relay: TritonPythonModel,
+    make_server: Callable[..., Server],
+    tokenizer: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(relay_socket, "_CONNECT_SECONDS", WAIT)  # a busy machine may take a second
     sender = send(relay, 3)
     time.sleep(0.05)
     make_server(CountingEngine())
@@ -321,11 +319,12 @@ def test_an_unload_does_not_wait_for_a_relay_that_is_frozen(
     """What it would still have to read does not fit into the socket."""
     monkeypatch.setattr(triton_model, "_FROZEN_RELAY_SECONDS", 0.2)
     monkeypatch.setattr(relay_listener, "_CLOSE_SECONDS", 0.1)
+    monkeypatch.setitem(globals(), "step_slowly", llm.send_all)  # else all may be one message
     inputs = make_inputs({"input_ids": [1], "streaming": True, "request_output_len": 200})
     with socket.socket(socket.AF_UNIX) as connection:
         relay_socket.connect(connection, "tensorrt_llm")
         connection.sendall(pack(RelayedRequest(inputs, ["output_ids"])))
-        wait_until(lambda: llm.model._frontend.num_live == 1)
+        wait_until(lambda: len(llm.engine.batches) == 200)
         wait_until(lambda: llm.model._frontend.num_live == 0)
         assert not llm.model._relays.is_done
         llm.model.finalize()

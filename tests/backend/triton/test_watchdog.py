@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import Gate, Server, error_of, full_disk, ids_of, wait_until
+from triton_harness import WAIT, Gate, Server, error_of, full_disk, ids_of, wait_until
 
 from inflight_backend.status import beat_of, read_status
 from inflight_backend.triton.watchdog import Mover, Progress, Watchdog, Watched
@@ -44,7 +45,7 @@ def test_a_step_that_never_returns_ends_the_streams_and_readiness(make_server: M
     waiting = [server.send(f"w{i}", input_ids=[1], request_output_len=5) for i in range(6)]
     for sender in (running, *waiting, feed):
         assert sender.is_final.wait(10)
-    assert time.monotonic() - began < STALL + 2
+    assert time.monotonic() - began < 10
     for sender in (running, *waiting):
         assert last_error(sender)[0].startswith("the server makes no progress")
     assert not server.model.is_ready()
@@ -73,11 +74,12 @@ def test_a_model_that_is_stuck_for_good_can_be_unloaded(make_server: MakeServer)
 
 
 def test_slow_steps_and_idle_times_are_no_stall(make_server: MakeServer) -> None:
-    engine = CountingEngine(before_step=lambda batch: time.sleep(STALL / 3))
-    server = make_server(engine, stall_seconds=str(STALL))
+    stall = 2 * STALL  # beside it, what a busy machine may add to a step is little
+    engine = CountingEngine(before_step=lambda batch: time.sleep(stall / 4))
+    server = make_server(engine, stall_seconds=str(stall))
     sender = server.ask(input_ids=[1], request_output_len=6, streaming=True)
     assert ids_of(sender) == [2, 3, 4, 5, 6, 7]
-    time.sleep(2 * STALL)
+    time.sleep(2 * stall)
     assert server.model.is_ready()
     assert ids_of(server.ask(input_ids=[1], request_output_len=1)) == [1, 2]
 
@@ -123,23 +125,27 @@ def test_the_beat_goes_on_and_a_failing_action_does_not_end_it() -> None:
 
 def test_a_process_that_was_stopped_and_goes_on_has_missed_nothing() -> None:
     """The watchdog stands still with those whom it watches, and looks before they have moved."""
-    stall, progress, goes_on, stalls = 0.8, Progress(), threading.Event(), []
+    stall, progress, has_looked, stalls = 0.8, Progress(), threading.Event(), list[int]()
+    looks = itertools.count()
+    seen: list[list[int]] = []
 
-    def stand_still() -> None:
-        if not goes_on.is_set():
+    def beat() -> None:
+        """It comes behind each look."""
+        look = next(looks)
+        if look == 0:
             time.sleep(2 * stall)
-            goes_on.set()
+        elif look == 1:
+            seen.append(list(stalls))
+            has_looked.set()
 
     with progress:
         watched = Watched(
-            [Mover.of(progress)], lambda: stalls.append(1), on_move=stalls.clear, beat=stand_still
+            [Mover.of(progress)], lambda: stalls.append(1), on_move=lambda: None, beat=beat
         )
         watchdog = Watchdog(watched, stall)
-        assert goes_on.wait(20)
-        time.sleep(0.4 * stall)  # one look, and not yet a second one
-        assert not stalls
+        assert has_looked.wait(WAIT)
     watchdog.close()
-    assert not stalls
+    assert seen == [[]]
 
 
 def test_the_beat_renews_the_status_file(make_server: MakeServer) -> None:
