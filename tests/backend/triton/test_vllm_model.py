@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakePbUtils, FakeSender
-from relay_harness import Ask, tensors_of, vllm_model
+from relay_harness import Ask, answering, tensors_of, vllm_model
 from triton_harness import Server, error_of
 
 from inflight_backend.errors import ConfigurationError
@@ -60,6 +60,16 @@ def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[
     pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
     assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
     assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
+
+
+def test_it_calls_the_model_that_is_named() -> None:
+    """As ``tensorrt_llm_bls`` does: a deployment may have several, each with a model of its own."""
+    said = {"text_output": np.array([b"it is mine"], dtype=object)}
+    with (
+        answering(lambda request: [said], "mine"),
+        vllm_model(tensorrt_llm_model_name="mine") as ask,
+    ):
+        assert tensors_of(ask()) == [{"text_output": [b"1 2it is mine"]}]
 
 
 @pytest.mark.parametrize(
