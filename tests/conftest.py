@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scheduler  # noqa: F401 - the folder: later benchmarks/scheduler.py could be found in its place
 
 # Triton reads this when it is first imported, whoever does that: without a GPU, kernels run on the
 # CPU in the tests. (A machine that shows its GPU elsewhere sets it to 0.)

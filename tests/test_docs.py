@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from fakes import CountingEngine
 from manager_harness import Recorder, request, running
-from promql import check
 
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.serve.settings import DEMO_MODEL
@@ -22,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     "tool",
     [
+        "write_operations_docs.py",
         "write_protocol_docs.py",
         "write_performance_docs.py",
         "write_reliability_docs.py",
@@ -84,29 +84,3 @@ def test_nobody_is_told_to_install_what_others_called_inflight() -> None:
     for path in [ROOT / "README.md", *texts]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"pip install[^\n]*[ '\"]inflight\b", text), path.name
-
-
-def alerts() -> list[str]:
-    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
-    table = page.partition("| alert when | means |")[2].partition("\n\n")[0]
-    return [text for text in re.findall(r"`([^`]*)`", table) if re.search(r"_metrics|_total", text)]
-
-
-@pytest.mark.parametrize("expression", alerts())
-def test_alerts_of_the_operations_page_can_fire(expression: str) -> None:
-    """They name metrics that exist, and their sides have the same labels."""
-    check(expression, set())
-
-
-def test_all_alerts_are_looked_at() -> None:
-    assert len(alerts()) == 7
-
-
-def test_an_alert_whose_sides_never_meet_is_found() -> None:
-    active = 'nv_trt_llm_request_metrics{request_type="active"} > 0'
-    counter = 'increase(nv_trt_llm_general_metrics{general_type="iteration_counter"}[2m]) == 0'
-    with pytest.raises(AssertionError, match="never meet"):
-        check(f"{active} and {counter}", set())
-    with pytest.raises(AssertionError, match="never meet"):
-        check(f"{active} and ignoring (request_type) {counter}", set())
-    check(f"{active} and ignoring (request_type, general_type) {counter}", set())

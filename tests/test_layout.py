@@ -54,6 +54,14 @@ def test_files_stay_readable(package: str) -> None:
     assert {path: lines for path, lines in num_lines.items() if lines > MAX_LINES} == {}
 
 
+def test_files_of_tests_can_be_named_in_any_order() -> None:
+    """The first puts the benchmarks on the path, of which one is called as a folder of tests is."""
+    files = ["tests/test_soak_traffic.py", "tests/scheduler/test_soak.py"]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", *files]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.returncode == 0, result.stdout
+
+
 @pytest.mark.parametrize(
     ("names", "blocked"),
     [

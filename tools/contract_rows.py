@@ -421,6 +421,7 @@ MODELS: tuple[ModelRows, ...] = (
             *rows("cumulative_logprob", _VLLM_SUMS),
             *rows("logprobs", *_VLLM_LOG_PROBS),
         ),
+        rows("REPORT_CUSTOM_METRICS ENABLE_VLLM_HEALTH_CHECK"),
         note="vLLM's backend names its models freely; this is the name of its samples.",
     ),
     ModelRows(

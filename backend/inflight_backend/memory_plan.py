@@ -70,7 +70,8 @@ class PlanSettings:
 class MemoryPlan:
     """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU.
 
-    ``slot_bytes`` are kept for the slots beside the pool (`engine.slot_memory`).
+    ``table_bytes`` are the table of the rotary embedding, ``slot_bytes`` are kept for the slots
+    beside the pool (`engine.slot_memory`).
     """
 
     architecture: str

@@ -14,7 +14,6 @@ from gpu_parts.common import Setting
 from torch import Tensor
 
 from inflight_kernels import reference
-from inflight_kernels.reference import sampling
 
 _ROWS, _SLOTS, _LENGTH = 9, 12, 70
 # Share of all that may be drawn. Sums in float32 are off by a fifth of it at most.
@@ -48,16 +47,16 @@ def _is_clear(
     min_p: Tensor | None = None,
 ) -> Tensor:
     """[N] bool: the token is the same with a little more or less of noise and top-p."""
-    is_greedy = ~sampling._draws(temperature, top_k, top_p, min_p)
+    is_greedy = ~reference.is_drawn(temperature, top_k, top_p, min_p)
     temperature = torch.where(temperature == 0, 1.0, temperature)
     rows = torch.arange(len(logits), device=logits.device)
     noise = reference.uniform(seeds, positions).double()
     drawn = []
     for share in (1 - _NEAR, 1 + _NEAR):
         top_p_near = torch.where(top_p < 1, top_p * share, top_p)
-        kept = sampling._filtered(logits, rows, temperature, top_k, top_p_near, min_p)
+        kept = reference.filtered(logits, rows, temperature, top_k, top_p_near, min_p)
         for shift in (-_NEAR, _NEAR):
-            drawn.append(sampling._draw(kept, (noise + shift).clamp(0, 1 - 1e-9)))
+            drawn.append(reference.draw(kept, (noise + shift).clamp(0, 1 - 1e-9)))
     tokens = torch.stack(drawn)
     return is_greedy | (tokens == tokens[0]).all(dim=0)
 

@@ -118,13 +118,12 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
     facts = [
         ("model", f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}{fp8}"),
         ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
-    ]
-    facts.append(
+        ("rope table", f"{format_size(made.table_bytes)} ({made.max_seq_len:,} positions)"),
         (
             "kept for slots",
             f"{format_size(made.slot_bytes)} ({made.max_batch_size * made.max_beam_width} slots)",
-        )
-    )
+        ),
+    ]
     if made.free_bytes is not None:
         facts.append(("left on the GPU", format_size(made.free_bytes)))
     facts += [

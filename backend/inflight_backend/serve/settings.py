@@ -23,12 +23,12 @@ PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
 _MODEL_NAME_KEY = "tensorrt_llm_model_name"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _TEXT_MODEL_KEYS = {
-    "add_special_tokens": "preprocessing",
-    "skip_special_tokens": "postprocessing",
-    "accumulate_tokens": "tensorrt_llm_bls",
-    _MODEL_NAME_KEY: "tensorrt_llm_bls",
+    "add_special_tokens": ("preprocessing",),
+    "skip_special_tokens": ("postprocessing",),
+    "accumulate_tokens": ("tensorrt_llm_bls",),
+    _MODEL_NAME_KEY: ("tensorrt_llm_bls", "vllm_model"),
 }
-"""Parameter of an optional model, not of `tensorrt_llm` -> that model."""
+"""Parameter of optional models, not of `tensorrt_llm` -> these models."""
 
 _LOCAL_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of all interfaces -> that of this machine."""
@@ -145,9 +145,11 @@ def _parse_for_llm(values: Mapping[str, str], model: Path) -> ServerParameters:
 
 
 def _check_text_model_key(key: str, value: str, models: Sequence[str]) -> None:
-    owner = _TEXT_MODEL_KEYS[key]
-    if owner not in models:
-        raise ConfigurationError(f"--set {key} is for the model {owner}: ask for it, --add {owner}")
+    owners = _TEXT_MODEL_KEYS[key]
+    if not set(owners) & set(models):
+        raise ConfigurationError(
+            f"--set {key} is for the model {' or '.join(owners)}: ask for it, --add {owners[0]}"
+        )
     if key == _MODEL_NAME_KEY:
         if not _MODEL_NAME.fullmatch(value):
             raise ConfigurationError(f"--set {key} must be the name of a model, got {value!r}")

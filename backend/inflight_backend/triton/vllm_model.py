@@ -148,8 +148,10 @@ class TritonPythonModel(RelayModel):
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start what relays; a failure fails the load with one line."""
-        self.open(args, LLM_MODEL_NAME)  # first: the server may die while a tokenizer loads
-        self._codec = _load_codec(parameters_of(args, *CODEC_PARAMETERS))
+        parameters = parameters_of(args, *CODEC_PARAMETERS, "tensorrt_llm_model_name")
+        # Before a tokenizer loads: the server may die meanwhile.
+        self.open(args, parameters.get("tensorrt_llm_model_name") or LLM_MODEL_NAME)
+        self._codec = _load_codec(parameters)
 
     def translate(
         self, request: Any, head: RequestHead

@@ -67,5 +67,8 @@ TEMPLATE_HINTS: dict[str, str] = {
     "tensorrt_llm_draft_model_name": (
         "no model drafts for another: leave it out; see speculative_decoding_mode"
     ),
+    "REPORT_CUSTOM_METRICS": "metrics of inflight's own are always reported: leave it out",
+    "ENABLE_VLLM_HEALTH_CHECK": "tensorrt_llm always says whether it takes requests: leave it out",
 }
-"""What the templates of ``tensorrtllm_backend`` are filled with and is no setting here -> why."""
+"""What fills templates of ``tensorrtllm_backend`` or stands in configs of ``vllm_backend``, and is
+no setting here -> why."""

@@ -30,7 +30,10 @@ from inflight_kernels.reference.elementwise import (
 )
 from inflight_kernels.reference.masking import mask_logits
 from inflight_kernels.reference.sampling import (
+    draw,
+    filtered,
     greedy,
+    is_drawn,
     log_probs_of_draws,
     sample,
     sample_with_log_probs,
@@ -45,7 +48,10 @@ __all__ = [
     "apply_rope",
     "ban_repeated_ngrams",
     "ban_words",
+    "draw",
+    "filtered",
     "greedy",
+    "is_drawn",
     "log_probs_of_draws",
     "mask_logits",
     "paged_attention_context",

@@ -52,12 +52,12 @@ def sample(
     with the last one a filter keeps are kept too. Only rows that draw pay for filters.
     """
     tokens = greedy(logits)
-    rows = (_draws(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
+    rows = (is_drawn(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
     if rows.numel() == 0:
         return tokens
     logits = logits.float()
-    kept = _filtered(logits, rows, temperature, top_k, top_p, min_p)
-    tokens[rows] = _draw(kept, uniform(seeds[rows], positions[rows]))
+    kept = filtered(logits, rows, temperature, top_k, top_p, min_p)
+    tokens[rows] = draw(kept, uniform(seeds[rows], positions[rows]))
     return tokens
 
 
@@ -88,23 +88,23 @@ def log_probs_of_draws(
     That is among what the filters left; 0 where the row is greedy, NaN where nothing was drawn.
     """
     result = torch.where(tokens >= 0, 0.0, torch.nan).to(torch.float32)
-    rows = (_draws(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
+    rows = (is_drawn(temperature, top_k, top_p, min_p) & (tokens >= 0)).nonzero().squeeze(1)
     if rows.numel() == 0:
         return result
-    kept = _filtered(logits.float(), rows, temperature, top_k, top_p, min_p).log_softmax(dim=-1)
+    kept = filtered(logits.float(), rows, temperature, top_k, top_p, min_p).log_softmax(dim=-1)
     result[rows] = kept.gather(1, tokens[rows, None]).squeeze(1)
     return result
 
 
-def _draws(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
-    """[N] bool: rows that are not greedy."""
+def is_drawn(temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> Tensor:
+    """[N] bool: which rows `sample` draws; the others are greedy."""
     has_no_filter = (top_k == 0) & (top_p == 0)
     if min_p is not None:
         has_no_filter &= min_p == 0
     return ~((temperature == 0) | (top_k == 1) | has_no_filter)
 
 
-def _filtered(
+def filtered(
     logits: Tensor,
     rows: Tensor,
     temperature: Tensor,
@@ -112,7 +112,10 @@ def _filtered(
     top_p: Tensor,
     min_p: Tensor | None,
 ) -> Tensor:
-    """``rows`` [R] of logits, scaled, with -inf for what the filters drop: [R, V]."""
+    """``rows`` [R] of logits [N, V], scaled, with -inf for what the filters drop: [R, V].
+
+    Their temperature is above 0.
+    """
     # The distance from the best token, so that a tiny temperature cannot overflow to +inf.
     scaled = (logits[rows] - logits[rows].amax(-1, keepdim=True)) / temperature[rows, None]
     kept = _keep_top_k(scaled, top_k[rows])
@@ -148,8 +151,9 @@ def _keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     return logits.index_copy(0, rows, candidates.masked_fill(candidates < threshold, -torch.inf))
 
 
-def _draw(logits: Tensor, noise: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds ``noise`` [N] in [0, 1)."""
+def draw(logits: Tensor, noise: Tensor) -> Tensor:
+    """Of each row of logits [N, V] the first token whose cumulative probability exceeds its
+    ``noise`` [N] in [0, 1): [N] int64."""
     cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     wanted = noise.to(torch.float64)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, wanted, right=True).squeeze(1)

@@ -53,8 +53,9 @@ def test_every_other_model_is_written_when_asked_for(tmp_path: Path) -> None:
     parameters = config(tmp_path / "postprocessing").parameters
     assert parameters["skip_special_tokens"].string_value == "false"
     assert parameters["gpt_model_path"].string_value.endswith("demo_model")
-    relay = config(tmp_path / "tensorrt_llm_bls").parameters
-    assert relay["tensorrt_llm_model_name"].string_value == "mine"
+    for relay in ("tensorrt_llm_bls", "vllm_model"):
+        named = config(tmp_path / relay).parameters["tensorrt_llm_model_name"]
+        assert named.string_value == "mine"
 
 
 def test_the_checkpoint_may_be_on_another_machine(tmp_path: Path) -> None:

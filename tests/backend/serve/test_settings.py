@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.serve.repository import OPTIONAL_MODELS
+from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
 
 MODEL = Path("checkpoint")
@@ -32,6 +32,14 @@ def test_keys_of_other_models_are_no_parameters_of_the_llm() -> None:
     for item in items[:-1]:
         with pytest.raises(ConfigurationError, match=f"{item.split('=')[0]} is for the model"):
             parse_overrides([item], MODEL)
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm_bls", "vllm_model"])
+def test_a_key_of_two_models_needs_one_of_them(model: str) -> None:
+    item = "tensorrt_llm_model_name=mine"
+    assert parse_overrides([item], MODEL, (*DEFAULT_MODELS, model)) == dict([item.split("=")])
+    with pytest.raises(ConfigurationError, match="is for the model tensorrt_llm_bls or vllm_model"):
+        parse_overrides([item], MODEL, (*DEFAULT_MODELS, "preprocessing"))
 
 
 @pytest.mark.parametrize("item", ["accumulate_tokens=1", "tensorrt_llm_model_name=${x}"])

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakePbUtils, FakeSender
-from relay_harness import Ask, tensors_of, vllm_model
+from relay_harness import Ask, answering, tensors_of, vllm_model
 from triton_harness import Server, error_of
+
+from inflight_backend.errors import ConfigurationError
 
 
 @pytest.fixture
@@ -58,6 +60,33 @@ def test_tritons_openai_frontend(ask: Ask, settings: dict[str, Any], more: dict[
     pieces = tensors_of(ask(settings=settings, stream=True, exclude_input_in_output=True, **wants))
     assert sum(piece["num_output_tokens"][0] for piece in pieces) == 4
     assert {piece["num_input_tokens"][0] for piece in pieces} == {2}
+
+
+def test_it_calls_the_model_that_is_named() -> None:
+    """As ``tensorrt_llm_bls`` does: a deployment may have several, each with a model of its own."""
+    said = {"text_output": np.array([b"it is mine"], dtype=object)}
+    with (
+        answering(lambda request: [said], "mine"),
+        vllm_model(tensorrt_llm_model_name="mine") as ask,
+    ):
+        assert tensors_of(ask()) == [{"text_output": [b"1 2it is mine"]}]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("REPORT_CUSTOM_METRICS", "metrics of inflight's own are always reported: leave it out"),
+        ("ENABLE_VLLM_HEALTH_CHECK", "tensorrt_llm always says whether it takes requests: leave"),
+    ],
+)
+def test_what_configs_of_vllms_backend_say_is_told_what_is_in_its_place(
+    key: str, hint: str
+) -> None:
+    with (
+        pytest.raises(ConfigurationError, match=f"unknown setting '{key}': {hint}"),
+        vllm_model(**{key: "true"}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("is_streaming", [True, False])
