@@ -30,6 +30,8 @@ from inflight_backend.commands.whatif_output import (
 )
 from inflight_backend.commands.whatif_requests import (
     DEFAULT_NUM_MADE_UP,
+    DEFAULT_OUTPUT,
+    DEFAULT_PROMPT,
     OtherRequests,
     Requests,
 )
@@ -66,8 +68,13 @@ def whatif(
         float | None,
         typer.Option(min=0.001, help="Requests a second that come at random instead."),
     ] = None,
-    prompt: Annotated[str, typer.Option(help="Their prompt tokens: 100 or 50-200.")] = "64-512",
-    output: Annotated[str, typer.Option(help="The tokens they generate.")] = "16-256",
+    prompt: Annotated[
+        str | None,
+        typer.Option(help=f"Their prompt tokens: 100 or 50-200 ({DEFAULT_PROMPT} by default)."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(help=f"The tokens they generate ({DEFAULT_OUTPUT} by default).")
+    ] = None,
     num_requests: Annotated[
         int | None,
         typer.Option(
@@ -76,7 +83,7 @@ def whatif(
             help=f"Of these ({DEFAULT_NUM_MADE_UP} by default), or the first ones of the trace.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int | None, typer.Option(help="Others at random; 0 by default.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -123,16 +130,16 @@ def whatif(
     from inflight_scheduler.recording.workload import read_workload
 
     others = OtherRequests(
-        trace,
-        trace_columns,
-        trace_unit,
-        trace_block,
-        speed,
-        rate,
-        prompt,
-        output,
-        num_requests,
-        seed,
+        trace=trace,
+        columns=trace_columns,
+        unit=trace_unit,
+        block=trace_block,
+        speed=speed,
+        rate=rate,
+        prompt=prompt,
+        output=output,
+        num_requests=num_requests,
+        seed=seed,
     )
     with reported_errors():
         if timelines is not None:

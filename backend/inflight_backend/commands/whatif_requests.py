@@ -14,7 +14,13 @@ if TYPE_CHECKING:
     from inflight_scheduler.recording.text_book import TextBook
     from inflight_scheduler.recording.workload import Job, RecordedWorkload
 
+DEFAULT_PROMPT, DEFAULT_OUTPUT = "64-512", "16-256"
 DEFAULT_NUM_MADE_UP = 500
+_ABOUT_A_TRACE = "is about a trace: name its file with --trace"
+_ABOUT_MADE_UP = "is about requests that are made up: give their --rate, and no --trace"
+_ABOUT_ITS_TIMES = "is about the times of the trace, --rate makes others"
+_ABOUT_RANDOM_ONES = "is about requests that come at random: give their --rate"
+_ABOUT_OTHERS = "is about others than the recorded ones: give a --rate or a --trace"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -45,29 +51,25 @@ class OtherRequests:
     block: int | None
     speed: float | None
     rate: float | None
-    prompt: str
-    output: str
+    prompt: str | None
+    output: str | None
     num_requests: int | None
-    seed: int
+    seed: int | None
 
     def read(self, recorded: RecordedWorkload) -> Requests:
         """The requests to run; those ``recorded``, if no others are asked for."""
         from inflight_scheduler.recording.workload import make_workload
 
+        self._check()
         if self.trace is not None:
             return self._read_trace(self.trace)
-        for option, value in (
-            ("--trace-columns", self.columns),
-            ("--trace-unit", self.unit),
-            ("--trace-block", self.block),
-            ("--speed", self.speed),
-        ):
-            if value is not None:
-                raise ConfigurationError(f"{option} is about a trace: name its file with --trace")
         if self.rate is not None:
-            lengths = _parse_range("--prompt", self.prompt), _parse_range("--output", self.output)
+            lengths = (
+                _parse_range("--prompt", self.prompt, DEFAULT_PROMPT),
+                _parse_range("--output", self.output, DEFAULT_OUTPUT),
+            )
             count = self.num_requests or DEFAULT_NUM_MADE_UP
-            return Requests(make_workload(self.rate, *lengths, count, self.seed))
+            return Requests(make_workload(self.rate, *lengths, count, self.seed or 0))
         return Requests(
             recorded.jobs,
             recorded.book,
@@ -76,11 +78,26 @@ class OtherRequests:
             num_unended=recorded.num_unended,
         )
 
+    def _check(self) -> None:
+        """`ConfigurationError` for an option that would count for nothing."""
+        has_trace, has_rate = self.trace is not None, self.rate is not None
+        for option, value, counts, why in (
+            ("--trace-columns", self.columns, has_trace, _ABOUT_A_TRACE),
+            ("--trace-unit", self.unit, has_trace, _ABOUT_A_TRACE),
+            ("--trace-block", self.block, has_trace, _ABOUT_A_TRACE),
+            ("--speed", self.speed, has_trace, _ABOUT_A_TRACE),
+            ("--speed", self.speed, not has_rate, _ABOUT_ITS_TIMES),
+            ("--prompt", self.prompt, has_rate and not has_trace, _ABOUT_MADE_UP),
+            ("--output", self.output, has_rate and not has_trace, _ABOUT_MADE_UP),
+            ("--seed", self.seed, has_rate, _ABOUT_RANDOM_ONES),
+            ("--num-requests", self.num_requests, has_trace or has_rate, _ABOUT_OTHERS),
+        ):
+            if value is not None and not counts:
+                raise ConfigurationError(f"{option} {why}")
+
     def _read_trace(self, path: Path) -> Requests:
         from inflight_scheduler.recording.request_trace import TraceOptions, read_trace
 
-        if self.rate is not None and self.speed is not None:
-            raise ConfigurationError("--speed is about the times of the trace, --rate makes others")
         options = TraceOptions(
             columns=_parse_columns(self.columns),
             unit=_parse_unit(self.unit),
@@ -88,7 +105,7 @@ class OtherRequests:
             num_requests=self.num_requests,
             rate=self.rate,
             speed=self.speed or 1.0,
-            seed=self.seed,
+            seed=self.seed or 0,
         )
         traced = read_trace(path, options)
         return Requests(traced.jobs, traced.book, num_left_out=traced.num_left_out)
@@ -113,7 +130,8 @@ def _parse_unit(text: str | None) -> str | None:
     return text
 
 
-def _parse_range(option: str, text: str) -> tuple[int, int]:
+def _parse_range(option: str, given: str | None, default: str) -> tuple[int, int]:
+    text = default if given is None else given
     match = _RANGE.fullmatch(text.strip())
     low = int(match[1]) if match else 0
     high = int(match[2] or match[1]) if match else 0

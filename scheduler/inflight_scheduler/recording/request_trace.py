@@ -27,7 +27,7 @@ from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.recording.values import MAX_TIME, shorten
 from inflight_scheduler.recording.workload import MAX_NUM_JOBS, Job
 
-MAX_LINE_BYTES = 2**22
+MAX_ROW_BYTES = 2**22
 """A million tokens have 65,536 ids where a block has 16; an id has up to 20 digits."""
 
 MAX_TOKENS = 2**20
@@ -100,7 +100,7 @@ class TracedRequests:
 def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequests:
     """Read a trace once, from its beginning.
 
-    `RecordingError` names the line and the field of what cannot be. A line is in memory at a time,
+    `RecordingError` names the line and the field of what cannot be. A row is in memory at a time,
     and some 300 bytes for each request (1 KB where prompts are told by ids).
     """
     try:
@@ -122,22 +122,27 @@ def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequest
 
 
 class _Lines:
-    """The lines of a file as text; ``number`` is that of the last one."""
+    """The lines of a file as text; ``number`` is that of the last one.
+
+    A row of a CSV has several where its texts have line ends; `end_row` is told of each row.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self._row_bytes = 0
         self.number = 0
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline(MAX_LINE_BYTES + 1)
+        line = self._file.readline(MAX_ROW_BYTES + 1)
         if not line:
             raise StopIteration
         self.number += 1
-        if len(line) > MAX_LINE_BYTES:
-            raise RecordingError(f"the line is longer than {MAX_LINE_BYTES} bytes")
+        self._row_bytes += len(line)
+        if self._row_bytes > MAX_ROW_BYTES:
+            raise RecordingError(f"the row is longer than {MAX_ROW_BYTES} bytes")
         try:
             return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
         except UnicodeDecodeError:
@@ -145,19 +150,26 @@ class _Lines:
                 "this is no text: unpack a compressed file, as in --trace <(zcat FILE)"
             ) from None
 
+    def end_row(self) -> None:
+        """What comes next belongs to another row."""
+        self._row_bytes = 0
+
 
 def _rows(lines: _Lines) -> Iterator[Mapping[str, Any]]:
     """The columns of each request by name."""
     first = next((line for line in lines if line.strip()), "")
     if first.lstrip().startswith(("{", "[")):
         for line in chain([first], lines):
+            lines.end_row()
             if line.strip():
                 yield _object(line)
         return
+    csv.field_size_limit(MAX_ROW_BYTES)  # texts beside the lengths may have more than 131,072
     reader = csv.reader(chain([first], lines), strict=True)
     try:
         header = [name.strip() for name in next(reader, [])]
         for cells in reader:
+            lines.end_row()
             if cells:
                 yield dict(zip(header, cells, strict=False))
     except csv.Error as error:
@@ -236,7 +248,7 @@ class _Collector:
 
     def _text_number(self, row: Mapping[str, Any], prompt_len: int, hash_tokens: int) -> int:
         ids = row.get(_HASH_IDS)
-        if ids is None:
+        if ids is None or ids == []:  # AIPerf takes both for a prompt like no other
             return -1
         if self.texts is None:
             self.texts = _Texts()

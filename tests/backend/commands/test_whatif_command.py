@@ -262,9 +262,14 @@ def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path
         (["--trace", "{}", "--rate", "1", "--speed", "2"], "--speed is about the times of the tra"),
         (["--speed", "2"], "--speed is about a trace: name its file with --trace"),
         (["--rate", "2", "--trace-block", "16"], "--trace-block is about a trace"),
+        (["--trace", "{}", "--prompt", "9"], "--prompt is about requests that are made up: give"),
+        (["--trace", "{}", "--rate", "2", "--output", "9"], "--output is about requests that are"),
+        (["--output", "9"], "--output is about requests that are made up: give their --rate"),
+        (["--trace", "{}", "--seed", "0"], "--seed is about requests that come at random: give"),
+        (["--num-requests", "9"], "--num-requests is about others than the recorded ones: give"),
     ],
 )
-def test_a_trace_that_cannot_be(
+def test_a_trace_that_cannot_be_and_options_that_would_count_for_nothing(
     recording: Path, tmp_path: Path, options: list[str], message: str
 ) -> None:
     trace = tmp_path / "azure.csv"

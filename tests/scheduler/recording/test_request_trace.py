@@ -76,6 +76,19 @@ def test_published_ones(path: Path, text: str, wanted: list[object]) -> None:
     assert found.book is None
 
 
+def test_texts_beside_the_lengths_may_be_long_and_have_lines(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not looked at; several rows may have more than one may."""
+    monkeypatch.setattr(request_trace, "MAX_ROW_BYTES", 250_000)
+    text = '"' + "One line\nand another, " * 10_000 + '"'
+    head = "arrived_at,prompt,num_prefill_tokens,num_decode_tokens\n"
+    found = traced(path, head + "".join(f"{n},{text},{70_000 + n},5\n" for n in range(3)))
+    assert [job.prompt_len for job in found.jobs] == [70_000, 70_001, 70_002]
+    rows = [{**MOONCAKE, "text_input": text} for _ in range(3)]
+    assert len(traced(path, lines(*rows)).jobs) == 3
+
+
 def test_columns_units_and_speed_are_told(path: Path) -> None:
     text = "when,in,out\n1000,10,1\n4000,20,2\n7000,30,3\n"
     for unit, factor in (("us", 1), ("ms", 1000), (None, 1_000_000)):
@@ -121,10 +134,11 @@ def test_prompts_share_what_their_ids_say(path: Path) -> None:
         chat([0, 9], 600),
         chat([9, 1], 600),  # ids behind another beginning
         {**MOONCAKE, "output_length": 1},
+        chat([], 600),
     ]
     found = traced(path, lines(*rows))
     numbers = [job.text_number for job in found.jobs]
-    assert numbers == [0, 1, 2, 3, 4, 5, None]
+    assert numbers == [0, 1, 2, 3, 4, 5, None, None]
     book = found.book
     assert book is not None
 
@@ -212,12 +226,14 @@ def test_a_bad_file_is_refused_by_line_and_field(
 
 def test_what_is_too_much_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_trace, "MAX_NEW_TOKENS", 1200)
-    monkeypatch.setattr(request_trace, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(request_trace, "MAX_ROW_BYTES", 100)
     text = lines(*[MOONCAKE] * 3)
     with pytest.raises(RecordingError, match=r"line 3: more than .* with --num-requests"):
         traced(path, text)
     assert len(traced(path, text, num_requests=2).jobs) == 2
-    with pytest.raises(RecordingError, match="line 2: the line is longer than 100 bytes"):
+    with pytest.raises(RecordingError, match="line 2: the row is longer than 100 bytes"):
         traced(path, lines(MOONCAKE) + " " * 101)
+    with pytest.raises(RecordingError, match="line 26: the row is longer than 100 bytes"):
+        traced(path, 'a,b\n"\n' + '","\n' * 100)  # each line ends within a text
     with pytest.raises(RecordingError, match="cannot be read: No such file"):
         read_trace(path.with_name("nowhere"))
