@@ -295,7 +295,7 @@ class GptManager:
         batch_size = len(self._batch.context_chunks) + self._batch.num_generation_requests
         self._num_waiting = len(self._active) - batch_size
         if self._static_tally is not None:
-            self._static_stats = self._static_tally.count(self._batch)
+            self._static_stats = self._static_tally.count(self._batch, self._batcher.num_passed)
         self._iteration += not self._batch.is_empty
         self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
         self._gatherer.executed(outcome.advanced, outcome.outputs)

@@ -102,6 +102,7 @@ class InflightBatcher:
         self.policy = policy
         self._params = params
         self.num_paused = 0
+        self.num_passed = 0  # by the last plan: who generates and does not run
         # Engines without it are asked for nothing but full blocks.
         self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
         # Engines without it are asked for nothing but tokens.
@@ -156,6 +157,7 @@ class InflightBatcher:
         )
         self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
         batch = self.planner.plan(context, generation, paused)
+        self.num_passed = len(self.active.generation) - batch.num_generation_requests
         self.recorder.carried_out(self.block_manager.num_free_blocks)
         self.gatherer.planned(batch)
         if batch.num_drafts:

@@ -24,10 +24,12 @@ class StaticBatchTally:
     def __init__(self) -> None:
         self._batch_size = 0
 
-    def count(self, batch: ScheduledBatch) -> StaticBatchStats:
+    def count(self, batch: ScheduledBatch, num_passed: int) -> StaticBatchStats:
         """The numbers of ``batch``, the plan that comes after the one counted last.
 
-        An empty one is none: the tokens of a step that ran may have been waited for beside it.
+        ``num_passed`` others generate and do not run in it, as those whose number of beams is
+        another one: their slots are not empty. An empty plan is none: the tokens of a step that
+        ran may have been waited for beside it.
         """
         if batch.is_empty:
             return StaticBatchStats()
@@ -35,7 +37,8 @@ class StaticBatchTally:
         if num_generating == 0:
             self._batch_size = len(batch.context_chunks)
             return StaticBatchStats()
-        return StaticBatchStats(num_generating, self._batch_size - num_generating)
+        num_finished = self._batch_size - num_generating - num_passed
+        return StaticBatchStats(num_generating, num_finished)
 
 
 def policy_in_force(

@@ -104,7 +104,7 @@ class MicroBatchScheduler:
                 generation.append(request)
             num_tokens += cost
             num_left -= 1
-        chosen = encoders + self.set_chunks(context, num_tokens)
+        chosen = _by_adapter(encoders) + self.set_chunks(context, num_tokens)
         return chosen, _by_adapter(generation)
 
     def num_tokens_to_compute(self, request: LlmRequest) -> int:

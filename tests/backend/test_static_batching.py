@@ -21,7 +21,8 @@ from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.optional_params import TrtGptModelOptionalParams
 from inflight_backend.step_loop import OverlapScheduler
-from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
+from inflight_backend.step_outputs import StepOutputs
+from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 
 V1 = TrtGptModelType.V1
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
@@ -69,6 +70,47 @@ def test_an_idle_manager_has_no_empty_slots() -> None:
         while '"Empty Generation Slots": 0' not in manager.stats_json:
             assert time.monotonic() < deadline
             time.sleep(0.001)
+
+
+class SearchingEngine(CountingEngine):
+    """Counts, and tells every row that searches the same candidates."""
+
+    max_beam_width = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_candidates: dict[int, int] = {}
+        self._outputs = StepOutputs()
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """One token for each row."""
+        for setup in batch.setups:
+            self._num_candidates[setup.slot] = setup.num_candidates
+        for move in batch.beam_moves:
+            self._last_token[move.slot] = move.token
+        rows = [run.slot for run in batch.runs if run.is_last]
+        self._outputs = StepOutputs(
+            candidates={
+                slot: [(token, -1.0 - token) for token in range(self._num_candidates[slot])]
+                for slot in (*rows, *batch.generation_slots)
+                if self._num_candidates[slot]
+            }
+        )
+        return super().execute(batch)
+
+    def take_outputs(self) -> StepOutputs:
+        """Those of the last step."""
+        return self._outputs
+
+
+def test_the_slot_of_one_that_waits_for_those_with_other_beams_is_not_empty() -> None:
+    """Requests 1 and 3 run together; 2 has two beams and generates when both have finished."""
+    requests = [request(1, [1], 3), request(2, [50, 51], 4, beam_width=2), request(3, [7], 2)]
+    recorder = Recorder(requests)
+    with running(recorder, SearchingEngine(), model_type=V1, max_beam_width=2):
+        recorder.wait_for_finals(1, 2, 3)
+    seen = [(s["Total Generation Tokens"], s["Empty Generation Slots"]) for s in recorder.stats]
+    assert seen == [(0, 0), (2, 0), (1, 1), (1, 2), (1, 2), (1, 2)]
 
 
 def test_a_batch_is_what_fits_the_blocks_and_the_tokens() -> None:

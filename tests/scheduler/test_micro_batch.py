@@ -40,6 +40,21 @@ def test_gate_leaves_out_what_finishes_with_the_running_step() -> None:
     assert ids(*MicroBatchScheduler(8).schedule([ending, encoder, running(3)])) == ([], [3])
 
 
+def test_encoders_come_first_and_each_part_is_in_the_order_of_its_adapters() -> None:
+    requests = [
+        make_request(number, lora_task_id=adapter, encoder_length=encoder_length)
+        for number, adapter, encoder_length in (
+            (1, 3, 0),
+            (2, 3, 1),
+            (3, None, 0),
+            (4, 1, 1),
+            (5, None, 1),
+        )
+    ]
+    micro_batch = MicroBatchScheduler(8, no_schedule_until_state=LlmRequestState.ENCODER_INIT)
+    assert ids(*micro_batch.schedule(requests)) == ([5, 4, 2, 3, 1], [])
+
+
 def test_a_context_over_budget_ends_the_walk() -> None:
     requests = [make_request(1, 6), make_request(2, 5), make_request(3, 1), running(4)]
     assert ids(*MicroBatchScheduler(8, 10).schedule(requests)) == ([1], [])

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from inflight_scheduler.request import LlmRequest
 
+_WHOLE = 2**62
+"""A context that was complete once: from then on all of a text has been computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -48,6 +51,7 @@ class Latencies:
     _num_unanswered: int = 0
     _num_pauses: int = 0
     _num_recomputed: int = 0
+    _computed: dict[int, int] = field(default_factory=dict)  # tokens of each context, at most
     _max_batch: int = 0
 
     def arrived(self, request_id: int, time_us: int) -> None:
@@ -65,11 +69,22 @@ class Latencies:
     def decided(
         self, lists: tuple[Sequence[LlmRequest], Sequence[LlmRequest], Sequence[LlmRequest]]
     ) -> None:
-        """A decision that is planned: who is paused, what is computed once more."""
+        """A decision that is planned: who is paused, what is computed once more.
+
+        Of a context that was paused in the middle that is no more than what it had computed.
+        """
         context, generation, paused = lists
         self._max_batch = max(self._max_batch, len(context) + len(generation))
         self._num_pauses += len(paused)
-        self._num_recomputed += sum(r.context_chunk_size for r in context if r.num_pauses)
+        for request in context:
+            start = request.context_current_position
+            end = start + request.context_chunk_size
+            # Who was paused before this run began had computed all, for all that is known.
+            before = self._computed.get(request.request_id, _WHOLE if request.num_pauses else 0)
+            if request.num_pauses:
+                self._num_recomputed += max(min(end, before) - start, 0)
+            now = _WHOLE if end == request.prompt_len else end
+            self._computed[request.request_id] = max(before, now)
 
     def advanced(self, request_id: int, time_us: int, num_generated: int) -> None:
         """A request has got tokens, so that it has ``num_generated``.
@@ -102,6 +117,7 @@ class Latencies:
         self._num_ended += 1
         self._num_unanswered += num_tokens == 0
         self._arrivals.pop(request_id, None)
+        self._computed.pop(request_id, None)
         self._last_token.pop(request_id, None)
         return num_tokens
 

@@ -240,6 +240,21 @@ def test_more_blocks_pause_less() -> None:
     assert many.ttft_p99 < few.ttft_p99
 
 
+def test_of_a_context_paused_in_the_middle_its_end_is_not_computed_again() -> None:
+    """Request 2 computes 4 tokens beside each of the other one, which opens a block after the
+    fourth: 16 of 24 are computed then, and all 24 once the other one has ended."""
+    settings = Settings(MAX_UTILIZATION, 8, 4, 8, 5, ContextChunking(unit_size=4))
+    world = RecordedWorld(settings)
+    world.arrive(make_request(1, 4, 12))
+    world.arrive(make_request(2, 24, 2))
+    while world.active:
+        world.iterate()
+    summary = read_workload(read(world.text)).latencies.summary()
+    assert (summary.num_pauses, summary.num_recomputed_tokens) == (1, 16)
+    jobs = [Job(0, 4, 12, 12), Job(0, 24, 2, 2)]
+    assert predict(settings, jobs, PRICES).num_recomputed_tokens == 16
+
+
 def test_jobs_of_a_recording_are_what_was_asked_and_given() -> None:
     world = RecordedWorld(SETTINGS)
     world.arrive(make_request(1, 5, 7))
