@@ -20,6 +20,10 @@ _ONE_TEXT_ONLY = (
     "logits_post_processor_name",
 )
 
+_MAX_LENGTH_PENALTY = 40.0
+"""The longest text there may be, 2**24 tokens, to this power is a number still, and so is one by
+it: the loop divides by either."""
+
 
 def check_engine(engine: object, max_beam_width: int) -> None:
     """`ConfigurationError` unless ``engine`` has rows for so many beams."""
@@ -62,7 +66,9 @@ def read_beams(request: InferenceRequest, max_beam_width: int, vocab_size: int) 
     return BeamParams(
         width=width,
         num_returned=num_returned,
-        length_penalty=number(request, "len_penalty", 0.0, -100.0, 100.0),
+        length_penalty=number(
+            request, "len_penalty", 0.0, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY
+        ),
         early_stopping=_read_early_stopping(request),
         diversity_rate=number(request, "beam_search_diversity_rate", 0.0, -1e6, 1e6),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from inflight_backend.inference_request import InferenceRequest
 from inflight_backend.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
 from inflight_client import protocol
 from inflight_client.tensors import make_inputs
+from inflight_scheduler import BeamSearch
 
 LIMITS = RequestLimits(
     vocab_size=100,
@@ -64,6 +67,7 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
         ({"beam_width": 2}, "'beam_width' is 2, more than max_beam_width = 1; ask for less"),  # 27
         ({"beam_width": 0}, "'beam_width' is 0, outside 1.."),
         ({"len_penalty": float("nan")}, "'len_penalty' is nan; it must be a finite number"),
+        ({"len_penalty": -41.0}, "'len_penalty' is -41; it must be a finite number, -40..40"),
         ({"beam_search_diversity_rate": 1e7}, "'beam_search_diversity_rate' is 1e+07"),
         ({"draft_input_ids": [3] * 4}, "holds 4 tokens, more than max_draft_len = 3; send fewer"),
         ({"draft_input_ids": [3, 100]}, "'draft_input_ids' holds 100, outside the vocabulary"),
@@ -79,6 +83,24 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
 @pytest.mark.case(2, 4, 8, 9, 10, 12, 13, 14, 15, 16, 21, 23, 24, 26, 27, 31, 38)
 def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> None:
     assert message in error_of(**values)
+
+
+@pytest.mark.parametrize("penalty", [40.0, -40.0, 41.0, -41.0, 100.0, -100.0])
+def test_a_length_penalty_that_is_taken_weighs_the_longest_answer(penalty: float) -> None:
+    """What a score is divided by would else be too large for a number, or 0: the loop raised."""
+    values = {"input_ids": [1], "beam_width": 2, "len_penalty": penalty}
+    limits = replace(LIMITS, max_beam_width=2)
+    try:
+        llm_request = validate(InferenceRequest(1, make_inputs(values)), limits)
+    except InvalidRequest:
+        assert abs(penalty) > 40
+        return
+    assert isinstance(llm_request.beams, BeamSearch)
+    longest = protocol.PARAMETER_BY_NAME["max_seq_len"].maximum
+    assert longest is not None
+    scale: float = longest**llm_request.beams.params.length_penalty
+    assert math.isfinite(scale)
+    assert scale > 0
 
 
 @pytest.mark.parametrize(

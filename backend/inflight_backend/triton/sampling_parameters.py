@@ -41,6 +41,7 @@ _KEY_TO_TENSOR = {
 }
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
+    "seed": -1,
     "length_penalty": 1.0,
     "stop_token_ids": [],
     "bad_words": [],
@@ -62,6 +63,8 @@ _INT32_MAX = 2**31 - 1
 _IGNORED = "prompt_ignore_length"
 _MAX_PENALTY = 2.0  # vLLM's and OpenAI's
 _ALL_TOKENS = -1  # vLLM's top_k for "off", which is 0 on our wire
+_LOWEST_TOP_P = 1e-6  # leaves the likeliest token; 0 is "off" on our wire
+_LOWEST_SEED = -(2**63)  # vLLM's and OpenAI's have a sign
 
 
 def read_num_log_probs(inputs: Mapping[str, Array]) -> int | None:
@@ -217,6 +220,10 @@ def _number(key: str, dtype: str, value: Any) -> Array:
         raise InvalidRequest(f"'{_NAME}': {key} must be {expected}") from None
     if key == "top_k" and number == _ALL_TOKENS:
         number = 0
+    if key == "top_p" and number == 0:
+        number = _LOWEST_TOP_P
+    if kind is np.uint64 and _LOWEST_SEED <= number < 0:
+        number %= 2**64
     if is_whole:
         limits = np.iinfo(dtype.lower())
         if not limits.min <= number <= limits.max:

@@ -33,6 +33,13 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
             {"seed": 2**64 - 1, "n": 2},
             {"random_seed": [[2**64 - 1]], "num_return_sequences": [[2]]},
         ),
+        ({"seed": -(2**63)}, {"random_seed": [[2**63]]}),
+        ({"seed": "-2"}, {"random_seed": [[2**64 - 2]]}),
+        ({"seed": -1}, {}),  # none, as in vLLM
+        (
+            {"top_p": 0, "top_k": 50},  # 0 is off on the wire, and 50 tokens would be drawn among
+            {"runtime_top_p": [[float(np.float32(1e-6))]], "runtime_top_k": [[50]]},
+        ),
         ({"stop": "x"}, {"stop_words": [[b"x"]]}),
         ({"stop_token_ids": [7, 5]}, {"stop_token_ids": [[7, 5]]}),
         ({"stop": ["x", "ü"]}, {"stop_words": [[b"x", "ü".encode()]]}),
@@ -152,7 +159,7 @@ def test_requests_without_settings_pass_untouched() -> None:
         ({"bad_words": ["x"]}, "'bad_words' is not supported, but for \\[\\]"),
         ({"max_tokens": "many"}, "max_tokens must be a whole number"),
         ({"max_tokens": 2**31}, "max_tokens is outside"),
-        ({"seed": -1}, "seed is outside"),
+        ({"seed": -(2**63) - 1}, "seed is outside"),
         ({"temperature": "nan"}, "temperature must be a number"),
         ({"temperature": [1]}, "temperature must be a number"),
         ({"stop": 5}, "stop must be a string"),
