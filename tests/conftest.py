@@ -37,11 +37,13 @@ def own_addresses() -> None:
 
 
 def pytest_configure() -> None:
-    """No deadline for the examples of a property: how long one takes is a fact of the machine."""
+    """No deadline for the examples of a property, and none for making them up: how long that takes
+    is a fact of the machine."""
     with suppress(ImportError):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("tests", deadline=None)
+        too_slow = [HealthCheck.too_slow]
+        settings.register_profile("tests", deadline=None, suppress_health_check=too_slow)
         settings.load_profile("tests")
 
 

@@ -19,7 +19,7 @@ from inflight_client.protocol import INPUT_BY_NAME
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
-WAIT = 30.0  # what takes milliseconds; a busy machine may not come to it for seconds
+WAIT = 60.0  # for what takes milliseconds: a busy machine may not come to it for long
 
 
 class Gate(threading.Event):

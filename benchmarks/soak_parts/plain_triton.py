@@ -50,7 +50,7 @@ class PlainTriton:
         (state,) = (each.get("state", "") for each in index if each["name"] == model)
         return str(state)
 
-    def wait_for(self, state: str, model: str = "tensorrt_llm", seconds: float = 30.0) -> None:
+    def wait_for(self, state: str, model: str = "tensorrt_llm", seconds: float = 60.0) -> None:
         """Return once the model is in ``state``."""
         deadline = time.monotonic() + seconds
         while (now := self.state(model)) != state:

@@ -129,11 +129,11 @@ def test_deadlines_count_from_arrival_not_from_acceptance() -> None:
 
 def test_who_has_started_ends_with_what_it_has() -> None:
     engine = GatedEngine()
-    sent = request(1, [1], 200, max_queue_time_ms=WAIT * 1000, allotted_time_ms=400)
+    sent = request(1, [1], 200, max_queue_time_ms=WAIT * 1000, allotted_time_ms=1000)
     recorder = Recorder([sent])
     with running(recorder, engine):
         assert engine.has_begun.wait(WAIT)
-        time.sleep(0.4)
+        time.sleep(1.0)
         engine.go_on.set()
         recorder.wait_for_finals(1)
     assert recorder.responses[1] == [([2], False, ""), ([], True, "")]

@@ -33,7 +33,7 @@ from inflight_scheduler import (
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
-LIMIT = 0.4
+LIMIT = 1.0
 """Seconds of a deadline that a first step meets on a busy machine, too."""
 
 
@@ -204,14 +204,17 @@ def test_a_failed_request_and_its_deadlines_do_not_touch_the_next_with_its_id() 
         if batch.iteration == 2:
             raise RuntimeError("once")
 
-    recorder = Recorder([request(1, [1], 10, max_queue_time_ms=150, allotted_time_ms=150)])
+    milliseconds = int(1000 * LIMIT)
+    first = request(1, [1], 10, max_queue_time_ms=milliseconds, allotted_time_ms=milliseconds)
+    recorder = Recorder([first])
     with running(recorder, CountingEngine(before_step=fail_once), params=params()):
         recorder.wait_for_finals(1)
         assert recorder.responses[1][-1][2] == "the engine failed while it ran this request"
         recorder.responses.clear()
         again = request(1, [50], 100)
-        # 100 tokens, 2 ms each: the deadlines of the first one pass meanwhile.
-        recorder.on_response = lambda request_id, is_final: time.sleep(0.002)
+        recorder.on_response = lambda request_id, is_final: (
+            time.sleep(LIMIT) if len(recorder.tokens(1)) == 1 else None  # the deadlines pass
+        )
         recorder.pending.append(again)
         recorder.wait_for_finals(1)
     assert recorder.tokens(1) == list(range(51, 151))

@@ -37,11 +37,12 @@ def local(request: pytest.FixtureRequest) -> Iterator[Local]:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A port nobody listens on."""
+def free_port() -> Iterator[int]:
+    """A port nobody listens on, and that nobody is given who takes any; who asks for it gets it."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        yield int(probe.getsockname()[1])
 
 
 @pytest.fixture

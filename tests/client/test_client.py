@@ -169,15 +169,15 @@ def test_stop_by_id_from_another_client(caller: Caller, local: Local) -> None:
 
 
 def test_timeout_cancels_a_stream(caller: Caller, local: Local) -> None:
-    with pytest.raises(RequestTimeout, match=r"timeout = 0\.2 s; the request was cancelled"):
-        caller.stream("count", LONG, timeout=0.2)
+    with pytest.raises(RequestTimeout, match=r"timeout = 1\.0 s; the request was cancelled"):
+        caller.stream("count", LONG, timeout=1.0)
 
     assert local.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
 
 
 def test_timeout_without_any_response_cancels_too(caller: Caller, local: Local) -> None:
-    with pytest.raises(RequestTimeout, match=r"timeout = 0\.2 s"):
-        caller.generate("silent", 1, timeout=0.2)
+    with pytest.raises(RequestTimeout, match=r"timeout = 1\.0 s"):
+        caller.generate("silent", 1, timeout=1.0)
 
     arrival = local.triton.arrivals[0]
     if local.protocol == "grpc":

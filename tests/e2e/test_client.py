@@ -106,11 +106,11 @@ def test_whole_answer_with_the_prompt(caller: Caller) -> None:
 
 
 def test_stream_gives_the_same_text_in_pieces(caller: Caller) -> None:
-    pieces = [chunk.text for chunk in caller.stream(PROMPT, 100)]
+    pieces = [chunk.text for chunk in caller.stream(PROMPT, 300)]
 
-    assert len(pieces) > 20
-    assert "".join(pieces) == caller.generate(PROMPT, 100).text
-    assert_counts(PROMPT, "".join(pieces), 100)
+    assert len(pieces) > 20  # tokens that pile up travel together
+    assert "".join(pieces) == caller.generate(PROMPT, 300).text
+    assert_counts(PROMPT, "".join(pieces), 300)
 
 
 def test_tokens_in_and_out(caller: Caller) -> None:

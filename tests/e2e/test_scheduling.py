@@ -139,7 +139,7 @@ def test_bad_values_are_refused_by_name(
 
 
 def test_the_allotted_time_ends_an_answer_with_what_there_is(server: ServeProcess) -> None:
-    pieces = stream_text(server, "1 2 3", 8000, model="tensorrt_llm", allotted_time_ms=400)
+    pieces = stream_text(server, "1 2 3", 8000, model="tensorrt_llm", allotted_time_ms=1000)
     assert_counts_in_part("1 2 3", "".join(pieces), 8000)
     assert stats_of(server)["Used KV cache blocks"] == 0
 
@@ -182,7 +182,7 @@ def test_priorities_deadlines_and_the_limit_count_in_the_queue(
             while (why := asking.why("low")).get("num_waiting") != 2:
                 assert why["state"] in ("queued", "not in flight")
         assert (why["state"], why["place"]) == ("queued", 2)
-        other.send("late", text_input="30", max_tokens=30, stream=True, max_queue_time_ms=40)
+        other.send("late", text_input="30", max_tokens=30, stream=True, max_queue_time_ms=1000)
         other.send("refused", text_input="40", max_tokens=30, stream=True, priority=1.0)
         errors = []
         for _ in range(2):

@@ -164,7 +164,7 @@ def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -
 @pytest.mark.case(88, 119)
 def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory) -> None:
     """Whatever made the first one hang may do the same to the next; test_vitals.py has each way."""
-    running = serve(settings={"stall_seconds": 1}, options=["--load-seconds=12"])
+    running = serve(settings={"stall_seconds": 1}, options=["--load-seconds=25"])
     first = running.pid_of(MODEL)
     running.kill_model()
     second = wait_for_another_model(running, first)

