@@ -191,10 +191,10 @@ class ActiveRequests(Sequence[LlmRequest]):
     def view_of(self, requests: Sequence[LlmRequest]) -> Sequence[LlmRequest]:
         """`generation` itself where ``requests`` is a list of the same, else ``requests``.
 
-        So a plan after a pause costs what changed, too. Beams are looked at one by one.
+        So a plan after a pause costs what changed, too.
         """
         view = self.generation
-        return view if view == requests and not self.num_with_beams_or_adapter else requests
+        return view if view == requests else requests
 
     @property
     def generation_slots(self) -> tuple[int | None, ...]:

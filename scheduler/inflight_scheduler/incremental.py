@@ -173,16 +173,16 @@ def _fill(
     budget = micro_batch.max_num_tokens
     if num_generating + len(contexts) > micro_batch.max_batch_size:
         return None
-    if budget is not None and num_generating > budget:
+    if budget is not None and num_generating > budget:  # more urgent ones have come to generate
         return None
-    if budget is not None and micro_batch.chunking is None:
+    if budget is not None and micro_batch.chunking is None:  # then all contexts are fresh
         num_left = budget - num_generating
         for place, request in enumerate(contexts):
-            num_left -= micro_batch.num_tokens_to_compute(request)
-            if num_left < 0:  # it waits, and so do those behind it, unless it can never run
-                is_fresh = request.is_first_context_chunk
-                if not is_fresh or micro_batch.num_tokens_to_compute(request) > budget:
-                    return None
+            num_tokens = micro_batch.num_tokens_to_compute(request)
+            if num_tokens > budget:
+                return None
+            if num_tokens > num_left:  # it waits, and so do those behind it
                 contexts = contexts[:place]
                 break
+            num_left -= num_tokens
     return micro_batch.set_chunks(contexts, num_generating)

@@ -243,6 +243,20 @@ def test_more_prompts_than_an_iteration_holds_need_no_look_at_everybody(
         scheduler.schedule_request(world.active, ())
 
 
+def test_more_may_generate_than_an_iteration_holds() -> None:
+    """Urgent prompts take the tokens of those who generate, and generate beside them then."""
+    manager = BlockManager(64, 8)
+    scheduler = make_scheduler(UTILIZATION, manager, max_batch_size=8, max_num_tokens=3)
+    world = World(scheduler, manager, num_slots=8)
+    for request_id in range(6):
+        world.arrive(make_request(request_id, priority=0.5 if request_id < 3 else 1.0))
+        if request_id in (2, 5):
+            world.step()
+    assert ids(world.active.generation) == ([3, 4, 5, 0, 1, 2],)
+    assert ids(*world.decide()) == ([], [3, 4, 5], [])
+    world.drain()
+
+
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
 @pytest.mark.parametrize("chunking", ContextChunkingPolicy)
 def test_a_long_prompt_is_not_starved_by_short_ones(
