@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fakes import CountingEngine, FakeRequest, FakeSender
 
 from inflight_backend.status import stop_file_of
 from inflight_backend.triton_model import TritonPythonModel
-from inflight_client.protocol import INPUT_BY_NAME
+from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
@@ -55,9 +55,11 @@ class Server:
         engine: CountingEngine,
         model_name: str = "tensorrt_llm",
         without: str = "",
+        outputs: Sequence[str] = tuple(OUTPUT_BY_NAME),
         **parameters: str,
     ) -> None:
-        """``without``: the input that its config, of an older version, does not have."""
+        """``without``: the input that its config, of an older version, does not have. ``outputs``:
+        those that it has."""
         self.engine = engine
         self.status_file = folder / "status.json"
         self.drain_file = folder / "drain"
@@ -73,6 +75,7 @@ class Server:
         }
         config = {
             "input": [{"name": name} for name in INPUT_BY_NAME if name != without],
+            "output": [{"name": name} for name in outputs],
             "parameters": {k: {"string_value": v} for k, v in parameters.items()},
         }
         self.model = TritonPythonModel()

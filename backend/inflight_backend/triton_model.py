@@ -166,7 +166,11 @@ class TritonPythonModel:
         )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
         self._frontend = Frontend(
-            ResponseFactory(pb_utils, is_decoupled), self._arrivals, self._dispatcher, codec
+            ResponseFactory(pb_utils, is_decoupled),
+            self._arrivals,
+            self._dispatcher,
+            codec,
+            frozenset(each["name"] for each in config.get("output", ())),
         )
         self._manager = GptManager(
             checkpoint,

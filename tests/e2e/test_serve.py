@@ -223,6 +223,25 @@ def test_two_servers_on_one_host(server: ServeProcess, serve: ServeFactory) -> N
     count(server)
 
 
+def listening_on(port: int) -> set[str]:
+    """The addresses of IPv6 on which somebody listens at ``port``, as the kernel writes them."""
+    entries = map(str.split, Path("/proc/net/tcp6").read_text().splitlines())
+    return {
+        entry[1][:32] for entry in entries if entry[1][32:] == f":{port:04X}" and entry[3] == "0A"
+    }
+
+
+def test_an_ipv6_address_is_all_that_is_listened_on(serve: ServeFactory) -> None:
+    """Triton's HTTP takes one that it cannot read for all there are."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    running = serve(options=["--host", "::1"])
+    for port in (running.http_port, running.grpc_port, running.metrics_port):
+        assert listening_on(port) == {"1000000".rjust(32, "0")}
+
+
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port", "--metrics-port"])
 def test_port_in_use(serve: ServeFactory, option: str) -> None:
     with socket.create_server((HOST, 0)) as other:

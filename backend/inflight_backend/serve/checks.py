@@ -80,9 +80,12 @@ def address_of(host: str) -> str:
     """
     if ":" in host:
         try:
-            return str(IPv6Address(host.removeprefix("[").removesuffix("]")))
+            address = IPv6Address(host.removeprefix("[").removesuffix("]"))
         except ValueError:
             raise ConfigurationError(f"--host {host}: no such address") from None
+        if address.scope_id is not None:
+            raise ConfigurationError(f"--host {host}: Triton reads no addresses with a zone (%)")
+        return str(address)
     if not host:
         raise ConfigurationError("--host is empty: give an address, 0.0.0.0 for all there are")
     try:

@@ -81,12 +81,17 @@ class ServeSettings:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Option name of tritonserver -> the address to listen on; the two kinds of servers in it
-        write one of IPv6 in different ways."""
-        http = grpc = _as_in_url(self.host)
-        if http != self.host:
-            http = f"ipv6:{http}"
-        return {"--http-address": http, "--metrics-address": http, "--grpc-address": grpc}
+        """Option name of tritonserver -> the address to listen on.
+
+        The two kinds of servers in it write one of IPv6 in different ways. Its HTTP listens on all
+        interfaces for one that it cannot read.
+        """
+        http = f"ipv6:{self.host}" if ":" in self.host else self.host
+        return {
+            "--http-address": http,
+            "--metrics-address": http,
+            "--grpc-address": _as_in_url(self.host),
+        }
 
     @property
     def llm_parameters(self) -> ServerParameters:

@@ -31,7 +31,6 @@ from inflight_client import protocol
 
 Array = npt.NDArray[Any]
 
-_ALL_OUTPUTS = frozenset(protocol.names(protocol.OUTPUTS))
 _TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
 _TEXT_OUTPUTS = frozenset({"text_output"})
 _ANSWERS = frozenset({"stats", "why", "recording", "description"})
@@ -162,11 +161,11 @@ def set_end_ids(request: InferenceRequest, codec: TextCodec) -> None:
 
 
 def names_none(requested: frozenset[str]) -> bool:
-    """True for a client that names no output: Triton then requests all there are.
+    """True for a client that names no output.
 
-    Through the ensemble it always does, and keeps those from the client that it did not name.
+    The ensemble always requests what it has, and keeps those from its client that it did not name.
     """
-    return not requested or requested in (_ALL_OUTPUTS, _ENSEMBLE_OUTPUTS)
+    return not requested or requested == _ENSEMBLE_OUTPUTS
 
 
 def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:

@@ -80,7 +80,10 @@ class Frontend:
         arrivals: ArrivalQueue,
         dispatcher: ResponseDispatcher,
         codec: TextCodec | None,
+        outputs: frozenset[str] = frozenset(),
     ) -> None:
+        """``outputs``: those of the model's configuration, which may be another than our own."""
+        self._outputs = outputs
         self._is_decoupled = factory.is_decoupled
         self.progress = Progress()
         self.errors = Tally()  # by code: Triton counts these requests as successes
@@ -140,6 +143,8 @@ class Frontend:
                 is_stop = bool(read_flag(inputs, "stop"))
                 check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
                 requested = frozenset(triton_request.requested_output_names())
+                if requested == self._outputs:  # what Triton asks for when a client names none
+                    requested = frozenset()
                 self._take(head.request_id, inputs, requested, stream)
             except BaseException as error:  # whatever a request contains, it ends only itself
                 self._refuse(stream, error)

@@ -144,6 +144,7 @@ def test_two_options_with_one_port() -> None:
     [
         ("::1::", "--host ::1::: no such address"),
         ("127.0.0.1:8000", "no such address"),
+        ("fe80::1%eth0", r"--host fe80::1%eth0: .* with a zone"),
         ("no.such.invalid", "--host no.such"),
         ("x" * 64, "no such address"),
         ("", "--host is empty"),

@@ -83,7 +83,7 @@ def test_an_ipv6_address_is_written_as_each_server_of_triton_reads_it() -> None:
     assert settings.is_public
     assert (settings.local_address, settings.local_host) == ("::1", "[::1]")
     assert settings.addresses == {
-        "--http-address": "ipv6:[::]",
-        "--metrics-address": "ipv6:[::]",
+        "--http-address": "ipv6:::",
+        "--metrics-address": "ipv6:::",
         "--grpc-address": "[::]",
     }

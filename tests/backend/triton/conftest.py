@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import CountingEngine, FakePbUtils
@@ -30,9 +31,9 @@ def make_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", FakePbUtils)
     made: list[Server] = []
 
-    def make(engine: CountingEngine, **parameters: str) -> Server:
+    def make(engine: CountingEngine, **options: Any) -> Server:
         monkeypatch.setattr(gpt_manager, "load_engine", lambda *args: engine)
-        made.append(Server(tmp_path, engine, **parameters))
+        made.append(Server(tmp_path, engine, **options))
         return made[-1]
 
     yield make

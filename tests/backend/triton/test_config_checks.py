@@ -7,7 +7,9 @@ import sys
 from typing import Any
 
 import pytest
-from fakes import FakePbUtils, FakeRequest
+from backend.triton.conftest import MakeServer
+from fakes import CountingEngine, FakePbUtils, FakeRequest
+from triton_harness import error_of
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.parameters import parse_parameters
@@ -131,3 +133,15 @@ def test_a_tensor_on_a_gpu_is_refused_with_what_to_set() -> None:
     request.inputs()[1].is_on_gpu = True
     with pytest.raises(InvalidRequest, match=r"'end_id' is in a GPU.*_CPU_ONLY_INPUT"):
         read_inputs(request)
+
+
+def test_who_names_no_output_gets_those_of_its_prompt_whatever_the_config_has(
+    make_server: MakeServer,
+) -> None:
+    """Triton requests all for it; those of `tensorrtllm_backend` have one that is refused."""
+    outputs = ("output_ids", "sequence_length", "cum_log_probs", "context_phase_params")
+    server = make_server(CountingEngine(), outputs=outputs)
+    sender = server.ask(outputs=outputs, input_ids=[1], request_output_len=3)
+    assert [each.name() for each in sender.responses[0].output_tensors] == list(outputs[:2])
+    error, _ = error_of(server.ask(outputs=(*outputs[:2], outputs[3]), input_ids=[1]))
+    assert error == "output 'context_phase_params' cannot be requested here: it is not sent"
