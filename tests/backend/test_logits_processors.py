@@ -226,13 +226,13 @@ def test_those_of_others_run_as_the_page_has_them(
     zoo = types.ModuleType("logits_processor_zoo.trtllm")
 
     def published(name: str) -> Any:
-        from tensorrt_llm.sampling_params import LogitsProcessor
+        base = sys.modules["tensorrt_llm.sampling_params"].LogitsProcessor
 
         def begin(self: Phrase, phrase: str, tokenizer: str) -> None:
             assert (phrase, tokenizer) == ("\n\nReferences:", "the tokenizer")
             Phrase.__init__(self)
 
-        return type(name, (LogitsProcessor, Phrase), {"__init__": begin})
+        return type(name, (base, Phrase), {"__init__": begin})
 
     vars(zoo)["__getattr__"] = published
     monkeypatch.setitem(sys.modules, zoo.__name__, zoo)
