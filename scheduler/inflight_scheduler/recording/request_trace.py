@@ -101,7 +101,7 @@ def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequest
     """Read a trace once, from its beginning.
 
     `RecordingError` names the line and the field of what cannot be. A row is in memory at a time,
-    and some 300 bytes for each request (1 KB where prompts are told by ids).
+    and some 300 bytes for each request (1 KB, and 8 for each id, where ids tell what prompts are).
     """
     try:
         file = path.open("rb")
