@@ -46,7 +46,7 @@ FIELD = "logits_post_processor_name"
 _NUM_ARGUMENTS = (4, 5, 3)  # the first of these that a processor can take
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _NAN = float("nan")
-_FORCED = 1e30  # divided by the least temperature, 1e-5, it is still finite in float32
+_FORCED = 1e30  # divided by the least repetition_penalty, 1e-6, it is still finite in float32
 
 
 def find_logits_processors(text: str | None) -> dict[str, LogitsPostProcessor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 from checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from transformers import AutoTokenizer
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError, InvalidRequest
@@ -163,14 +165,20 @@ def test_it_sees_the_text_so_far_and_decides_what_is_drawn(
     assert 3 not in processor.shown
 
 
+def page_module(number: int) -> tuple[types.ModuleType, str]:
+    """A code block of docs/sampling.md as a module, and the page."""
+    page = (Path(__file__).parents[2] / "docs/sampling.md").read_text(encoding="utf-8")
+    code = re.findall("```python\n(.*?)```", page, re.DOTALL)[number]
+    module = types.ModuleType("my_module")
+    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
+    return module, page
+
+
 def test_the_processors_of_the_page_work(
     folder: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The code block of docs/sampling.md, named in the setting."""
-    page = (Path(__file__).parents[2] / "docs/sampling.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
-    module = types.ModuleType("my_module")
-    exec(compile(code, "docs/sampling.md", "exec"), module.__dict__)
+    """The first code block of docs/sampling.md, named in the setting."""
+    module, page = page_module(0)
     monkeypatch.setitem(sys.modules, "my_module", module)
     setting = page.partition("--set logits_processors=")[2].partition("\n")[0]
     names = dict(enumerate(["no-double", "digits"], start=1))
@@ -208,6 +216,39 @@ class Phrase:
         mask[:, :, self.left.pop(0) if self.left else 14] = 0
         with torch.cuda.stream(None):
             logits += mask.to(logits.device, non_blocking=True)
+
+
+def test_those_of_others_run_as_the_page_has_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The zoo, which is not installed here, extends a class of tensorrt_llm's beside its own."""
+    monkeypatch.setitem(sys.modules, "tensorrt_llm.sampling_params", None)
+    zoo = types.ModuleType("logits_processor_zoo.trtllm")
+
+    def published(name: str) -> Any:
+        base = sys.modules["tensorrt_llm.sampling_params"].LogitsProcessor
+
+        def begin(self: Phrase, phrase: str, tokenizer: str) -> None:
+            assert (phrase, tokenizer) == ("\n\nReferences:", "the tokenizer")
+            Phrase.__init__(self)
+
+        return type(name, (base, Phrase), {"__init__": begin})
+
+    vars(zoo)["__getattr__"] = published
+    monkeypatch.setitem(sys.modules, zoo.__name__, zoo)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", {"my_checkpoint": "the tokenizer"}.get)
+    module, _ = page_module(1)
+    processors = {"phrase": module.LastPhrase, "no-repeat": module.NoRepeat}
+    names = {1: "phrase", 2: "no-repeat", 3: ""}
+    liked = [100.0 * (token == 33) for token in range(VOCAB_SIZE)]
+    recorder = Recorder(
+        [asking(i, PROMPT, 6, name, embedding_bias=liked) for i, name in names.items()]
+    )
+    with running(recorder, engine, params=params_of(OverlapScheduler.OFF, processors)):
+        recorder.wait_for_finals(*names)
+    assert recorder.tokens(1) == [11, 12, 13, 14, 14, 14]
+    assert [token == 33 for token in recorder.tokens(2)] == [True, True, True, False, True, True]
+    assert recorder.tokens(3) == [33] * 6
 
 
 def three_arguments(req_id: int, logits: torch.Tensor, ids: Tokens) -> torch.Tensor:

@@ -101,7 +101,7 @@ def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequest
     """Read a trace once, from its beginning.
 
     `RecordingError` names the line and the field of what cannot be. A row is in memory at a time,
-    and some 300 bytes for each request (1 KB where prompts are told by ids).
+    and some 300 bytes for each request (1 KB, and 8 for each id, where ids tell what prompts are).
     """
     try:
         file = path.open("rb")
@@ -192,11 +192,10 @@ def _kind_of(row: Mapping[str, Any], options: TraceOptions) -> Kind:
         arrival, prompt, output = options.columns
         kind = Kind((arrival, prompt, output))
     else:
-        needed = slice(0 if options.rate is None else 1, 3)
         fitting = (
             kind
-            for kind in KINDS.values()
-            if all(name in row for name in (*kind.columns[needed], kind.mark) if name is not None)
+            for kind in KINDS.values()  # some are published without arrivals
+            if all(name in row for name in (*kind.columns[1:], kind.mark) if name is not None)
         )
         found = next(fitting, None)
         if found is None:
@@ -333,7 +332,7 @@ def _length(row: Mapping[str, Any], name: str) -> int:
 
 def _time_us(row: Mapping[str, Any], name: str, unit_us: float) -> int:
     """A number in the unit of the trace, or a date (UTC, if it does not say)."""
-    value = _value(row, name, ": requests that do not say when they came need a --rate")
+    value = _value(row, name, ": name another with --trace-columns, or let them come at a --rate")
     time_us = math.nan
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:

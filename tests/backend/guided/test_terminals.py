@@ -94,6 +94,8 @@ def test_the_texts_of_a_vocabulary_are_followed_by_tables(
         ('root ::= "(" root ")" | "a" | x root\nx ::= "c" ("a" | "")', "ca", "cb"),
         ('root ::= "(" root ")" | "" [^b] "c"', "(cc)", "(c)"),
         ('root ::= "(" root ")" | x x root "c" | "b"\nx ::= ""', "(bc)", "(c)"),
+        ('root ::= "(" root ")" | x "b"? y\nx ::= "a"+\ny ::= "a" root | "c"', "aa(ac)", "a(ac)"),
+        ('root ::= ("a" "(" root ")" "a"+)* "c"', "a(c)aa(c)ac", "a(c)c"),
         # As the documentation says to write it; as one literal "if " would keep "iffy" out.
         ('root ::= "(" root ")" | "i" "f" " " root | [a-z]+ ";"', "(if iffy;)", "(if )"),
         # It told here, but of two that had begun before both go on.

@@ -201,7 +201,11 @@ def test_the_cache_finds_what_prompts_share(path: Path) -> None:
         (lines(MOONCAKE) + "nonsense\n", "line 2: one JSON object a line"),
         (
             lines(MOONCAKE, {"delay": 3, **MOONCAKE, "timestamp": None}),
-            "'timestamp' is missing: requests that",
+            "'timestamp' is missing: name another with --trace-columns, or let them",
+        ),
+        (
+            "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3772,54,3826,69.85\n",
+            "line 2: 'arrived_at' is missing: name another with --trace-columns, or let them come",
         ),
         (lines({**MOONCAKE, "timestamp": True}), "timestamp is True"),
         (lines({**MOONCAKE, "input_length": [1]}), "input_length is [1]"),
