@@ -16,6 +16,7 @@ from inflight_backend.engine.model_limits import (
     HEAD_DIM_STEP,
     MAX_HEAD_DIM,
     check_fp8_linears,
+    check_rows,
     choose_seq_len,
     has_attention_kernels,
 )
@@ -33,7 +34,8 @@ _logger = get_logger(__name__)
 
 GIB = 2**30
 DEFAULT_RESERVE = GIB
-"""Assumed for what no checkpoint tells: the CUDA context, workspaces, the largest step."""
+"""Assumed for what no checkpoint tells: the CUDA context, workspaces, the largest step, what is
+recorded."""
 
 _DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CPU_DEFAULT_TOKENS = 65_536
@@ -175,9 +177,11 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     )
 
 
-def check_fp8(model: ModelConfig, settings: PlanSettings) -> None:
-    """`ConfigurationError` where a server with these settings refuses FP8, if it chooses its
-    attention backend itself."""
+def check_limits(model: ModelConfig, settings: PlanSettings) -> None:
+    """`ConfigurationError` where a server with these settings refuses FP8, or so many rows, if it
+    chooses its attention backend itself."""
+    if settings.gpu_memory is not None and has_attention_kernels(model):
+        check_rows(settings.max_batch_size * settings.max_beam_width)
     if _is_fp8("kv_cache_dtype", settings):
         if settings.gpu_memory is None:
             raise ConfigurationError(

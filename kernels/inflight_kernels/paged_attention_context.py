@@ -133,6 +133,7 @@ def _paged_attention_context_kernel(
     stride_block,  # of both caches
     stride_token,
     stride_head,
+    NUM_KV_HEADS: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -144,9 +145,10 @@ def _paged_attention_context_kernel(
     STAGES: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    kv_head = tl.program_id(0)
+    # A grid of one dimension: the others end at 65,535, and wide groups have more tiles.
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
     # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
     if tile < tl.load(starts_ptr) // BLOCK_Q:
         return
     sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
@@ -205,7 +207,7 @@ def _paged_attention_context_kernel(
     out = tl.where(is_query, acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None], 0.0)
     out = narrow(out, out_ptr.dtype.element_ty)
     # token * num_heads + head, where head is kv_head * GROUP + batch_row - token * GROUP.
-    other_heads = (tl.num_programs(0) - 1) * GROUP
+    other_heads = (NUM_KV_HEADS - 1) * GROUP
     out_rows = tokens.to(tl.int64) * other_heads + batch_rows + kv_head * GROUP
     is_stored = tokens < start + tl.minimum(num_rows, first_query + BLOCK_Q)
     stored = is_stored[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -321,7 +323,7 @@ def paged_attention_context(
     group = num_heads // num_kv_heads
     tile = tile or choose_tile(group, head_dim, query.dtype, max_query_len, key_cache.dtype)
     num_tiles = num_tokens // (tile.block_m // group) + num_sequences
-    _paged_attention_context_kernel[(num_kv_heads, num_tiles)](
+    _paged_attention_context_kernel[(num_kv_heads * num_tiles,)](
         out,
         query,
         key_cache,
@@ -336,6 +338,7 @@ def paged_attention_context(
         stride_q_row=query.stride(0),
         stride_q_head=query.stride(1),
         stride_table=block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         WINDOW=sliding_window or 0,

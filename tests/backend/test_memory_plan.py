@@ -32,7 +32,7 @@ from inflight_backend.memory_plan import (
     GIB,
     MemoryPlan,
     PlanSettings,
-    check_fp8,
+    check_limits,
     check_pool,
     concurrency,
     make_plan,
@@ -354,7 +354,7 @@ def test_fp8_is_refused_where_the_server_refuses_it(
         settings = {"dtype": dtype, "quantization": fp8[0], "kv_cache_dtype": fp8[1]}
         gpu_memory = GIB if device == "cuda" else None
         ours, theirs = (
-            refusal(check_fp8, model, PlanSettings(gpu_memory=gpu_memory, **settings)),  # type: ignore[arg-type]
+            refusal(check_limits, model, PlanSettings(gpu_memory=gpu_memory, **settings)),  # type: ignore[arg-type]
             refusal(resolve, EngineConfig(device=device, **settings), model),  # type: ignore[arg-type]
         )
         assert bool(ours) == bool(theirs), (settings, ours, theirs)

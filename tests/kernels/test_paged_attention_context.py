@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from itertools import accumulate
 
 import pytest
@@ -203,6 +205,34 @@ def test_tokens_before_the_first_chunk_are_somebody_elses(
     assert bool((out[:num_before] == 7.0).all())
     expected = expected_tokens(query[num_before:], query_lens, cache, 0.125)
     assert_attention_close(out[num_before:], expected)
+
+
+@pytest.mark.parametrize(("group", "num_kv_heads"), [(64, 1), (64, 2), (71, 1), (4, 8)])
+def test_a_grid_has_room_for_the_longest_steps(
+    monkeypatch: pytest.MonkeyPatch, group: int, num_kv_heads: int
+) -> None:
+    """128k tokens with 64 query heads to a KV head are 65,536 tiles and one more for each sequence:
+    all dimensions of a grid but the first end at 65,535."""
+    grids: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    module = import_module("inflight_kernels.paged_attention_context")
+    monkeypatch.setattr(module, "_paged_attention_context_kernel", Kernel())
+    with torch.device("meta"):
+        cache = torch.empty(4, 32, num_kv_heads, 64, dtype=torch.bfloat16)
+        query = torch.empty(2**17, group * num_kv_heads, 64, dtype=torch.bfloat16)
+        starts, lengths = torch.empty(3, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+        tables = torch.empty(2, 2048, dtype=torch.int32)
+    paged_attention_context(query, cache, cache, tables, starts, lengths, 0.125)
+    [(num_programs, *others)] = grids
+    assert num_programs % num_kv_heads == 0
+    rows = module.choose_tile(group, 64, torch.bfloat16, None).block_m
+    assert num_programs // num_kv_heads >= 2**17 // (rows // group) + 2
+    assert all(size < 2**16 for size in others)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def plan(
     max_num_tokens: Annotated[int | None, typer.Option(min=1, max=_MAX_TOKENS)] = None,
     max_seq_len: Annotated[int | None, typer.Option(min=2, max=_MAX_TOKENS)] = None,
     reserve: Annotated[
-        str, typer.Option(help="Assumed for the CUDA context, workspaces and the largest step.")
+        str,
+        typer.Option(help="Assumed for the CUDA context, the largest step and recorded steps."),
     ] = "1GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -54,7 +55,7 @@ def plan(
     from inflight_backend.engine.model_config import ModelConfig
     from inflight_backend.memory_plan import (
         PlanSettings,
-        check_fp8,
+        check_limits,
         concurrency,
         make_plan,
         usual_shapes,
@@ -75,7 +76,7 @@ def plan(
             max_seq_len=max_seq_len,
             reserve=_memory("--reserve", reserve),
         )
-        check_fp8(ModelConfig.from_folder(folder), settings)
+        check_limits(ModelConfig.from_folder(folder), settings)
         made = make_plan(folder, settings)
     rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
     if as_json:

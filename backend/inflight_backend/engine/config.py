@@ -13,6 +13,7 @@ from inflight_backend.engine.model_limits import (
     HEAD_DIM_STEP,
     MAX_HEAD_DIM,
     check_fp8_linears,
+    check_rows,
     choose_seq_len,
     has_attention_kernels,
 )
@@ -28,7 +29,6 @@ _DEFAULT_NUM_TOKENS = 8192
 MAX_BEAM_WIDTH = 64
 _FP8 = "fp8"
 _FP8_CAPABILITY = (8, 9)
-_MAX_ROWS = 2**16 - 1  # along the second and third dimension of a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     backend = _choose_backend(config, model, device)
     if device == "cuda":
         _check_fp8_device(config)
-        if backend == "triton" and config.num_slots > _MAX_ROWS:
-            raise ConfigurationError(
-                f"max_batch_size * max_beam_width is {config.num_slots}, more than the {_MAX_ROWS} "
-                "rows that a launch on a GPU may have; lower one of them"
-            )
+        if backend == "triton":
+            check_rows(config.num_slots)
         if config.quantization == _FP8:
             check_fp8_linears(model, dtype)
     return replace(

@@ -25,7 +25,7 @@ from inflight_backend.engine.beams import BeamRows
 from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
-from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory
+from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory, reserved_bytes
 from inflight_backend.engine.drawing import HostRules, edit_logits, restrict, send_masks
 from inflight_backend.engine.first_steps import run_first_steps
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
@@ -290,7 +290,7 @@ class Engine:
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
-        gpu = torch.cuda.memory_reserved() if self.config.device == "cuda" else 0
+        gpu = reserved_bytes() if self.config.device == "cuda" else 0
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
         pinned += self._recordings.pinned_bytes
         return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)

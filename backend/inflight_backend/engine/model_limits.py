@@ -7,6 +7,7 @@ from inflight_backend.errors import ConfigurationError
 
 # Bounds of the Triton kernels, checked before they run so that the error can name the way out.
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
+_MAX_ROWS = 2**16 - 1  # along the second and third dimension of a launch
 _LINEAR_STEP = 16
 
 
@@ -25,6 +26,15 @@ def choose_seq_len(max_seq_len: int | None, model: ModelConfig) -> int:
 def has_attention_kernels(model: ModelConfig) -> bool:
     """Whether the Triton kernels take the model's heads."""
     return model.head_dim % HEAD_DIM_STEP == 0 and model.head_dim <= MAX_HEAD_DIM
+
+
+def check_rows(num_slots: int) -> None:
+    """The Triton kernels on a GPU; ``num_slots`` rows may draw in one step."""
+    if num_slots > _MAX_ROWS:
+        raise ConfigurationError(
+            f"max_batch_size * max_beam_width is {num_slots}, more than the {_MAX_ROWS} rows that "
+            "a launch on a GPU may have; lower one of them"
+        )
 
 
 def check_fp8_linears(model: ModelConfig, dtype: str) -> None:

@@ -31,7 +31,14 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "your own scheduler, or one of its two parts, as package.module:ClassName",
     ),
     ParameterSpec("max_beam_width", "int", "1", "largest beam_width", minimum=1, maximum=64),
-    ParameterSpec("max_batch_size", "int", "256", "requests in flight", minimum=1, maximum=65536),
+    ParameterSpec(
+        "max_batch_size",
+        "int",
+        "256",
+        "requests in flight; times max_beam_width, the kernels of a GPU take up to 65535",
+        minimum=1,
+        maximum=65536,
+    ),
     ParameterSpec(
         "max_num_tokens",
         "int",

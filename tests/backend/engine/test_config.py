@@ -15,6 +15,7 @@ from inflight_backend.engine.config import resolve
 from inflight_backend.engine.kv_pool import KvPool, available_memory, choose_num_blocks
 from inflight_backend.engine.layers import Fp8Linear, Linear, quantize
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.memory_plan import GIB, PlanSettings, check_limits
 
 Folder = Callable[..., Path]
 
@@ -111,6 +112,12 @@ def test_rows_of_a_launch(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -
         resolve(beams, fitting)
     assert resolve(replace(beams, attention_backend="torch"), fitting).num_slots == 2**16
     assert resolve(replace(beams, device="cpu"), fitting).num_slots == 2**16
+    planned = PlanSettings(gpu_memory=GIB, max_batch_size=2048, max_beam_width=32)
+    with pytest.raises(ConfigurationError, match="is 65536, more than the 65535 rows"):
+        check_limits(fitting, planned)
+    check_limits(replace(fitting, head_dim=8), planned)
+    check_limits(fitting, replace(planned, gpu_memory=None))
+    check_limits(fitting, replace(planned, max_beam_width=31))
 
 
 def test_blocks_of_a_cpu_pool() -> None:
