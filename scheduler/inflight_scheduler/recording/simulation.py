@@ -35,7 +35,7 @@ from inflight_scheduler.recording.records import (
     RequestState,
     Settings,
 )
-from inflight_scheduler.recording.steps import NO_PLAN, Plan, Step, drawn_tokens
+from inflight_scheduler.recording.steps import NO_PLAN, Plan, PromptBound, Step, drawn_tokens
 from inflight_scheduler.recording.text_book import TextBook
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.scheduler import RequestScheduler
@@ -88,6 +88,7 @@ class Simulation:
             self.scheduler = scheduler(settings, self.planner) if scheduler else None
         except ValueError as error:
             raise RecordingError(f"these settings contradict one another: {error}") from None
+        self._prompt_bound = PromptBound(settings.tokens_per_block)
         self._drafting: set[int] = set()  # who had drafts at the last decision
         self.book: TextBook | None = None
         if settings.enable_reuse:
@@ -235,6 +236,7 @@ class Simulation:
         """Give slots, blocks and what is cached; the sizes of chunks are those computed then."""
         if iteration is not None:
             self._grow(iteration)
+        self._prompt_bound.begin(lists[0])
         return Plan.of(self.planner.plan(*lists), lists[1])
 
     def run(self, plan: Plan, iteration: Iteration | None = None) -> Step:

@@ -8,8 +8,37 @@ from typing import NamedTuple
 from inflight_scheduler.batch import ScheduledBatch
 from inflight_scheduler.planner import BatchPlanner
 from inflight_scheduler.recording.cost_model import Load
+from inflight_scheduler.recording.errors import RecordingError
 from inflight_scheduler.recording.records import Drafts
 from inflight_scheduler.request import LlmRequest
+
+MIN_PROMPT_BLOCKS = 2**24
+"""Blocks of all prompts that begin, at most: half a minute."""
+
+PROMPT_BLOCKS_PER_PLAN = 2**16
+"""So many more for each plan. No server spends a tenth of a second of each iteration on that."""
+
+
+class PromptBound:
+    """Bounds the work of a simulation: a few bytes can tell of a prompt that begins again and
+    again, after a pause in each second iteration."""
+
+    __slots__ = ("_num_left", "_tokens_per_block")
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._num_left = MIN_PROMPT_BLOCKS
+
+    def begin(self, contexts: Sequence[LlmRequest]) -> None:
+        """A plan with these; `RecordingError` if there have been too many blocks."""
+        fresh = (request for request in contexts if request.seq_slot is None)
+        num_blocks = sum(-(-request.prompt_len // self._tokens_per_block) for request in fresh)
+        self._num_left += PROMPT_BLOCKS_PER_PLAN - num_blocks
+        if self._num_left < 0:
+            raise RecordingError(
+                f"prompts of more than {MIN_PROMPT_BLOCKS:,} blocks, and "
+                f"{PROMPT_BLOCKS_PER_PLAN:,} for each iteration, have begun"
+            )
 
 
 class Plan(NamedTuple):

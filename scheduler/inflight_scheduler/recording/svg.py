@@ -29,7 +29,8 @@ _LEFT, _PLOT, _RIGHT = 92, 1080, 28
 _TOP = 78
 _CHART_HEIGHT, _CHART_GAP = 64, 34
 _ROWS_HEIGHT, _STACK_HEIGHT = 620, 300
-_INK, _FAINT, _GRID = "#1f2933", "#66727f", "#e7ebf0"
+_TITLE_SIZE, _TITLE_ASPECT = 17, 0.6  # and how wide a letter is for its height
+_FAINT, _GRID = "#66727f", "#e7ebf0"
 
 _STYLE = """
 text { font-family: "Helvetica Neue", Helvetica, Arial, "DejaVu Sans", sans-serif; fill: #1f2933; }
@@ -54,8 +55,8 @@ def write_svg(history: History) -> str:
         f"<title>{escape(title(history))}</title>",
         f"<style>{_STYLE}</style>",
         f'<rect width="{width}" height="{height:.0f}" fill="#ffffff"/>',
-        f'<text class="title" x="{_LEFT}" y="30">{escape(title(history))}</text>',
-        *_legend(history),
+        _title(title(history)),
+        *_legend(history, has_rows),
         *_grid(history, _TOP, rows_height),
         *(_rows(history, row_height) if has_rows else _stack(history, rows_height)),
         *_charts(history, charts_top),
@@ -75,14 +76,21 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, more: str 
     )
 
 
-def _legend(history: History) -> Iterator[str]:
+def _title(text: str) -> str:
+    """On one line, however long the name of a user's scheduler is."""
+    size = _PLOT / (_TITLE_ASPECT * len(text))
+    smaller = f' style="font-size: {size:.1f}px"' if size < _TITLE_SIZE else ""
+    return f'<text class="title" x="{_LEFT}" y="30"{smaller}>{escape(text)}</text>'
+
+
+def _legend(history: History, has_rows: bool) -> Iterator[str]:
     x = float(_LEFT)
     for activity in shown_activities(history):
         name = ACTIVITY_NAMES[activity]
         yield _rect(x, 45, 12, 12, COLOURS[activity], ' rx="2"/>')
         yield f'<text class="label" x="{x + 18:.0f}" y="55">{name}</text>'
         x += 18 + 6.7 * len(name) + 22
-    if name := crosses(history):
+    if has_rows and (name := crosses(history)):
         yield _cross(x + 5, 51, 4)
         yield f'<text class="label" x="{x + 16:.0f}" y="55">{name}</text>'
 
@@ -157,8 +165,8 @@ def _stack(history: History, height: float) -> Iterator[str]:
     highest = max(sum(column.values()) for column in columns)
     bottom = _TOP + height
     yield (
-        f'<text class="small" x="{_LEFT + _PLOT}" y="55" text-anchor="end">requests in flight, by '
-        f"what they do (more than {MAX_ROWS}: no rows)</text>"
+        f'<text class="small" x="{_LEFT}" y="{bottom + 16:.0f}">requests in flight, by what they '
+        f"do (more than {MAX_ROWS}: no rows)</text>"
     )
     below = [0.0] * num_columns
     for activity in _STACK_ORDER:

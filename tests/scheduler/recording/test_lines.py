@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,10 @@ from scheduler.recording.searching import SearchingWorld
 from scheduler.recording.test_recorded_drafts import DraftingWorld
 
 from inflight_scheduler import ContextChunking
+from inflight_scheduler.recording import steps
 from inflight_scheduler.recording.cost_model import CostModel
 from inflight_scheduler.recording.errors import RecordingError
+from inflight_scheduler.recording.files import RecordingReader
 from inflight_scheduler.recording.header import Header
 from inflight_scheduler.recording.history import build_history
 from inflight_scheduler.recording.lines import LineReader, LineWriter
@@ -237,6 +239,30 @@ def test_nothing_is_decided_where_the_step_of_a_search_was_lost() -> None:
     )
     end = outcome(text)
     assert end == "test.jsonl, line 4: a decision, though the step it needs was lost"
+
+
+@pytest.mark.case(112)
+@pytest.mark.parametrize("follow", [build_history, read_workload])
+def test_a_prompt_that_begins_again_and_again_is_refused_in_time(
+    follow: Callable[[RecordingReader], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of 50 bytes takes all blocks there are, and the next one gives them back."""
+    monkeypatch.setattr(steps, "MIN_PROMPT_BLOCKS", 100)
+    monkeypatch.setattr(steps, "PROMPT_BLOCKS_PER_PLAN", 2)
+    settings = Settings(MAX_UTILIZATION, 64, 1, 4, None, ContextChunking(unit_size=1))
+    writer = LineWriter()
+    lines = [writer.header(Header(settings))]
+    begins, pauses = Decision((Chunk(1, 1),), (), ()), Decision((), (), (1,))
+    for number in range(1, 100):
+        arrivals = (Arrival(1, 50, 5),) if number == 1 else ()
+        decision, num_free = (begins, 14) if number % 2 else (pauses, 64)
+        lines.append(
+            writer.iteration(Iteration(number, number, 1, arrivals, decision, num_free, ()))
+        )
+    follow(read("".join(lines[:5])))
+    message = "line 6: prompts of more than 100 blocks, and 2 for each iteration, have begun"
+    with pytest.raises(RecordingError, match=message):
+        follow(read("".join(lines)))
 
 
 @fuzzing

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
-from itertools import pairwise
+from copy import copy
+from dataclasses import replace
+from itertools import combinations, pairwise
 
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, play, read
 
 from inflight_scheduler.recording import svg
-from inflight_scheduler.recording.history import Activity, History, build_history
+from inflight_scheduler.recording.history import Activity, History, Span, build_history
 from inflight_scheduler.recording.palette import COLOURS
 from inflight_scheduler.recording.records import Settings
 from inflight_scheduler.recording.svg import describe, write_svg
@@ -20,6 +22,7 @@ LEFT, TOP, WIDTH = 92, 78, 1080
 CHART_HEIGHT = 64
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 NUM_BLOCKS = 12
+SIZES = {"title": 17.0, "small": 11.5, "label": 12.0}
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +174,31 @@ def test_the_stack_is_how_many_did_what(history: History, monkeypatch: pytest.Mo
         )
         below = above
     assert not colour_to_path
+
+
+@pytest.mark.parametrize("max_rows", [240, 1])
+def test_no_text_stands_on_another_or_beyond_the_border(
+    history: History, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """With everything in the legend that there is, and a scheduler with a long name."""
+    monkeypatch.setattr(svg, "MAX_ROWS", max_rows)
+    settings = replace(history.settings, scheduler_class="policies_of_ours:" + "Fair" * 20)
+    full = replace(history, settings=settings, rows=[*map(copy, history.rows)])
+    full.rows[0].end_reason = "cancelled"
+    spans = [Span(activity, 0, 1) for activity in Activity]
+    full.rows[0].spans = spans
+    boxes = []
+    for text in drawn(full).iter(f"{NAMESPACE}text"):
+        small = re.search(r"[\d.]+", text.attrib.get("style", ""))
+        size = float(small[0]) if small else SIZES[text.attrib["class"]]
+        width = 0.55 * size * len((text.text or "").strip())
+        shift = {"end": 1.0, "middle": 0.5}.get(text.attrib.get("text-anchor", ""), 0.0)
+        left = float(text.attrib["x"]) - shift * width
+        assert left >= 0.0, text.text
+        assert left + width <= LEFT + WIDTH + 28, text.text
+        boxes.append((left, left + width, float(text.attrib["y"]), size, text.text))
+    for one, other in combinations(boxes, 2):
+        is_beside = one[0] >= other[1] or other[0] >= one[1]
+        assert is_beside or abs(one[2] - other[2]) > 0.8 * min(one[3], other[3]), (one, other)
+    names = [text for *_, text in boxes]
+    assert ("stopped, failed or expired" in names) == (max_rows > 1), "crosses stand in rows"
