@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from inflight_scheduler import LlmRequest
 
 Array = npt.NDArray[Any]
+
+_Reading = TypeVar("_Reading")
 
 
 class NamedTensor(NamedTuple):
@@ -43,6 +45,7 @@ class InferenceRequest:
     """
 
     __slots__ = (
+        "_readings",
         "_sent_names",
         "_tensors",
         "created_ns",
@@ -66,6 +69,7 @@ class InferenceRequest:
         self.guide: PendingGuide | None = None  # set by validation, which starts compiling it
         self._tensors: dict[str, Array] = {}
         self._sent_names: dict[str, str] = {}
+        self._readings: dict[str, tuple[Array, Any]] | None = None  # of tensors, if shared
         for name, tensor in (tensors or {}).items():
             self.set_tensor(name, tensor)
 
@@ -82,6 +86,26 @@ class InferenceRequest:
         """Build a request from plain values, for example ``temperature=0.7``."""
         plain = {"input_ids": input_ids, "request_output_len": request_output_len, **values}
         return cls(request_id, make_inputs(plain), is_streaming=is_streaming)
+
+    def copy(self, request_id: int) -> InferenceRequest:
+        """The same request, of the same age, under another id."""
+        copy = InferenceRequest(request_id, self._tensors, is_streaming=self.is_streaming)
+        copy.created_ns = self.created_ns
+        if self._readings is None:
+            self._readings = {}
+        copy._readings = self._readings
+        return copy
+
+    def reading(self, name: str, read: Callable[[Array], _Reading]) -> _Reading:
+        """What ``read`` makes of a tensor that may be long: the same object for all copies."""
+        tensor = self.get_tensor(name)
+        if self._readings is None:
+            return read(tensor)
+        known = self._readings.get(name)
+        if known is None or known[0] is not tensor:
+            known = self._readings[name] = (tensor, read(tensor))
+        reading: _Reading = known[1]
+        return reading
 
     @property
     def is_ready(self) -> bool:

@@ -89,7 +89,10 @@ def read_words(request: InferenceRequest, name: str, vocab_size: int) -> tuple[W
     """The words of a list, each once; none if it was not sent. Raises `InvalidRequest`."""
     if not request.has_tensor(name):
         return ()
-    tensor = request.get_tensor(name)
+    return request.reading(name, lambda tensor: _words(name, tensor, vocab_size))
+
+
+def _words(name: str, tensor: Array, vocab_size: int) -> tuple[Word, ...]:
     if tensor.ndim not in (2, 3) or tensor.shape[-2] != 2:
         raise InvalidRequest(f"'{name}' has shape {list(tensor.shape)}, expected [1, 2, n]")
     ids, ends = tensor.reshape(2, -1)
@@ -132,7 +135,11 @@ def _read_bias(request: InferenceRequest, vocab_size: int) -> tuple[tuple[int, f
     """The biases that are not 0, by token."""
     if not request.has_tensor("embedding_bias"):
         return ()
-    bias = request.get_tensor("embedding_bias").reshape(-1)
+    return request.reading("embedding_bias", lambda tensor: _biases(tensor, vocab_size))
+
+
+def _biases(tensor: Array, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    bias = tensor.reshape(-1)
     if bias.size == 0:
         return ()
     if bias.size != vocab_size:

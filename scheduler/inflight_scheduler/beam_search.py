@@ -98,6 +98,7 @@ class BeamSearch:
         "_is_done",
         "_rows",
         "_running",
+        "_word_sizes",
         "end_id",
         "end_ids",
         "max_new_tokens",
@@ -119,7 +120,8 @@ class BeamSearch:
         self.max_new_tokens = max_new_tokens
         self.end_id = end_id
         self.end_ids = all_end_ids(end_id, stop_token_ids)
-        self.stop_words = tuple(stop_words)
+        self.stop_words = frozenset(stop_words)
+        self._word_sizes = frozenset(map(len, self.stop_words))
         self.step: BeamStep | None
         self.reset()
 
@@ -189,7 +191,7 @@ class BeamSearch:
     def _reason(self, tokens: tuple[int, ...]) -> FinishReason:
         if tokens[-1] in self.end_ids:
             return FinishReason.END_ID
-        if any(tokens[-len(word) :] == word for word in self.stop_words):
+        if any(tokens[-size:] in self.stop_words for size in self._word_sizes):
             return FinishReason.STOP_WORDS
         is_last = len(tokens) >= self.max_new_tokens
         return FinishReason.LENGTH if is_last else FinishReason.NOT_FINISHED

@@ -43,7 +43,7 @@ class BeamTexts:
             tuple(request.tokens),
             prompt if includes_prompt else "",
             len(request.tokens) if includes_prompt else 0,
-            request.stop_words,
+            tuple(sorted(request.stop_words)),  # to sort them again for each text takes no time
             tuple(stop_texts),
         )
 

@@ -222,12 +222,14 @@ def _number(key: str, dtype: str, value: Any) -> Array:
         number = 0
     if key == "top_p" and number == 0:
         number = _LOWEST_TOP_P
-    if kind is np.uint64 and _LOWEST_SEED <= number < 0:
-        number %= 2**64
     if is_whole:
         limits = np.iinfo(dtype.lower())
-        if not limits.min <= number <= limits.max:
-            raise InvalidRequest(f"'{_NAME}': {key} is outside {limits.min}..{limits.max}")
+        is_seed = kind is np.uint64
+        lowest = _LOWEST_SEED if is_seed else int(limits.min)
+        if not lowest <= number <= limits.max:
+            raise InvalidRequest(f"'{_NAME}': {key} is outside {lowest}..{limits.max}")
+        if is_seed:
+            number %= 2**64
     return np.array([[number]], dtype=kind)
 
 

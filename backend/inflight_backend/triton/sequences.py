@@ -107,8 +107,7 @@ def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[Infe
     """``request`` and, for each of ``numbers``, another one like it with a seed of its own."""
     copies = [request]
     for index, number in enumerate(numbers, start=1):
-        copy = InferenceRequest(number, request.tensors, is_streaming=request.is_streaming)
-        copy.created_ns = request.created_ns
+        copy = request.copy(number)
         if copy.has_tensor("random_seed"):
             seed = int(copy.get_tensor("random_seed").reshape(-1)[0]) + index
             copy.replace_tensor("random_seed", np.array([[seed % 2**64]], dtype=np.uint64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from copy import copy
 
@@ -52,8 +53,7 @@ class StopTokens:
     """Keeps the tokens of stop words from being decoded: the request ends with the first one."""
 
     def __init__(self, words: Iterable[Word]) -> None:
-        self._words = frozenset(words)
-        self._beginnings = {word[:size] for word in self._words for size in range(1, len(word) + 1)}
+        self._words = sorted(words)  # what begins alike stands together: no table of beginnings
         self._longest = max(map(len, self._words))
         self._held: list[int] = []
 
@@ -66,15 +66,17 @@ class StopTokens:
         """Add generated tokens; returns those that are surely no part of a stop word."""
         self._held.extend(ids)
         held = self._held
-        num_held = self._longest_end(self._words if is_final else self._beginnings)
+        num_held = self._longest_end(is_whole=is_final)
         certain = held[: len(held) - num_held]
         self._held = held[len(held) - num_held :]
         return certain
 
-    def _longest_end(self, words: Iterable[Word]) -> int:
-        """Length of the longest of ``words`` that the tokens held end with."""
-        held = self._held
+    def _longest_end(self, *, is_whole: bool) -> int:
+        """Tokens at the end of those held that a word begins with, at most; or that are one."""
+        held, words = self._held, self._words
         for size in range(min(self._longest, len(held)), 0, -1):
-            if tuple(held[len(held) - size :]) in words:
+            end = tuple(held[len(held) - size :])
+            place = bisect_left(words, end)
+            if place < len(words) and end == (words[place] if is_whole else words[place][:size]):
                 return size
         return 0

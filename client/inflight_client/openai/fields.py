@@ -99,6 +99,8 @@ def checked_text(name: str, value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing"
     words = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
     return words.get(type(value), "a number")
 

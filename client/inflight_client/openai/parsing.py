@@ -241,7 +241,8 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
         values["stop_words"] = stop
     if (salt := body.text("cache_salt")) is not None:
         values["cache_salt"] = salt
-    if bias := body.take("logit_bias"):
+    bias = body.take("logit_bias", {})
+    if bias != {}:
         values["embedding_bias"] = _embedding_bias(bias, reader.limits.vocab_size)
     return values
 

@@ -92,6 +92,75 @@ def test_schemas(compiler: GuideCompiler, schema: dict[str, Any], good: str, bad
     assert not accepts(compiler, Guide(SCHEMA, json.dumps(schema)), bad)
 
 
+INTEGERS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "integer"}}
+ONE: dict[str, Any] = {"type": "integer"}
+KEYWORDS: list[tuple[dict[str, Any], str]] = [
+    ({**INTEGERS, "minProperties": 1}, "{}"),
+    ({**INTEGERS, "maxProperties": 1}, '{"a":1,"b":2}'),
+    ({**INTEGERS, "required": ["a"]}, "{}"),
+    ({**INTEGERS, "propertyNames": {"pattern": "^b"}}, '{"a":1}'),
+    ({**INTEGERS, "dependencies": {"a": ["b"]}}, '{"a":1}'),
+    ({**INTEGERS, "dependentRequired": {"a": ["b"]}}, '{"a":1}'),
+    ({**INTEGERS, "dependentSchemas": {"a": {"required": ["b"]}}}, '{"a":1}'),
+    ({"patternProperties": {"^a": ONE}, "unevaluatedProperties": False}, '{"b":1}'),
+    ({"patternProperties": {"^a": ONE}, "additionalProperties": False}, '{"b":1}'),
+    ({"properties": {"a": ONE}}, '{"a":""}'),
+    ({"type": "array", "items": ONE}, '[""]'),
+    ({"type": "array", "minItems": 1}, "[]"),
+    ({"type": "array", "items": ONE, "maxItems": 1}, "[1,2]"),
+    ({"type": "array", "prefixItems": [ONE], "items": False}, "[1,2]"),
+    ({"type": "array", "items": [ONE], "additionalItems": False}, "[1,2]"),
+    ({"type": "array", "prefixItems": [ONE], "unevaluatedItems": False}, "[1,2]"),
+    ({"type": "array", "items": ONE, "uniqueItems": True}, "[1,1]"),
+    ({"type": "array", "contains": ONE}, '[""]'),
+    ({"type": "array", "items": ONE, "contains": ONE, "minContains": 2}, "[1]"),
+    ({"type": "array", "items": ONE, "contains": ONE, "maxContains": 1}, "[1,1]"),
+    ({"type": "string", "minLength": 2}, '"a"'),
+    ({"type": "string", "maxLength": 1}, '"ab"'),
+    ({"type": "string", "pattern": "^a$"}, '"b"'),
+    ({"type": "string", "format": "date"}, '"a"'),
+    ({**ONE, "minimum": 3}, "2"),
+    ({**ONE, "minimum": 3, "exclusiveMinimum": True}, "3"),  # of draft 4
+    ({**ONE, "exclusiveMinimum": 3}, "3"),
+    ({**ONE, "maximum": 3}, "4"),
+    ({"type": "number", "exclusiveMaximum": 3}, "3.0"),
+    ({**ONE, "multipleOf": 3}, "4"),
+    ({"enum": [1, "a"]}, "2"),
+    ({"const": {"a": 1}}, '{"a":2}'),
+    ({"allOf": [ONE, {"minimum": 3}]}, "2"),
+    ({"anyOf": [ONE, {"type": "string"}], "minimum": 3}, "2"),
+    ({"oneOf": [ONE, {"type": "string"}]}, "true"),
+    ({"not": ONE}, "1"),
+    ({"if": ONE, "then": {"minimum": 3}}, "1"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": ONE}, "minimum": 3}, "2"),
+    ({"$dynamicRef": "#a"}, "1"),
+    ({"$recursiveRef": "#"}, "1"),
+]
+
+
+@pytest.mark.case(52)
+@pytest.mark.parametrize(("schema", "bad"), KEYWORDS, ids=[str(schema) for schema, _ in KEYWORDS])
+def test_every_keyword_is_followed_or_refused(
+    compiler: GuideCompiler, schema: dict[str, Any], bad: str
+) -> None:
+    """Those of drafts 4 to 2020-12 that rule anything out."""
+    refusal = ""
+    try:
+        is_passed_over = accepts(compiler, Guide(SCHEMA, json.dumps(schema)), bad)
+    except InvalidRequest as error:
+        is_passed_over, refusal = False, str(error)
+    assert not is_passed_over
+    if refusal:
+        assert "Unimplemented keys: " in refusal
+        assert any(f'"{keyword}"' in refusal for keyword in schema)
+
+
+def test_what_is_no_keyword_rules_nothing_out(compiler: GuideCompiler) -> None:
+    """As in JSON Schema: tools write names of their own."""
+    schema = {**ONE, "example": 5, "x-order": 1, "discriminator": {}, "multipleof": 3}
+    assert accepts(compiler, Guide(SCHEMA, json.dumps(schema)), "4")
+
+
 def test_only_what_is_compiled_is_counted() -> None:
     check_schema(json.dumps({"title": "\ud800" + "t" * 140_000}))  # half a character at first
     check_schema(json.dumps({"enum": list(range(10_000))}, indent=8))

@@ -159,7 +159,7 @@ def test_requests_without_settings_pass_untouched() -> None:
         ({"bad_words": ["x"]}, "'bad_words' is not supported, but for \\[\\]"),
         ({"max_tokens": "many"}, "max_tokens must be a whole number"),
         ({"max_tokens": 2**31}, "max_tokens is outside"),
-        ({"seed": -(2**63) - 1}, "seed is outside"),
+        ({"seed": -(2**63) - 1}, "seed is outside -9223372036854775808..18446744073709551615"),
         ({"temperature": "nan"}, "temperature must be a number"),
         ({"temperature": [1]}, "temperature must be a number"),
         ({"stop": 5}, "stop must be a string"),

@@ -15,7 +15,9 @@ from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.request_validation import validate
 from inflight_backend.triton.sequences import copy_request, read_num_sequences
+from inflight_client.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
 
@@ -61,6 +63,37 @@ def test_all_sequences_have_come_at_the_same_time() -> None:
         (2, 0),
         (3, 0),
     ]
+
+
+def test_sequences_share_what_is_read_of_long_lists(server: Server) -> None:
+    """256 of them with a bias for each of 128 K tokens took 4 GB, and half a minute in which the
+    server took no other request."""
+    tensors = {
+        "input_ids": [4],
+        "embedding_bias": [0.5] * server.engine.vocab_size,
+        "stop_words_list": [[7, 8], [2, -1]],
+        "bad_words_list": [[3, 9], [1, 2]],
+        "random_seed": 5,
+    }
+    request = InferenceRequest(1, make_inputs(tensors))
+    limits = server.model._frontend._limits
+    assert limits is not None
+    first, second, third = (validate(one, limits) for one in copy_request(request, [2, 3]))
+    assert first.sampling.bias is second.sampling.bias is third.sampling.bias
+    assert len(first.sampling.bias) == server.engine.vocab_size
+    assert first.stop_words is second.stop_words is third.stop_words
+    assert first.sampling.bad_words is second.sampling.bad_words is third.sampling.bad_words
+    assert [each.sampling.seed for each in (first, second, third)] == [5, 6, 7]
+    assert first.tokens is not second.tokens
+
+
+def test_a_copy_with_another_tensor_reads_its_own() -> None:
+    request = InferenceRequest(1, make_inputs({"input_ids": [4], "random_seed": 1}))
+    copy = request.copy(2)
+    copy.replace_tensor("random_seed", np.array([[2]], np.uint64))
+    for _ in range(2):
+        seeds = [each.reading("random_seed", lambda seed: seed.item()) for each in (request, copy)]
+        assert seeds == [1, 2]
 
 
 def test_all_sequences_stop_together(server: Server, gate: threading.Event) -> None:

@@ -210,6 +210,8 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
         ({"logit_bias": {"5": "1"}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"logit_bias": False}, "logit_bias"),
         ({"cache_salt": 5}, "cache_salt"),
         ({"user": 5}, "user"),
         ({"prompt_cache_key": 5}, "prompt_cache_key"),
@@ -302,6 +304,14 @@ def test_a_bad_field_of_a_chat_is_named(
     with pytest.raises(ApiError) as caught:
         chat(reader, **fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_what_is_missing_is_called_nothing(reader: PromptReader) -> None:
+    for message, field in (({"role": "user", "content": None}, "content"), ({}, "role")):
+        with pytest.raises(
+            ApiError, match=f"messages\\[0\\].{field}: expected a string, got nothing"
+        ):
+            chat(reader, messages=[message])
 
 
 def test_a_chat_names_variables_of_the_template(tmp_path: Path) -> None:
