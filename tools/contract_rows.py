@@ -1,9 +1,8 @@
 """What clients of the peer's models send, ask for and configure: the rows of docs/compatibility.md.
 
 One row per input, output and parameter of `tensorrtllm_backend` v0.5 to v0.19 and later, in the
-order of its configs; metrics are in `contract_metrics`. Whether a row is honoured is not said here: it follows from
-`inflight_client.protocol` and from `model_repository`. A row says which tests show that it is, or
-what is in its place. What is refused is refused by a rule, and each rule has tests of its own.
+order of its configs; metrics are in `contract_metrics`. What is honoured follows from
+`inflight_client.protocol` and `model_repository`; a row names the tests or what is in its place.
 """
 
 from __future__ import annotations
