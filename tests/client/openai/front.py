@@ -42,8 +42,8 @@ async def front_of(local: Local, **settings: Any) -> AsyncIterator[aiohttp.Clien
 @asynccontextmanager
 async def serving(local: Local, **settings: Any) -> AsyncIterator[web.AppRunner]:
     """What runs a front of ``local`` until the block ends."""
-    upstream = Upstream(local.url, timeout=10.0)
     own = FrontSettings(**settings)
+    upstream = Upstream(local.url, timeout=10.0, headers=own.headers)
     reader = make_prompt_reader(DESCRIPTION, own.served_name, own.chat_template)
     runner = make_runner(own, Front(own, upstream, reader))
     await runner.setup()
