@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from inflight_client.aio import AsyncGenerateStream, AsyncInflightClient
     from inflight_client.client import GenerateStream, InflightClient
     from inflight_client.errors import (
+        AccessDenied,
         InflightError,
         InvalidArgument,
         RequestTimeout,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from inflight_client.results import GenerateChunk, GenerateResult
 
 __all__ = [
+    "AccessDenied",
     "AsyncGenerateStream",
     "AsyncInflightClient",
     "GenerateChunk",

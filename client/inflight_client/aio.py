@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from inflight_client.encoding import (
     stop_call,
     why_call,
 )
+from inflight_client.headers import checked_headers
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
 
@@ -43,12 +44,20 @@ class AsyncInflightClient:
     """`InflightClient` for asyncio: belongs to one event loop, any number of calls at once."""
 
     def __init__(
-        self, url: str | None = None, model: str = LLM_MODEL_NAME, protocol: Protocol = "grpc"
+        self,
+        url: str | None = None,
+        model: str = LLM_MODEL_NAME,
+        protocol: Protocol = "grpc",
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         address = parse_address(default_url(protocol) if url is None else url, protocol)
+        sent = checked_headers(headers)
         self._model = model
         self._transport: AsyncTransport = (
-            AsyncGrpcTransport(address) if protocol == "grpc" else AsyncHttpTransport(address)
+            AsyncGrpcTransport(address, sent)
+            if protocol == "grpc"
+            else AsyncHttpTransport(address, sent)
         )
 
     async def generate(

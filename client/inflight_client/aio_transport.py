@@ -28,6 +28,7 @@ from inflight_client.encoding import (
     stop_call,
 )
 from inflight_client.errors import InflightError, ServerError
+from inflight_client.headers import Headers
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.sse import SseParser
 from inflight_client.transport import FIRST_STOP_PAUSE, RELAYING_MODELS, STOP_TIMEOUT
@@ -71,14 +72,17 @@ async def takes_requests(transport: AsyncTransport, model: str, timeout: float) 
 class AsyncGrpcTransport:
     """gRPC: one stream per call over one channel."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, headers: Headers = ()) -> None:
         self.address = address
+        self.metadata = grpc_wire.metadata_of(headers)
         self.is_closed = False
         self._channel = grpc.aio.insecure_channel(
             address.target, options=grpc_wire.channel_options(address)
         )
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self.open_stream = self._channel.stream_stream(
+        # One request on a stream: as a stream of requests, grpc.aio puts an error of its own in the
+        # place of the server's when a refusal overtakes it.
+        self.open_stream = self._channel.unary_stream(
             grpc_wire.STREAM_METHOD,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
         )
@@ -95,7 +99,8 @@ class AsyncGrpcTransport:
         """See `AsyncTransport`."""
         request = service_pb2.ModelReadyRequest(name=model)
         try:
-            return bool((await self._stub.ModelReady(request, timeout=timeout)).ready)
+            ready = self._stub.ModelReady(request, timeout=timeout, metadata=self.metadata)
+            return bool((await ready).ready)
         except grpc.RpcError as error:
             raise grpc_wire.translate_error(error, self.address, timeout) from None
 
@@ -124,7 +129,9 @@ class _GrpcResponses:
     async def receive(self) -> AsyncGenerator[Response, None]:
         if self._is_cancelled:
             return
-        stream = self._transport.open_stream(iter((self._request,)), timeout=self._timeout)
+        stream = self._transport.open_stream(
+            self._request, timeout=self._timeout, metadata=self._transport.metadata
+        )
         self._stream = stream
         num_responses = 0
         try:
@@ -177,9 +184,9 @@ async def _drain(stream: Any) -> None:
 class AsyncHttpTransport:
     """HTTP: server-sent events from ``generate_stream``."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, headers: Headers = ()) -> None:
         self._address = address
-        self._client = httpx.AsyncClient(**http_wire.client_settings(address))
+        self._client = httpx.AsyncClient(**http_wire.client_settings(address, headers))
 
     def infer(self, call: InferCall, timeout: float | None) -> AsyncResponses:
         """See `AsyncTransport`. The server is given up after ``timeout`` seconds of silence."""
@@ -189,7 +196,8 @@ class AsyncHttpTransport:
         """See `AsyncTransport`."""
         try:
             path = http_wire.model_path(model, "ready")
-            return (await self._client.get(path, timeout=timeout)).status_code == httpx.codes.OK
+            response = await self._client.get(path, timeout=timeout)
+            return http_wire.is_ok(response.status_code, response.content)
         except httpx.HTTPError as error:
             raise http_wire.translate_error(error, self._address, timeout) from None
 

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight_client.errors import InflightError
-from inflight_client.openai.command import openai
+from inflight_client.headers import parse_headers
+from inflight_client.openai.command import HeaderOption, openai
 
 if TYPE_CHECKING:
+    from inflight_client.address import Protocol
     from inflight_client.client import InflightClient
     from inflight_client.encoding import GenerateOptions
 
@@ -76,6 +78,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
     url: UrlOption = None,
     http: HttpOption = False,
+    header: HeaderOption = None,
     request_id: Annotated[str, typer.Option(help="Id by which `inflight stop` finds it.")] = "",
     stream: Annotated[
         bool,
@@ -141,7 +144,7 @@ def generate(
     }
     options: Any = {name: value for name, value in settings.items() if value is not None}
     options |= _read_guide(guide)
-    with _reported_errors(), _connect(url, http) as client:
+    with _reported_errors(), _connect(url, http, header) as client:
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):
             _write(text)
         _write("\n")
@@ -152,9 +155,10 @@ def stop(
     request_id: Annotated[str, typer.Argument(help="The id the request was started with.")],
     url: UrlOption = None,
     http: HttpOption = False,
+    header: HeaderOption = None,
 ) -> None:
     """End a running request. Whoever waits for it gets what there is so far."""
-    with _reported_errors(), _connect(url, http) as client:
+    with _reported_errors(), _connect(url, http, header) as client:
         client.stop(request_id)
 
 
@@ -164,9 +168,10 @@ def stats(
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
     url: UrlOption = None,
     http: HttpOption = False,
+    header: HeaderOption = None,
 ) -> None:
     """Show the statistics of the batch manager. Followed into a file or pipe: JSON lines."""
-    with _reported_errors(), _connect(url, http) as client:
+    with _reported_errors(), _connect(url, http, header) as client:
         if json_lines or (follow and not sys.stdout.isatty()):
             for values in client.stats(follow):
                 _write(json.dumps(values) + "\n")
@@ -180,6 +185,7 @@ def why(
     json_line: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     url: UrlOption = None,
     http: HttpOption = False,
+    header: HeaderOption = None,
 ) -> None:
     """Tell why a request does not run now. Those who wait learn their place.
 
@@ -187,7 +193,7 @@ def why(
     """
     from inflight_client.protocol import NOT_IN_FLIGHT
 
-    with _reported_errors(), _connect(url, http) as client:
+    with _reported_errors(), _connect(url, http, header) as client:
         answer = client.why(request_id)
     is_unknown = answer.get("state") == NOT_IN_FLIGHT
     if json_line:
@@ -215,9 +221,10 @@ def record(
     output: Annotated[str, typer.Option("--output", "-o", help="File to write; - is stdout.")],
     url: UrlOption = None,
     http: HttpOption = False,
+    header: HeaderOption = None,
 ) -> None:
     """Fetch what the scheduler decided lately. For `inflight replay` and `inflight timeline`."""
-    with _reported_errors(), _connect(url, http) as client:
+    with _reported_errors(), _connect(url, http, header) as client:
         text = client.recording()
     if output == "-":
         _write(text)
@@ -231,9 +238,9 @@ def record(
 
 
 @app.command()
-def health(url: UrlOption = None, http: HttpOption = False) -> None:
+def health(url: UrlOption = None, http: HttpOption = False, header: HeaderOption = None) -> None:
     """Tell whether the model takes requests. Exit code 0 if it does, else 1."""
-    with _reported_errors(), _connect(url, http) as client:
+    with _reported_errors(), _connect(url, http, header) as client:
         is_ready = client.health()
         _write("ready\n" if is_ready else _NOT_READY)
         if not is_ready:
@@ -321,11 +328,12 @@ def _read_guide(argument: str | None) -> dict[str, str]:
     return {"guide_type": guide_type, "guide": text.removesuffix("\n")}
 
 
-def _connect(url: str | None, is_http: bool) -> InflightClient:
+def _connect(url: str | None, is_http: bool, headers: Sequence[str] | None) -> InflightClient:
     from inflight_client.client import InflightClient
 
     is_http = is_http or (url or "").startswith(("http://", "https://"))
-    return InflightClient(url, protocol="http" if is_http else "grpc")
+    protocol: Protocol = "http" if is_http else "grpc"
+    return InflightClient(url, protocol=protocol, headers=parse_headers(headers))
 
 
 def _answer(

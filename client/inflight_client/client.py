@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from inflight_client.encoding import (
     stop_call,
     why_call,
 )
+from inflight_client.headers import checked_headers
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
 from inflight_client.transport import (
@@ -45,16 +46,23 @@ class InflightClient:
     """Talks to one model of one server. Thread-safe; use it in a ``with`` block or `close` it.
 
     ``url`` is ``host:port``; without it, the address at which ``inflight serve`` listens.
+    ``headers`` go with every call; Triton's restricted gRPC wants ``triton-grpc-protocol-NAME``.
     Options of a request: see `GenerateOptions`. Errors: see `inflight_client.errors`.
     """
 
     def __init__(
-        self, url: str | None = None, model: str = LLM_MODEL_NAME, protocol: Protocol = "grpc"
+        self,
+        url: str | None = None,
+        model: str = LLM_MODEL_NAME,
+        protocol: Protocol = "grpc",
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         address = parse_address(default_url(protocol) if url is None else url, protocol)
+        sent = checked_headers(headers)
         self._model = model
         self._transport: Transport = (
-            GrpcTransport(address) if protocol == "grpc" else HttpTransport(address)
+            GrpcTransport(address, sent) if protocol == "grpc" else HttpTransport(address, sent)
         )
 
     def generate(

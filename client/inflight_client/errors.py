@@ -15,6 +15,10 @@ class ServerUnreachable(InflightError):
     """Nothing that speaks the protocol answers at the address; the message names it."""
 
 
+class AccessDenied(InflightError):
+    """The server, or what stands before it, wants a header with a key, and got none or another."""
+
+
 class ServerError(InflightError):
     """The server answered with an error; the message is the server's own.
 

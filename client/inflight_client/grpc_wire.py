@@ -24,10 +24,12 @@ from inflight_client.errors import (
     ServerUnreachable,
     StreamInterrupted,
 )
+from inflight_client.headers import Headers, denied, is_denied
 from inflight_client.protocol import DTYPE_TO_NUMPY, ERROR_CODES_PARAMETER, INPUT_BY_NAME
 from inflight_client.tensors import make_inputs
 
 _CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
+_DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _INT32_MAX = 2**31 - 1
 _RECONNECT_MS = 1000
 # A server ends connections that ask more than once in five minutes whether it lives, unless it is
@@ -55,6 +57,11 @@ def channel_options(address: Address) -> list[tuple[str, int]]:
     if address.is_loopback:
         options.append(("grpc.enable_http_proxy", 0))
     return options
+
+
+def metadata_of(headers: Headers) -> Headers:
+    """The same, as gRPC carries them."""
+    return tuple((name.lower(), value) for name, value in headers)
 
 
 def encode_request(call: InferCall) -> Any:
@@ -114,6 +121,8 @@ def translate_error(
             f"no final response from {address} within timeout = {timeout} s; "
             "the request was cancelled."
         )
+    if status in _DENIED or is_denied(details):
+        return denied(details)
     if status is grpc.StatusCode.UNAVAILABLE:
         if num_responses:
             return StreamInterrupted(

@@ -22,14 +22,18 @@ from inflight_client.errors import (
     ServerError,
     StreamInterrupted,
 )
+from inflight_client.headers import Headers, denied
+
+_DENIED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
 
 CONNECT_TIMEOUT = 10.0
 """Seconds; a server that runs accepts a connection at once."""
 
 
-def client_settings(address: Address) -> dict[str, Any]:
+def client_settings(address: Address, headers: Headers = ()) -> dict[str, Any]:
     """Keyword arguments for ``httpx.Client``: any number of streams, no proxy for this machine."""
     return {
+        "headers": headers,
         "base_url": str(address),
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
         "trust_env": not address.is_loopback,
@@ -72,14 +76,21 @@ def decode_event(data: str) -> Response:
     )
 
 
-def error_of_status(status: int, body: bytes) -> ServerError:
+def is_ok(status: int, body: bytes) -> bool:
+    """Whether the server says yes; `AccessDenied` if it wants a header first."""
+    if status in _DENIED:
+        raise error_of_status(status, body)
+    return status == httpx.codes.OK
+
+
+def error_of_status(status: int, body: bytes) -> InflightError:
     """The error of a response whose status is not 200: Triton's text, with or without framing."""
     text = body.decode("utf-8", errors="replace").strip()
     try:
         message = json.loads(text.removeprefix("data:"))["error"]
     except (json.JSONDecodeError, KeyError, TypeError):
         message = f"HTTP status {status}: {text[:200] or 'no explanation'}"
-    return ServerError(str(message))
+    return denied(str(message)) if status in _DENIED else ServerError(str(message))
 
 
 def translate_error(

@@ -29,6 +29,7 @@ from inflight_client.encoding import (
     stop_call,
 )
 from inflight_client.errors import InflightError, ServerError
+from inflight_client.headers import Headers
 from inflight_client.main_thread import iterate_beside_main_thread
 from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.sse import SseParser
@@ -84,8 +85,9 @@ def takes_requests(transport: Transport, model: str, timeout: float) -> bool:
 class GrpcTransport:
     """gRPC: one stream per call over one channel."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, headers: Headers = ()) -> None:
         self._address = address
+        self._metadata = grpc_wire.metadata_of(headers)
         self._channel = grpc.insecure_channel(
             address.target, options=grpc_wire.channel_options(address)
         )
@@ -93,13 +95,14 @@ class GrpcTransport:
 
     def infer(self, call: InferCall, timeout: float | None) -> Responses:
         """See `Transport`."""
-        return _GrpcResponses(self._stub, call, self._address, timeout)
+        return _GrpcResponses(self._stub, call, self._address, timeout, self._metadata)
 
     def is_loaded(self, model: str, timeout: float) -> bool:
         """See `Transport`."""
         request = service_pb2.ModelReadyRequest(name=model)
         try:
-            return bool(self._stub.ModelReady(request, timeout=timeout).ready)
+            ready = self._stub.ModelReady(request, timeout=timeout, metadata=self._metadata)
+            return bool(ready.ready)
         except grpc.RpcError as error:
             raise grpc_wire.translate_error(error, self._address, timeout) from None
 
@@ -109,8 +112,16 @@ class GrpcTransport:
 
 
 class _GrpcResponses:
-    def __init__(self, stub: Any, call: InferCall, address: Address, timeout: float | None) -> None:
+    def __init__(
+        self,
+        stub: Any,
+        call: InferCall,
+        address: Address,
+        timeout: float | None,
+        metadata: Headers,
+    ) -> None:
         self._stub = stub
+        self._metadata = metadata
         self._request = grpc_wire.encode_request(call)
         self._address = address
         self._timeout = timeout
@@ -130,7 +141,9 @@ class _GrpcResponses:
             return
         # The request iterator ends after one request, so the server closes the stream when the
         # answer is complete.
-        stream = self._stub.ModelStreamInfer(iter((self._request,)), timeout=self._timeout)
+        stream = self._stub.ModelStreamInfer(
+            iter((self._request,)), timeout=self._timeout, metadata=self._metadata
+        )
         self._stream = stream
         if self._is_cancelled:  # by another thread, between the check and now
             stream.cancel()
@@ -174,9 +187,9 @@ def _drain(stream: Any) -> None:
 class HttpTransport:
     """HTTP: server-sent events from ``generate_stream``."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, headers: Headers = ()) -> None:
         self._address = address
-        self._client = httpx.Client(**http_wire.client_settings(address))
+        self._client = httpx.Client(**http_wire.client_settings(address, headers))
 
     def infer(self, call: InferCall, timeout: float | None) -> Responses:
         """See `Transport`. The server is given up after at most ``timeout`` seconds of silence."""
@@ -186,7 +199,8 @@ class HttpTransport:
         """See `Transport`."""
         try:
             path = http_wire.model_path(model, "ready")
-            return self._client.get(path, timeout=timeout).status_code == httpx.codes.OK
+            response = self._client.get(path, timeout=timeout)
+            return http_wire.is_ok(response.status_code, response.content)
         except httpx.HTTPError as error:
             raise http_wire.translate_error(error, self._address, timeout) from None
 

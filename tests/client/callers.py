@@ -48,8 +48,19 @@ class Caller(Protocol):
 class SyncCaller:
     """`InflightClient`."""
 
-    def __init__(self, url: str, protocol: Wire, model: str = "tensorrt_llm") -> None:
-        self._settings: Any = {"url": url, "protocol": protocol, "model": model}
+    def __init__(
+        self,
+        url: str,
+        protocol: Wire,
+        model: str = "tensorrt_llm",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self._settings: Any = {
+            "url": url,
+            "protocol": protocol,
+            "model": model,
+            "headers": headers,
+        }
 
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
         with InflightClient(**self._settings) as client:
@@ -130,8 +141,19 @@ class SyncCaller:
 class AsyncCaller:
     """`AsyncInflightClient`, in an event loop per call."""
 
-    def __init__(self, url: str, protocol: Wire, model: str = "tensorrt_llm") -> None:
-        self._settings: Any = {"url": url, "protocol": protocol, "model": model}
+    def __init__(
+        self,
+        url: str,
+        protocol: Wire,
+        model: str = "tensorrt_llm",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self._settings: Any = {
+            "url": url,
+            "protocol": protocol,
+            "model": model,
+            "headers": headers,
+        }
 
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
         async def run() -> GenerateResult:

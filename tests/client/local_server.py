@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,6 +62,12 @@ class LocalTriton:
     stops: set[str] = field(default_factory=set)
     is_strange: bool = False  # the second token of one of several answers is that of another
     refusal: str = ""  # to the question whether it is ready; "silent": no answer
+    key: tuple[str, str] | None = None  # header that every call must have, as restricted APIs want
+
+    def wants(self, headers: Mapping[str, str], prefix: str = "") -> str:
+        """The header that is missing or wrong; empty if none."""
+        name, value = self.key or ("", None)
+        return "" if headers.get(prefix + name) == value else prefix + name
 
     @staticmethod
     def is_loaded(model: str) -> bool:
@@ -178,10 +184,18 @@ class GrpcServer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
     def close(self) -> None:
         self._server.stop(grace=None).wait()
 
+    def _check_key(self, context: Any) -> None:
+        metadata = dict(context.invocation_metadata())
+        if wanted := self._triton.wants(metadata, "triton-grpc-protocol-"):
+            words = f"This protocol is restricted, expecting header '{wanted}'"
+            context.abort(grpc.StatusCode.UNAVAILABLE, words)
+
     def ModelReady(self, request: Any, context: Any) -> Any:
+        self._check_key(context)
         return service_pb2.ModelReadyResponse(ready=self._triton.is_loaded(request.name))
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
+        self._check_key(context)
         for request in requests:
             outputs = [output.name for output in request.outputs]
             values = _values(request)
@@ -259,12 +273,18 @@ class _HttpHandler(BaseHTTPRequestHandler):
     local: LocalTriton
 
     def do_GET(self) -> None:
+        if wanted := self.local.wants(dict(self.headers)):
+            self._refuse(wanted)
+            return
         self.send_response(200 if self.local.is_loaded(self.path.split("/")[3]) else 400)
         self.send_header("Content-Length", "0")
         self.end_headers()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if wanted := self.local.wants(dict(self.headers)):
+            self._refuse(wanted)
+            return
         model = self.path.split("/")[3]
         arrival = self.local.arrive(body.pop("id", ""), body, [], model)
         try:
@@ -304,6 +324,10 @@ class _HttpHandler(BaseHTTPRequestHandler):
         for start in range(0, len(data), 7):
             piece = data[start : start + 7]
             self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+
+    def _refuse(self, wanted: str) -> None:
+        words = f"This API is restricted, expecting header '{wanted}'"
+        self._send_error(403, json.dumps({"error": words}))
 
     def _send_error(self, status: int, body: str) -> None:
         self.send_response(status)

@@ -54,13 +54,13 @@ class PlainServer:
 
 
 @contextmanager
-def repository_server(*options: str) -> Iterator[PlainServer]:
+def repository_server(*options: str, server_options: Sequence[str] = ()) -> Iterator[PlainServer]:
     """`plain_server` on what ``inflight model-repository`` writes with ``options``."""
     scratch = temporary_folder("plain")
     inflight = str(Path(sys.executable).parent / "inflight")
     command = [inflight, "model-repository", str(scratch / "models"), *options]
     subprocess.run(command, check=True, capture_output=True)
-    with plain_server(scratch, scratch / "models") as running:
+    with plain_server(scratch, scratch / "models", server_options) as running:
         yield running
     shutil.rmtree(scratch)
 

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from inflight_client.errors import InflightError
+from inflight_client.headers import parse_headers
 from inflight_client.openai.messages import say
 from inflight_client.openai.settings import FrontSettings
 
 _DEFAULT = FrontSettings()
+
+HeaderOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--header",
+        "-H",
+        metavar="NAME: VALUE",
+        help="Header of every call to the server, or @FILE with some; repeatable.",
+        show_default=False,
+    ),
+]
 
 
 def openai(
@@ -20,6 +33,7 @@ def openai(
         str | None,
         typer.Option(help="gRPC address of the inflight server.", show_default="127.0.0.1:8001"),
     ] = None,
+    header: HeaderOption = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
     ] = _DEFAULT.host,
@@ -73,7 +87,7 @@ def openai(
     try:
         from inflight_client.openai.running import run
 
-        run(settings)
+        run(replace(settings, headers=parse_headers(header)))
     except ImportError as error:
         say(
             f"error: `inflight openai` needs the package {error.name}. "

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from inflight_client.errors import (
+    AccessDenied,
     InflightError,
     InvalidArgument,
     RequestTimeout,
@@ -116,7 +117,7 @@ def from_upstream(error: InflightError) -> ApiError:
     _logger.error("%s", error)
     if isinstance(error, StreamInterrupted):
         return ApiError(502, "the answer broke off: the connection to the inference server ended")
-    if isinstance(error, ServerUnreachable):
+    if isinstance(error, ServerUnreachable | AccessDenied):
         return ApiError(503, "the inference server cannot be reached", code="server_unreachable")
     return ApiError(500, "the request failed")
 

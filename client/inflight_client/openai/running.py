@@ -54,7 +54,7 @@ async def _run(settings: FrontSettings) -> None:
     numbers = [each for each in _SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
     for number in numbers:
         loop.add_signal_handler(number, stop.set)
-    upstream = Upstream(settings.url, settings.timeout)
+    upstream = Upstream(settings.url, settings.timeout, settings.headers)
     try:
         description = await _unless(stop, upstream.describe())
         if description is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 MAX_PROMPTS = 128
@@ -22,10 +23,12 @@ class FrontSettings:
     ``thread_timeout``: how long a request may wait until it is read.
     ``timeout``: for a request, from its head to the last byte of its answer.
     ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
+    ``headers``: of every call to the server; secrets.
     ``allowed_origins``: of pages whose browser may call the front; ``*`` for any.
     """
 
     url: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     host: str = "127.0.0.1"
     port: int = 9000
     served_name: str | None = None

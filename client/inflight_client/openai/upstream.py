@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from inflight_client.encoding import (
     read_description,
 )
 from inflight_client.grpc_wire import encode_bytes
+from inflight_client.headers import checked_headers
 from inflight_client.openai.log_probs import TokenLogProbs, read_log_probs
 from inflight_client.openai.parsing import GenerationJob
 from inflight_client.protocol import LLM_MODEL_NAME
@@ -44,10 +45,13 @@ class Piece:
 class Upstream:
     """The connection to the server; belongs to one event loop, any number of jobs at once."""
 
-    def __init__(self, url: str | None, timeout: float) -> None:
-        """``timeout``: seconds for an answer. `InvalidArgument` for a bad ``url``."""
+    def __init__(
+        self, url: str | None, timeout: float, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """``timeout``: seconds for an answer; ``headers`` go with every call. `InvalidArgument` for
+        a bad ``url`` or header."""
         self.address = parse_address(default_url("grpc") if url is None else url, "grpc")
-        self._transport = AsyncGrpcTransport(self.address)
+        self._transport = AsyncGrpcTransport(self.address, checked_headers(headers))
         self._timeout = timeout
 
     async def describe(self) -> dict[str, Any]:

@@ -42,8 +42,9 @@ async def front_of(local: Local, **settings: Any) -> AsyncIterator[aiohttp.Clien
 @asynccontextmanager
 async def serving(local: Local, **settings: Any) -> AsyncIterator[web.AppRunner]:
     """What runs a front of ``local`` until the block ends."""
-    upstream = Upstream(local.url, timeout=100.0)  # what ends a request is the front
     own = FrontSettings(**settings)
+    # What ends a request is the front.
+    upstream = Upstream(local.url, timeout=100.0, headers=own.headers)
     reader = make_prompt_reader(DESCRIPTION, own.served_name, own.chat_template)
     runner = make_runner(own, Front(own, upstream, reader))
     await runner.setup()

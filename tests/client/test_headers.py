@@ -1,0 +1,124 @@
+"""Headers that callers want sent: keys of restricted APIs. Their values are secrets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client.callers import CALLERS, Caller
+from client.conftest import Local
+from client.openai.front import front_of
+from client.test_cli import run, server_options
+
+from inflight_client import AccessDenied, InflightClient, InvalidArgument
+from inflight_client.headers import checked_headers, parse_headers
+from inflight_client.openai.settings import FrontSettings
+
+KEY = ("infer-key", "s3cret: of mine")
+PREFIX = {"grpc": "triton-grpc-protocol-", "http": ""}
+CALLS: dict[str, Callable[[Caller], Any]] = {
+    "generate": lambda caller: caller.generate("count", 2),
+    "stream": lambda caller: caller.stream([1], 2),
+    "stop": lambda caller: caller.stop("mine"),
+    "stats": lambda caller: caller.stats(1, follow=False),
+    "why": lambda caller: caller.why("waiting"),
+    "recording": lambda caller: caller.recording(),
+    "health": lambda caller: caller.health(),
+}
+
+
+def key_of(local: Local) -> dict[str, str]:
+    """What the server is told to want of each call now, as a client sends it."""
+    local.triton.key = KEY
+    return {PREFIX[local.protocol] + KEY[0]: KEY[1]}
+
+
+@pytest.mark.parametrize("kind", CALLERS)
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_has_them(call: str, kind: str, local: Local) -> None:
+    headers = key_of(local)
+    assert CALLS[call](CALLERS[kind](local.url, local.protocol, headers=headers)) is not False
+    for wrong in (None, dict.fromkeys(headers, "another")):
+        with pytest.raises(AccessDenied, match=f"'{next(iter(headers))}'. Send it with headers="):
+            CALLS[call](CALLERS[kind](local.url, local.protocol, headers=wrong))
+
+
+@pytest.mark.parametrize("kind", CALLERS)
+def test_the_question_to_triton_itself_has_them(kind: str, local: Local) -> None:
+    """Of a model that does not know ours."""
+    headers = key_of(local)
+    assert CALLERS[kind](local.url, local.protocol, "foreign", headers).health()
+
+
+@pytest.mark.parametrize("command", ["generate count", "stop a", "stats", "why a", "health"])
+def test_the_command_line_takes_them(command: str, local: Local, tmp_path: Path) -> None:
+    [(name, value)] = key_of(local).items()
+    file = tmp_path / "headers"
+    file.write_text(f"\n{name}: {value}\n")
+    words = [*command.split(), *server_options(local)]
+    for option in (f"--header={name}: {value}", f"-H{name}:{value}", f"-H@{file}"):
+        assert run(*words, option).exit_code == 0
+    refused = run(*words, f"-H{name}: {value}?")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "is restricted, expecting header" in refused.stderr
+    assert value not in refused.stderr
+
+
+def test_the_front_sends_them(local_grpc: Local) -> None:
+    headers = key_of(local_grpc)
+
+    async def ask(**settings: Any) -> tuple[int, str]:
+        body = {"model": "demo", "prompt": [5], "max_tokens": 2}
+        async with front_of(local_grpc, **settings) as client:
+            async with client.get("/health") as answer:
+                health = answer.status
+            async with client.post("/v1/completions", json=body) as answer:
+                assert answer.status == health
+                return health, await answer.text()
+
+    assert asyncio.run(ask(headers=headers))[0] == 200
+    status, words = asyncio.run(ask())
+    assert status == 503
+    assert KEY[0] not in words, "clients of the front have no business with it"
+    assert KEY[1] not in repr(FrontSettings(headers=headers))
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({"a key": "s3cret"}, "a name consists of letters"),
+        ({"key=s3cret": ""}, "a name consists of letters"),
+        ({"Content-Type": "s3cret"}, '"Content-Type" is not for callers to set'),
+        ({"grpc-timeout": "s3cret"}, '"grpc-timeout" is not for callers to set'),
+        ({"key-bin": "s3cret"}, '"key-bin" is not for callers to set'),
+        ({"key": "s3cret\r\nhost: x"}, 'the value of "key" must be ASCII text'),
+        ({"key": "s3cret\u00e9"}, 'the value of "key" must be ASCII text'),
+        ({"key": ""}, 'the value of "key" must be ASCII text'),
+    ],
+)
+def test_what_no_wire_carries_is_refused(headers: dict[str, str], message: str) -> None:
+    with pytest.raises(
+        InvalidArgument, match=f"^headers: .*{message}|^headers: {message}"
+    ) as caught:
+        InflightClient("127.0.0.1:1", headers=headers)
+    assert "s3cret" not in str(caught.value)
+    assert checked_headers({"A-key_1.x": "a: b"}) == (("A-key_1.x", "a: b"),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["key=s3cret"], 'write "NAME: VALUE", or @FILE'),
+        (["key: s3cret", "key: other"], "the same name is given twice"),
+        (["@nowhere/s"], "nowhere/s cannot be read: No such file or directory"),
+    ],
+)
+def test_bad_arguments_are_told_without_their_values(arguments: list[str], message: str) -> None:
+    done = run("health", *(f"-H{argument}" for argument in arguments))
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: --header: {message}")
+    assert "s3cret" not in done.stderr
+    assert parse_headers(None) == {}
