@@ -13,7 +13,7 @@ import pytest
 
 from inflight_backend.lifeline import Lifeline
 
-WAIT = 20.0
+WAIT = 30.0
 MODELS = ("llm", "added")
 # As in Triton's code, which may wait with Python's lock: none of Python's threads can do anything.
 STUCK_IN_NATIVE_CODE = "import ctypes; ctypes.PyDLL(None).sleep(60)"

@@ -24,7 +24,7 @@ from inflight_client import (
 )
 from inflight_client.address import Protocol
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 @pytest.fixture(params=sorted(CALLERS))

@@ -11,7 +11,7 @@ import pytest
 
 from inflight_client.main_thread import iterate_beside_main_thread
 
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 
 
 class Source:

@@ -27,7 +27,7 @@ from inflight_client.address import Protocol
 pytestmark = pytest.mark.e2e
 
 PROMPT = "1 2 3"
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 90.0
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
 
 

@@ -25,7 +25,7 @@ from inflight_client import InflightClient
 pytestmark = pytest.mark.e2e
 
 MODEL = "demo_model"
-WAIT = 30.0
+WAIT = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from inflight_backend.guided.guide import Guide, GuideType
 
 TOKENIZER = Path(__file__).parents[3] / "backend/inflight_backend/demo_model/tokenizer.json"
 VOCAB_SIZE = 270  # some ids more than the tokenizer has
-WAIT = 20.0
+WAIT = 60.0
 EBNF = GuideType.EBNF_GRAMMAR
 
 

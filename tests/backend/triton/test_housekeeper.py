@@ -18,7 +18,7 @@ from triton_harness import ids_of
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 
-WAIT = 10.0
+WAIT = 30.0
 TESTS = Path(__file__).parents[2]
 
 

@@ -20,7 +20,7 @@ from client.conftest import Local
 from client.local_server import Arrival, LocalTriton, ModelError
 from client.openai.front import DESCRIPTION
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 90.0
 COMMAND = [sys.executable, "-c", "from inflight_client.cli import main; main()", "openai"]
 
 
