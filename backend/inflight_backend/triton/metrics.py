@@ -24,6 +24,9 @@ from inflight_client.protocol import (
 
 _ITERATION = "Iteration Counter"
 _TIMESTAMP = "Timestamp"
+_ANEW_SECONDS = 10.0
+"""How often gauges are set whether or not they changed: the page is shared with the process of a
+model that was loaded again, which leaves its own last numbers there when it ends."""
 
 
 class TritonMetrics:
@@ -37,6 +40,7 @@ class TritonMetrics:
         self._histograms: dict[str, Any] = {}
         self._counters: dict[tuple[str, str], Any] = {}  # by name of the family and value
         self._last_values: dict[str, float] = {}
+        self._anew_at = -math.inf
         self._last_iteration: object = None
         for spec in V1_METRICS if is_v1 else METRICS:
             kind = getattr(pb_utils.MetricFamily, spec.kind.upper())
@@ -70,9 +74,12 @@ class TritonMetrics:
         lengths: Iterable[tuple[int, int]] = (),
         counts: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
-        """Set every gauge whose value changed since the last call; count ``lengths``, the tokens of
-        prompt and answer of requests that have ended since; add ``counts``, by name of the family
-        and value."""
+        """Set every gauge whose value changed since the last call, now and then all of them; count
+        ``lengths``, the tokens of prompt and answer of requests that have ended since; add
+        ``counts``, by name of the family and value."""
+        if (now := time.monotonic()) >= self._anew_at:
+            self._anew_at = now + _ANEW_SECONDS
+            self._last_values.clear()
         stats = json.loads(stats_json)
         for key, gauge in self._gauges:
             value = _to_number(stats.get(key, 0))

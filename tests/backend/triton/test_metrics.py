@@ -169,6 +169,19 @@ def test_an_unloaded_model_has_counted_all_and_tells_no_time(
     assert math.isnan(shown("nv_trt_llm_general_metrics", "general_type=timestamp") or 0.0)
 
 
+def test_what_a_model_loaded_before_leaves_on_the_page_does_not_stay(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton ends it when this one is there, and here nothing changes."""
+    monkeypatch.setattr("inflight_backend.triton.metrics._ANEW_SECONDS", 0.05)
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    make_server(CountingEngine(num_blocks=24))
+    place = ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type=free")
+    wait_until(lambda: shown(*place) == 24)
+    FakePbUtils.families[place[0]].values[f"model=tensorrt_llm,version=1,{place[1]}"] = 7
+    wait_until(lambda: shown(*place) == 24)
+
+
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 def test_what_the_page_counts_is_what_clients_saw(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, policy: str
