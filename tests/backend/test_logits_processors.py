@@ -255,27 +255,39 @@ def three_arguments(req_id: int, logits: torch.Tensor, ids: Tokens) -> torch.Ten
     return torch.where(torch.arange(VOCAB_SIZE) == 17, logits.double(), -torch.inf)
 
 
+def with_an_option(
+    req_id: int, logits: torch.Tensor, ids: Tokens, stream: None, token: int = 18
+) -> None:
+    logits[..., token] = torch.inf
+
+
 @BOTH_LOOPS
 def test_published_ones_run_and_a_class_has_an_object_for_each_sequence(
     engine: Engine, overlap: OverlapScheduler
 ) -> None:
     """Also with fewer arguments, and another type of numbers returned."""
     Phrase.made.clear()
-    processors: dict[str, Callable[..., Any]] = {"phrase": Phrase, "three": three_arguments}
+    processors: dict[str, Callable[..., Any]] = {
+        "phrase": Phrase,
+        "three": three_arguments,
+        "option": with_an_option,
+    }
     recorder = Recorder(
         [
             asking(1, PROMPT, 5, "phrase"),
             asking(2, PROMPT, 4, "phrase"),
             asking(3, PROMPT, 3, "three"),
+            asking(4, PROMPT, 2, "option"),
         ]
     )
     with running(recorder, engine, params=params_of(overlap, processors)) as manager:
-        recorder.wait_for_finals(1, 2, 3)
+        recorder.wait_for_finals(1, 2, 3, 4)
         assert not manager._rules.processors
-    assert [recorder.responses[i][-1][2] for i in (1, 2, 3)] == ["", "", ""]
+    assert [recorder.responses[i][-1][2] for i in (1, 2, 3, 4)] == [""] * 4
     assert recorder.tokens(1) == [11, 12, 13, 14, 14]
     assert recorder.tokens(2) == [11, 12, 13, 14]
     assert recorder.tokens(3) == [17] * 3
+    assert recorder.tokens(4) == [18] * 2, "an option of its own is no client_id"
     assert len(Phrase.made) == 2
 
 

@@ -115,7 +115,8 @@ def test_with_a_rate_the_file_need_not_say_when(path: Path) -> None:
 
 def test_no_tokens_are_left_out_and_the_first_ones_can_be_taken(path: Path) -> None:
     text = lines(*({**MOONCAKE, "output_length": n % 3} for n in range(9)))
-    assert traced(path, text).num_left_out == 3
+    assert traced(path, text + lines({**MOONCAKE, "input_length": 0})).num_left_out == 4
+    traced(path, text)
     found = read_trace(path, TraceOptions(num_requests=2))
     assert (len(found.jobs), found.num_left_out) == (2, 1)
 
@@ -135,14 +136,18 @@ def test_prompts_share_what_their_ids_say(path: Path) -> None:
         chat([9, 1], 600),  # ids behind another beginning
         {**MOONCAKE, "output_length": 1},
         chat([], 600),
+        chat([0, 1, 2], 1300),
+        chat([-1, 2**64 - 2], 600),
+        chat([-1, -2], 600),  # as numbers with a sign, or without one
     ]
     found = traced(path, lines(*rows))
     numbers = [job.text_number for job in found.jobs]
-    assert numbers == [0, 1, 2, 3, 4, 5, None, None]
+    assert numbers == [0, 1, 2, 3, 4, 5, None, None, 6, 7, 8]
     book = found.book
     assert book is not None
 
     def alike(one: int, other: int) -> int:
+        assert book is not None
         texts = [book.tokens(number, 0, 1600) for number in (one, other)]
         return next(
             (n for n, pair in enumerate(zip(*texts, strict=True)) if len({*pair}) > 1), 1600
@@ -150,6 +155,11 @@ def test_prompts_share_what_their_ids_say(path: Path) -> None:
 
     assert [alike(0, other) for other in (1, 2, 3, 4, 5)] == [1024, 1400, 0, 512, 0]
     assert alike(1, 2) == 1024
+    assert (alike(0, 6), alike(7, 8)) == (1300, 600)
+    rows = [{**chat([1, 2, 3 + n], 48), "chat_id": n} for n in range(2)]
+    book = traced(path, lines(*rows)).book  # of Bailian's, an id stands for 16
+    assert book is not None
+    assert alike(0, 1) == 32
 
 
 def test_the_cache_finds_what_prompts_share(path: Path) -> None:
@@ -209,6 +219,8 @@ def test_the_cache_finds_what_prompts_share(path: Path) -> None:
         ),
         (lines({**MOONCAKE, "timestamp": True}), "timestamp is True"),
         (lines({**MOONCAKE, "input_length": [1]}), "input_length is [1]"),
+        (lines({**MOONCAKE, "output_length": True}), "output_length is True"),
+        (lines({**MOONCAKE, "input_length": 1, "hash_ids": [True]}), "hash_ids: a list of whole"),
         (lines({**MOONCAKE, "hash_ids": 5}), "hash_ids: a list of whole numbers"),
         (lines({**MOONCAKE, "hash_ids": [0.5] * 14}), "hash_ids: a list of whole numbers"),
         (lines({**MOONCAKE, "hash_ids": [2**64] * 14}), "hash_ids: numbers of 64 bits"),
@@ -229,6 +241,12 @@ def test_a_bad_file_is_refused_by_line_and_field(
 
 
 def test_what_is_too_much_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(request_trace, "MAX_NUM_JOBS", 2)
+        with pytest.raises(
+            RecordingError, match=r"line 3: more than 2 requests, or 1,000,000,000 to"
+        ):
+            traced(path, lines(*[MOONCAKE] * 3))
     monkeypatch.setattr(request_trace, "MAX_NEW_TOKENS", 1200)
     monkeypatch.setattr(request_trace, "MAX_ROW_BYTES", 100)
     text = lines(*[MOONCAKE] * 3)
