@@ -12,6 +12,7 @@ prefix or a chunk changes nothing) and every drawn token is added on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ from inflight_scheduler import SamplingParams, SlotSetup
 
 PENALTIES, BIAS, NGRAMS, WORDS, DECAY, MIN_P, ENDS = 1, 2, 4, 8, 16, 32, 64
 _NEEDS_HISTORY = NGRAMS | WORDS
+
+_Columns = tuple[Tensor, Tensor]
 
 
 class Adjustments:
@@ -51,13 +54,14 @@ class Adjustments:
 
     def set_up(self, setups: Sequence[SlotSetup]) -> None:
         """Take over the setups of a plan."""
+        columns_of: dict[int, _Columns] = {}  # biases by identity: sequences of a prompt share one
         for setup in setups:
             slot, before = setup.slot, int(self._features[setup.slot])
             features = self._features[slot] = features_of(setup.sampling)
             if features & PENALTIES:
                 self._count(setup)
             if (features | before) & BIAS:
-                self._set_bias(setup)
+                self._set_bias(setup, columns_of)
             if features & _NEEDS_HISTORY:
                 text = np.array(setup.tokens, dtype=np.int32)
                 self._table("history")[slot, : len(text)] = self._send(text)
@@ -154,14 +158,14 @@ class Adjustments:
         row.index_fill_(0, self._send(seen), 1)  # torch would wait to copy the 1 of row[...] = 1
         row[self._send(ids)] += self._send((numbers * COUNT_UNIT).astype(np.int32))
 
-    def _set_bias(self, setup: SlotSetup) -> None:
+    def _set_bias(self, setup: SlotSetup, columns_of: dict[int, _Columns]) -> None:
         """Zero but for the request's bias; words of one token are forbidden for good."""
         row = self._table("bias")[setup.slot].zero_()
-        if setup.sampling.bias:
-            ids, values = zip(*setup.sampling.bias, strict=True)
-            row[self._send(np.array(ids, dtype=np.int64))] = self._send(
-                np.array(values, dtype=np.float32)
-            )
+        if bias := setup.sampling.bias:
+            if id(bias) not in columns_of:
+                columns_of[id(bias)] = self._send_bias(bias)
+            ids, values = columns_of[id(bias)]
+            row[ids] = values
         single = [word[0] for word in setup.sampling.bad_words if len(word) == 1]
         if single:
             row.index_fill_(0, self._send(np.array(single, dtype=np.int64)), -torch.inf)
@@ -192,6 +196,14 @@ class Adjustments:
         places = ends.clamp(min=0)
         kept = logits.gather(1, places)  # an id that comes twice gets the same value twice
         logits.scatter_(1, places, kept.masked_fill(is_early & (ends >= 0), -torch.inf))
+
+    def _send_bias(self, bias: tuple[tuple[int, float], ...]) -> _Columns:
+        """The ids and values of ``bias``, which may have one for each token of the vocabulary."""
+        numbers = np.fromiter(chain.from_iterable(bias), np.float64, 2 * len(bias)).reshape(-1, 2)
+        return (
+            self._send(numbers[:, 0].astype(np.int64)),
+            self._send(numbers[:, 1].astype(np.float32)),
+        )
 
     def _send_words(self) -> tuple[Tensor, Tensor, Tensor]:
         words, lengths, slots = _pack_words(self._slot_to_words)
