@@ -31,6 +31,9 @@ PENALTIES, BIAS, NGRAMS, WORDS, DECAY, MIN_P, ENDS = 1, 2, 4, 8, 16, 32, 64
 _NEEDS_HISTORY = NGRAMS | WORDS
 
 _Columns = tuple[Tensor, Tensor]
+_PackedWords = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Words padded to one width [W, K] and their lengths [W]."""
+_NO_LENGTHS = np.zeros(0, dtype=np.int32)
 
 
 class Adjustments:
@@ -46,7 +49,7 @@ class Adjustments:
         self._is_used = False
         self._shapes = adjustment_shapes(num_slots, vocab_size, max_seq_len)
         self._tables: dict[str, Tensor] = {}
-        self._slot_to_words: dict[int, list[tuple[int, ...]]] = {}
+        self._slot_to_words: dict[int, _PackedWords] = {}
         self._words = self._send_words()
         if device != "cpu":  # the KV pool takes what is left: later there may be no room
             for name in self._shapes:
@@ -55,6 +58,7 @@ class Adjustments:
     def set_up(self, setups: Sequence[SlotSetup]) -> None:
         """Take over the setups of a plan."""
         columns_of: dict[int, _Columns] = {}  # biases by identity: sequences of a prompt share one
+        has_other_words = False
         for setup in setups:
             slot, before = setup.slot, int(self._features[setup.slot])
             features = self._features[slot] = features_of(setup.sampling)
@@ -67,8 +71,11 @@ class Adjustments:
                 self._table("history")[slot, : len(text)] = self._send(text)
             if (features | before) & WORDS:
                 self._set_words(setup)
+                has_other_words = True
             if (features | before) & ENDS:
                 self._set_ends(setup)
+        if has_other_words:  # once for a plan: it sends the words of all slots
+            self._words = self._send_words()
         if setups:
             self._is_used = bool(self._features.any())
 
@@ -174,8 +181,7 @@ class Adjustments:
         self._slot_to_words.pop(setup.slot, None)
         words = [word for word in setup.sampling.bad_words if len(word) > 1]
         if words:
-            self._slot_to_words[setup.slot] = words
-        self._words = self._send_words()
+            self._slot_to_words[setup.slot] = _pack(words)
 
     def _set_ends(self, setup: SlotSetup) -> None:
         """Those that wait, and the first one again up to the width of the table; all -1 for none.
@@ -206,7 +212,7 @@ class Adjustments:
         )
 
     def _send_words(self) -> tuple[Tensor, Tensor, Tensor]:
-        words, lengths, slots = _pack_words(self._slot_to_words)
+        words, lengths, slots = _join(self._slot_to_words)
         return self._send(words), self._send(lengths), self._send(slots)
 
     def _table(self, name: str) -> Tensor:
@@ -240,13 +246,25 @@ def features_of(sampling: SamplingParams) -> int:
     return features
 
 
-def _pack_words(
-    slot_to_words: dict[int, list[tuple[int, ...]]],
+def _pack(words: Sequence[tuple[int, ...]]) -> _PackedWords:
+    lengths = np.fromiter(map(len, words), np.int32, len(words))
+    packed = np.zeros((len(words), int(lengths.max())), np.int32)
+    tokens = np.fromiter(chain.from_iterable(words), np.int32, int(lengths.sum()))
+    packed[np.arange(packed.shape[1]) < lengths[:, None]] = tokens
+    return packed, lengths
+
+
+def _join(
+    slot_to_words: dict[int, _PackedWords],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Words padded to one width [W, K], their lengths [W] and slots [W]."""
-    words = [(slot, word) for slot, its_words in slot_to_words.items() for word in its_words]
-    packed = np.zeros((len(words), max((len(word) for _, word in words), default=1)), np.int32)
-    for row, (_, word) in enumerate(words):
-        packed[row, : len(word)] = word
-    lengths = np.array([len(word) for _, word in words], dtype=np.int32)
-    return packed, lengths, np.array([slot for slot, _ in words], dtype=np.int32)
+    """The words of all slots padded to one width [W, K], their lengths [W] and slots [W]."""
+    lengths = [lengths for _, lengths in slot_to_words.values()]
+    counts = [len(each) for each in lengths]
+    width = max((words.shape[1] for words, _ in slot_to_words.values()), default=1)
+    joined = np.zeros((sum(counts), width), np.int32)
+    first = 0
+    for words, _ in slot_to_words.values():
+        joined[first : first + len(words), : words.shape[1]] = words
+        first += len(words)
+    slots = np.repeat(np.array(list(slot_to_words), dtype=np.int32), counts)
+    return joined, np.concatenate([_NO_LENGTHS, *lengths]), slots
