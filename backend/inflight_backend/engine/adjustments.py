@@ -12,6 +12,7 @@ prefix or a chunk changes nothing) and every drawn token is added on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,11 @@ from inflight_scheduler import SamplingParams, SlotSetup
 PENALTIES, BIAS, NGRAMS, WORDS, DECAY, MIN_P, ENDS = 1, 2, 4, 8, 16, 32, 64
 _NEEDS_HISTORY = NGRAMS | WORDS
 
+_Columns = tuple[Tensor, Tensor]
+_PackedWords = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Words padded to one width [W, K] and their lengths [W]."""
+_NO_LENGTHS = np.zeros(0, dtype=np.int32)
+
 
 class Adjustments:
     """Owner of counts, biases, texts, words and ends of the slots; the padding slot has a row."""
@@ -43,7 +49,7 @@ class Adjustments:
         self._is_used = False
         self._shapes = adjustment_shapes(num_slots, vocab_size, max_seq_len)
         self._tables: dict[str, Tensor] = {}
-        self._slot_to_words: dict[int, list[tuple[int, ...]]] = {}
+        self._slot_to_words: dict[int, _PackedWords] = {}
         self._words = self._send_words()
         if device != "cpu":  # the KV pool takes what is left: later there may be no room
             for name in self._shapes:
@@ -51,20 +57,25 @@ class Adjustments:
 
     def set_up(self, setups: Sequence[SlotSetup]) -> None:
         """Take over the setups of a plan."""
+        columns_of: dict[int, _Columns] = {}  # biases by identity: sequences of a prompt share one
+        has_other_words = False
         for setup in setups:
             slot, before = setup.slot, int(self._features[setup.slot])
             features = self._features[slot] = features_of(setup.sampling)
             if features & PENALTIES:
                 self._count(setup)
             if (features | before) & BIAS:
-                self._set_bias(setup)
+                self._set_bias(setup, columns_of)
             if features & _NEEDS_HISTORY:
                 text = np.array(setup.tokens, dtype=np.int32)
                 self._table("history")[slot, : len(text)] = self._send(text)
             if (features | before) & WORDS:
                 self._set_words(setup)
+                has_other_words = True
             if (features | before) & ENDS:
                 self._set_ends(setup)
+        if has_other_words:  # once for a plan: it sends the words of all slots
+            self._words = self._send_words()
         if setups:
             self._is_used = bool(self._features.any())
 
@@ -154,14 +165,14 @@ class Adjustments:
         row.index_fill_(0, self._send(seen), 1)  # torch would wait to copy the 1 of row[...] = 1
         row[self._send(ids)] += self._send((numbers * COUNT_UNIT).astype(np.int32))
 
-    def _set_bias(self, setup: SlotSetup) -> None:
+    def _set_bias(self, setup: SlotSetup, columns_of: dict[int, _Columns]) -> None:
         """Zero but for the request's bias; words of one token are forbidden for good."""
         row = self._table("bias")[setup.slot].zero_()
-        if setup.sampling.bias:
-            ids, values = zip(*setup.sampling.bias, strict=True)
-            row[self._send(np.array(ids, dtype=np.int64))] = self._send(
-                np.array(values, dtype=np.float32)
-            )
+        if bias := setup.sampling.bias:
+            if id(bias) not in columns_of:
+                columns_of[id(bias)] = self._send_bias(bias)
+            ids, values = columns_of[id(bias)]
+            row[ids] = values
         single = [word[0] for word in setup.sampling.bad_words if len(word) == 1]
         if single:
             row.index_fill_(0, self._send(np.array(single, dtype=np.int64)), -torch.inf)
@@ -170,8 +181,7 @@ class Adjustments:
         self._slot_to_words.pop(setup.slot, None)
         words = [word for word in setup.sampling.bad_words if len(word) > 1]
         if words:
-            self._slot_to_words[setup.slot] = words
-        self._words = self._send_words()
+            self._slot_to_words[setup.slot] = _pack(words)
 
     def _set_ends(self, setup: SlotSetup) -> None:
         """Those that wait, and the first one again up to the width of the table; all -1 for none.
@@ -193,8 +203,16 @@ class Adjustments:
         kept = logits.gather(1, places)  # an id that comes twice gets the same value twice
         logits.scatter_(1, places, kept.masked_fill(is_early & (ends >= 0), -torch.inf))
 
+    def _send_bias(self, bias: tuple[tuple[int, float], ...]) -> _Columns:
+        """The ids and values of ``bias``, which may have one for each token of the vocabulary."""
+        numbers = np.fromiter(chain.from_iterable(bias), np.float64, 2 * len(bias)).reshape(-1, 2)
+        return (
+            self._send(numbers[:, 0].astype(np.int64)),
+            self._send(numbers[:, 1].astype(np.float32)),
+        )
+
     def _send_words(self) -> tuple[Tensor, Tensor, Tensor]:
-        words, lengths, slots = _pack_words(self._slot_to_words)
+        words, lengths, slots = _join(self._slot_to_words)
         return self._send(words), self._send(lengths), self._send(slots)
 
     def _table(self, name: str) -> Tensor:
@@ -228,13 +246,25 @@ def features_of(sampling: SamplingParams) -> int:
     return features
 
 
-def _pack_words(
-    slot_to_words: dict[int, list[tuple[int, ...]]],
+def _pack(words: Sequence[tuple[int, ...]]) -> _PackedWords:
+    lengths = np.fromiter(map(len, words), np.int32, len(words))
+    packed = np.zeros((len(words), int(lengths.max())), np.int32)
+    tokens = np.fromiter(chain.from_iterable(words), np.int32, int(lengths.sum()))
+    packed[np.arange(packed.shape[1]) < lengths[:, None]] = tokens
+    return packed, lengths
+
+
+def _join(
+    slot_to_words: dict[int, _PackedWords],
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Words padded to one width [W, K], their lengths [W] and slots [W]."""
-    words = [(slot, word) for slot, its_words in slot_to_words.items() for word in its_words]
-    packed = np.zeros((len(words), max((len(word) for _, word in words), default=1)), np.int32)
-    for row, (_, word) in enumerate(words):
-        packed[row, : len(word)] = word
-    lengths = np.array([len(word) for _, word in words], dtype=np.int32)
-    return packed, lengths, np.array([slot for slot, _ in words], dtype=np.int32)
+    """The words of all slots padded to one width [W, K], their lengths [W] and slots [W]."""
+    lengths = [lengths for _, lengths in slot_to_words.values()]
+    counts = [len(each) for each in lengths]
+    width = max((words.shape[1] for words, _ in slot_to_words.values()), default=1)
+    joined = np.zeros((sum(counts), width), np.int32)
+    first = 0
+    for words, _ in slot_to_words.values():
+        joined[first : first + len(words), : words.shape[1]] = words
+        first += len(words)
+    slots = np.repeat(np.array(list(slot_to_words), dtype=np.int32), counts)
+    return joined, np.concatenate([_NO_LENGTHS, *lengths]), slots

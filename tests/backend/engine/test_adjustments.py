@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,54 @@ def test_penalties_count_prompt_and_answer(small_engine: SmallEngine) -> None:
     free = set(prompt[:5]) - set(prompt[5:])
     assert free
     assert set(tempted.generated[: len(free)]) == free
+
+
+class CountedBias(tuple[tuple[int, float], ...]):
+    """Knows how often it was read."""
+
+    num_readings = 0
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        self.num_readings += 1
+        return super().__iter__()
+
+
+def test_sequences_that_share_a_bias_have_it_read_once(small_engine: SmallEngine) -> None:
+    """With one for each of 128 K tokens that takes 20 ms, on the loop's thread."""
+    prompt = make_prompts()[0]
+    bias = CountedBias([(7, 500.0), (9, 499.0)])
+    jobs = [Job(prompt, SamplingParams(bias=bias, bad_words=((7,),) * i)) for i in range(2)]
+    EngineDriver(small_engine("llama-mha")).generate([*jobs, Job(prompt)], NUM_TOKENS)
+    assert bias.num_readings == 1
+    assert [set(job.generated) for job in jobs] == [{7}, {9}]
+
+
+class CountedWord(tuple[int, ...]):
+    """Knows how often its tokens were read."""
+
+    num_readings = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_readings += 1
+        return super().__iter__()
+
+
+def test_whoever_comes_or_goes_has_nobody_elses_words_read_again(small_engine: SmallEngine) -> None:
+    """With 200 words each and 256 requests that took 80 ms per request that began."""
+    driver = EngineDriver(small_engine("llama-mha"))
+    prompt = make_prompts()[0]
+    plain = Job(prompt)
+    driver.generate([plain], NUM_TOKENS)
+    word = CountedWord(plain.generated[:2])
+    long = (5, 6, 7, *plain.generated[2:4])
+    first, second = (Job(prompt, SamplingParams(bad_words=(each,))) for each in (word, long))
+    driver.generate([first], 1)
+    driver.generate([first, second], 3)
+    driver.release(second)
+    driver.generate([first, Job(prompt, SamplingParams(bad_words=(long, long[:2])))], 4)
+    assert word.num_readings == 1
+    assert tuple(first.generated[:2]) != tuple(word)
+    assert second.generated == plain.generated[: len(second.generated)]
 
 
 def test_ends_wait_for_no_minimum_but_that_of_their_own_request(small_engine: SmallEngine) -> None:
