@@ -7,9 +7,36 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-CHARACTERS = "abc()"
-_CLASSES = {"[ab]": "ab", "[a-c]": "abc", "[^a()]": "bc", "[^b]": "ac()", "[c]": "c", ".": "abc()"}
-_LITERALS = ("a", "b", "c", "ab", "bc", "abc", "aa", "(", ")", "")
+CHARACTERS = "abc()éè"
+"""Of the last two the first byte is the same."""
+
+_CLASSES = {
+    "[ab]": "ab",
+    "[a-c]": "abc",
+    "[^a()]": "bcéè",
+    "[^b]": "ac()éè",
+    "[c]": "c",
+    "[éa]": "éa",
+    ".": CHARACTERS,
+}
+_LITERALS = (
+    "a",
+    "b",
+    "c",
+    "ab",
+    "bc",
+    "abc",
+    "aa",
+    "aab",
+    "cab",
+    "(",
+    ")",
+    "()",
+    "é",
+    "éa",
+    "è",
+    "",
+)
 _TIMES: dict[str, tuple[int, int | None]] = {
     "*": (0, None),
     "+": (1, None),

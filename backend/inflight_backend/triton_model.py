@@ -162,7 +162,9 @@ class TritonPythonModel:
         codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
         self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
         self._dispatcher = ResponseDispatcher(
-            stop_request=lambda n: self._frontend.stop(n), merges=parameters.merge_responses
+            stop_request=lambda n: self._frontend.stop(n),
+            on_end=lambda n, num_left_out: self._manager.lengths.sent(n, num_left_out),
+            merges=parameters.merge_responses,
         )
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
         self._frontend = Frontend(
@@ -185,6 +187,7 @@ class TritonPythonModel:
             exclude_input_in_output=parameters.exclude_input_in_output,
             on_progress=report,
         )
+        self._manager.lengths.await_senders()
         if codec is not None:
             codec.check_fits(self._manager.limits.vocab_size)
         folder = Path(parameters.tokenizer_dir or checkpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -83,6 +84,7 @@ class BeamStream:
     texts: BeamTexts | None = None
     constants: Mapping[str, Array] = field(default_factory=dict)
     final_outputs: frozenset[str] = frozenset()
+    num_left_out: ClassVar[int] = 0
 
     def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
         """Which row of its Triton request this is; None for the only one. Beams are one sequence.

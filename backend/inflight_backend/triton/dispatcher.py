@@ -102,13 +102,23 @@ def _num_bytes_of(message: _Message | None) -> int:
 class ResponseDispatcher:
     """Sends what the callbacks of `GptManager` hand over; its own thread, in order per request."""
 
-    def __init__(self, stop_request: Callable[[int], None], *, merges: bool = True) -> None:
+    def __init__(
+        self,
+        stop_request: Callable[[int], None],
+        on_end: Callable[[int, int], None] = lambda request_id, num_left_out: None,
+        *,
+        merges: bool = True,
+    ) -> None:
         """``stop_request``: called with the id of a request whose answers can no longer be sent.
+
+        ``on_end``: called with the id of a request that has got its end, and how many of its tokens
+        were left out of its answer.
 
         ``merges`` False: a response for each that is handed over, for clients that count them;
         what a slow reader has no room for travels together all the same.
         """
         self._stop_request = stop_request
+        self._on_end = on_end
         self._merges = merges
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._num_bytes = 0  # of what is in the queue or being sent
@@ -241,6 +251,7 @@ class ResponseDispatcher:
             if item[2] or item[3]:
                 del self._streams[item[0]]
                 token_stream.stream.abandon(_NOT_SENT)
+                self._on_end(item[0], token_stream.num_left_out)
 
     def _send_round(self, items: Sequence[_Message | None]) -> int:
         """Merge per request and send; how many requests were served.
@@ -287,6 +298,8 @@ class ResponseDispatcher:
         token_stream = self._streams.get(request_id)
         if token_stream is None:
             _logger.error("a response for the unknown request %d was dropped", request_id)
+            if piece.is_final:
+                self._on_end(request_id, 0)
             return
         if piece.is_final:
             del self._streams[request_id]
@@ -302,6 +315,8 @@ class ResponseDispatcher:
             self._give_up(request_id, token_stream)
             if piece.is_final:
                 token_stream.stream.abandon(_NOT_SENT)
+        if piece.is_final:
+            self._on_end(request_id, token_stream.num_left_out)
         self._progress.moved()
 
     def _give_up(self, request_id: int, token_stream: TokenStream | BeamStream | None) -> None:

@@ -98,6 +98,7 @@ class TokenStream:
     last response; ``text`` is set when text is among them.
     ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
     begin with the prompt if it is part of the answer. ``constants`` go with every response.
+    ``num_left_out``: tokens so far that were drawn behind a stop word.
     """
 
     stream: Stream
@@ -110,6 +111,7 @@ class TokenStream:
     extras: Extras = field(default_factory=Extras)
     constants: Mapping[str, Array] = field(default_factory=dict)
     is_stopped: bool = False
+    num_left_out: int = 0
 
     def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
         """Which row of its request this is, and which sequence of that; None where there is one.
@@ -130,11 +132,13 @@ class TokenStream:
         """
         was_stopped, text = self.is_stopped, ""
         if was_stopped:  # these were generated before the stop could be heard
+            self.num_left_out += len(ids)
             ids, extras = (), after_the_end(extras, self.extras.last)
         elif self.text is not None:
             text, num_ids = self.text.write(ids, is_final)
             self.is_stopped = self.text.is_stopped
             if self.is_stopped:
+                self.num_left_out += len(ids) - num_ids
                 extras = without_last(extras, len(ids) - num_ids)
                 ids = ids[:num_ids]
         if self.is_whole or self.is_stopped:

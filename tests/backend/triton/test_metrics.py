@@ -254,3 +254,38 @@ def test_a_stream_is_counted_once_however_it_ends() -> None:
     ResponseStream(well, factory, count_error=tally.add).send({}, is_final=True)
     assert tally.take() == {"INTERNAL": 1, "INVALID_ARG": 1, "UNAVAILABLE": 1}
     assert tally.take() == {}
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_the_tokens_of_answers_are_counted_as_their_clients_count_them(
+    tokenizer: None, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
+) -> None:
+    """A stop word in the text counts, an end does not, nor what the engine has drawn behind either
+    before it was told to stop."""
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    server = make_server(CountingEngine())
+    endings: list[tuple[dict[str, Any], int]] = [
+        ({"stop_words": ["9 10"]}, 6),  # 5 6 7 8 9 10
+        ({"stop_words": ["7 8", "nix"], "num_return_sequences": 3}, 3 * 4),
+        ({"stop_words": ["6"], "stop_words_list": [[7], [1]]}, 2),
+        ({"stop_words_list": [[7], [1]]}, 3),
+        ({"stop_words": ["8"], "end_id": 7}, 2),
+        ({"stop_token_ids": [9, 7]}, 2),
+        ({"stop_words": ["nix"]}, 200),
+    ]
+    for ending, num_tokens in endings:
+        sender = server.ask(
+            outputs=("text_output", "sequence_length", "sequence_index"), input_ids=[4],
+            request_output_len=200, streaming=is_streaming, exclude_input_in_output=True, **ending,
+        )  # fmt: skip
+        assert sender.responses[-1].error is None, sender.responses[-1].error
+        lengths = [
+            int(tensor.as_numpy().sum())
+            for response in sender.responses
+            for tensor in response.output_tensors
+            if tensor.name() == "sequence_length"
+        ]
+        assert sum(lengths) == num_tokens, ending
+    counts = FakePbUtils.families[OUTPUT_LENGTHS.name]
+    wait_until(lambda: len(counts.observed) == len(endings) + 2)
+    assert sorted(counts.observed) == sorted([6, 4, 4, 4, 2, 3, 2, 2, 200])

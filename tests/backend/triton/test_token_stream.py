@@ -76,6 +76,7 @@ def test_everything_ends_at_the_stop_word(codec: TextCodec, is_whole: bool) -> N
     ]
     stream.send([10], extras_of(10, 1), is_final=True)
     assert hits == [False, True, False]
+    assert stream.num_left_out == 4
     assert [is_final for _, is_final in sent.responses] == (
         [True] if is_whole else [False] * 3 + [True]
     )
