@@ -21,7 +21,7 @@ from checkpoints import VARIANTS, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 from inflight_backend import memory_plan
-from inflight_backend.commands.plan import format_size, parse_size, plan
+from inflight_backend.commands.plan import plan
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
 from inflight_backend.engine.model_config import ModelConfig
@@ -272,70 +272,6 @@ def test_no_torch_is_needed() -> None:
     assert (done.returncode, done.stdout) == (0, "2048\n"), done.stderr
 
 
-def test_the_command_prints_a_table_and_json() -> None:
-    done = run(plan, DEMO_MODEL, "--gpu-memory", "80GiB", "--max-batch-size", "64")
-    assert done.exit_code == 0
-    assert "KV per token" in done.stdout
-    assert "guaranteed_no_evict" in done.stdout
-    values = json.loads(run(plan, DEMO_MODEL, "--max-tokens", "640", "--json").stdout)
-    assert values["num_blocks"] == 20
-    assert values["pool_bytes"] == 20 * values["block_bytes"]
-    assert values["concurrency"][0]["guaranteed"] == 2
-
-
-def test_the_lines_of_the_table_and_the_reserve_add_up_to_the_memory() -> None:
-    text = run(plan, DEMO_MODEL, "--gpu-memory", "1GiB", "--reserve", "1000MiB").stdout
-    sizes = {line[:16].strip(): line[16:].partition("(")[0] for line in text.splitlines()}
-    parts = ("weights", "rope table", "kept for slots", "left on the GPU")
-    assert sum(parse_size(sizes[name]) for name in parts) == pytest.approx(24 * 2**20, abs=2**15)
-
-
-def test_the_command_says_which_of_these_requests_no_server_takes() -> None:
-    """The shapes of the demo model have up to 8,192 tokens: 6,554 and 1,638."""
-    text = "is refused without\nenable_chunked_context"
-    assert text not in run(plan, DEMO_MODEL).stdout, "the default holds the longest request"
-    assert text not in run(plan, DEMO_MODEL, "--max-num-tokens", "8191").stdout
-    done = run(plan, DEMO_MODEL, "--max-num-tokens", "8190")
-    assert f"max_num_tokens is 8,190: a longer prompt {text}" in done.stdout
-
-
-def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
-    done = run(plan, tmp_path)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: ")
-    assert "no config.json" in done.stderr
-    assert "is no size" in run(plan, DEMO_MODEL, "--gpu-memory", "much").stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max-seq-len", 100_000], "max_seq_len (100000) is above the checkpoint's max_positi"),
-        (["--max-seq-len", 10**11], "max_seq_len (100000000000) is above the checkpoint's"),
-        (["--gpu-memory", "9" * 400], "is above 1 EiB"),
-        (["--gpu-memory", "80"], "--gpu-memory 80 is 80 bytes: write 80GiB"),
-        (["--gpu-memory", "80 kb"], "--gpu-memory 80 kb is 80000 bytes: write 80GiB"),
-        (["--reserve", "9" * 400], "is above 1 EiB"),
-        (["--gpu-memory", "8g", "--reserve", "2"], "--reserve 2 is 2 bytes: write 2GiB"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype fp8 needs a GPU: give --gpu-memory, or"),
-        (["--gpu-memory", "8g", "--quantization", "fp8"], "fp8 needs dtype bfloat16, not float32"),
-    ],
-)
-def test_what_no_server_takes_is_refused(options: list[object], message: str) -> None:
-    done = run(plan, DEMO_MODEL, *options)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert len(done.stderr) < 200
-
-
-@pytest.mark.parametrize("option", ["--max-tokens", "--max-num-tokens", "--max-seq-len"])
-def test_numbers_have_the_bounds_of_the_server(option: str) -> None:
-    assert run(plan, DEMO_MODEL, option, 2**40 + 1).exit_code == 2
-    with pytest.raises(ConfigurationError, match=f"between 1 and {2**40}"):
-        EngineConfig(max_num_tokens=2**40 + 1)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("head_dim", [8, 16, 48, 272])
 @pytest.mark.parametrize("intermediate_size", [64, 72])
@@ -383,15 +319,6 @@ def test_the_mean_is_that_of_all_steps(shape: tuple[int, int]) -> None:
 def test_a_model_of_very_many_positions_is_planned_at_once() -> None:
     row = concurrency(small_plan(), 4 * 10**11, 10**11)
     assert (row.guaranteed, row.staggered) == (0, 0)
-
-
-def test_sizes() -> None:
-    assert parse_size("80GiB") == 80 * 2**30
-    assert parse_size("1.5 g") == 1_500_000_000
-    assert parse_size("4096") == 4096
-    assert format_size(80 * 2**30) == "80.00 GiB"
-    assert format_size(1536) == "1.50 KiB"
-    assert format_size(12) == "12 bytes"
 
 
 def damaged(content: bytes) -> list[tuple[bytes, str]]:
