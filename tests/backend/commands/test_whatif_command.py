@@ -235,12 +235,12 @@ def test_the_requests_of_a_trace_are_run_instead(recording: Path, tmp_path: Path
     (alone,) = rows()
     assert alone["setting"] == "as recorded", "nothing of it was measured"
     assert (alone["num_requests"], alone["num_tokens"]) == (5, 15)
-    assert 4 < alone["seconds"] < 6
+    assert alone["seconds"] > 4
     (fast,) = rows("--speed", 4)
-    assert 1 < fast["seconds"] < 2
+    assert 1 < fast["seconds"] < alone["seconds"] - 2
     assert [row["num_tokens"] for row in rows("--num-requests", 2, "--kv-blocks", 9)] == [3, 3]
     (often,) = rows("--rate", 100)
-    assert often["seconds"] < 1
+    assert often["seconds"] < alone["seconds"] - 3  # slow iterations are in both
     with piped(trace) as pipe:
         done = run(whatif, recording, "--trace", pipe)
     assert "5 requests; an iteration is predicted within" in done.stdout
