@@ -159,6 +159,26 @@ def test_times_add_up(gpu: ModuleType) -> None:
     assert gpu._seconds("E1/O1", short) == 20
 
 
+@pytest.mark.parametrize(
+    ("kernel", "engine", "status"),
+    [
+        ({"ok": True}, {"ok": True}, 0),
+        ({"ok": True}, {"ok": False, "error": "0.3"}, 3),
+        ({"ok": True}, {"error": "killed after 94 seconds"}, 3),
+        ({"ok": False, "error": "0.3"}, {"ok": True}, 1),
+        ({"error": "no time was left"}, {"ok": False, "error": "0.3"}, 1),
+    ],
+)
+def test_the_status_says_which_checks_failed(
+    gpu: ModuleType, kernel: dict[str, object], engine: dict[str, object], status: int
+) -> None:
+    """Where only engines fail the documented call goes on with figures."""
+    good = {"ok": True, "error": "1e-4"}
+    parts = {"checks": [good, kernel], "engines": [engine, good], "K1": [{"error": "a tile"}]}
+    assert gpu._status(parts) == status
+    assert gpu._status({"K1": [{"error": "a tile"}]}) == 0
+
+
 def test_ceilings_are_the_largest_that_were_measured(gpu: ModuleType) -> None:
     rows = [
         {"what": "copy", "gb_per_s": 4300.0},

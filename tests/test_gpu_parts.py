@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,19 @@ def test_an_engine_without_recordings_is_not_taken_for_one_with() -> None:
     assert "no step could be recorded" in row["error"]
 
 
+def test_without_recorded_mixed_steps_none_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu_parts import engine_checks
+
+    with pytest.raises(RuntimeError, match="no mixed step could be recorded"):
+        engine_checks.recorded_mixed_steps(full_size())
+    config = engine_checks._config(full_size(), "float32", 12)
+    turned_off = replace(config, cuda_graph_mixed_tokens=0)
+    monkeypatch.setattr(engine_checks, "_config", lambda *_: turned_off)
+    found, expected = engine_checks.recorded_mixed_steps(full_size())
+    assert torch.equal(found, expected)
+    assert len(found) == sum(5 + row % 20 for row in range(48))
+
+
 def test_behind_a_broken_context_no_check_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_parts import checks
 
@@ -68,6 +82,36 @@ def test_behind_a_broken_context_no_check_is_blamed(monkeypatch: pytest.MonkeyPa
     assert [row["ok"] for row in rows] == [True, False, False, False]
     assert "device-side assert" in rows[1]["error"]
     assert rows[2]["error"] == "did not run: 'b' broke the CUDA context"
+
+
+def test_what_a_check_raises_is_told_with_its_frames(capsys: pytest.CaptureFixture[str]) -> None:
+    """A compiler says at the end of a long message what is wrong."""
+    from gpu_parts import checks
+
+    def compiles() -> tuple[torch.Tensor, torch.Tensor]:
+        raise ValueError(f"at 7:4: {'source ' * 200} and then the fault")
+
+    [row] = checks.rows(full_size(), iter([checks._Check("a", 0, compiles)]))
+    assert row["error"].startswith("ValueError: at 7:4: source")
+    assert row["error"].endswith("and then the fault")
+    assert len(row["error"]) < 320
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert "in compiles" in said
+
+
+def test_an_engine_that_does_not_start_leaves_the_kernels_behind_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gpu_parts import compiling
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(compiling, "make_engine", fail)
+    row = compiling.start_engine(full_size(), "8B")
+    assert row == {"model": "8B", "what": "start", "error": "RuntimeError: CUDA error"}
+    assert "in fail" in capsys.readouterr().err
 
 
 def test_one_wrong_row_is_not_lost_among_larger_ones() -> None:
@@ -134,8 +178,6 @@ def test_every_kernel_is_checked_and_with_blocks_as_they_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tile of keys that fills a block is read by other code than one that does not."""
-    from dataclasses import replace
-
     from gpu_parts import checks
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -169,8 +211,6 @@ def test_every_kernel_is_checked_and_with_blocks_as_they_are_measured(
 
 
 def test_processes_share_the_work() -> None:
-    from dataclasses import replace
-
     shares = [replace(full_size(), share=(number, 3)) for number in range(3)]
     assert [list(setting.own(range(7))) for setting in shares] == [[0, 3, 6], [1, 4], [2, 5]]
     assert list(full_size().own("ab")) == ["a", "b"]
@@ -203,6 +243,22 @@ def test_the_rows_and_the_stderr_of_all_processes_come_back(tmp_path: Path) -> N
         {"error": "process 1 of 2 ended with status 1", "stderr": "a warning"},
     ]
     assert len(kept.read_text(encoding="utf-8").splitlines()) == 3, "rows of earlier parts stay"
+
+
+def test_of_much_stderr_the_first_fault_and_the_last_words_come_back(tmp_path: Path) -> None:
+    """A recording that fails says why in its first line, and then where, in some 4,000 characters:
+    they come back whole."""
+    from gpu_parts.isolated import run_isolated
+
+    script = tmp_path / "part.py"
+    for size in (4000, 20_000):
+        said = f"cannot be recorded{'.' * size}RuntimeError"
+        script.write_text(f"import sys\nsys.exit({said!r})\n", encoding="utf-8")
+        [row] = run_isolated(script, "a part", [], 60)
+        assert row["stderr"].startswith("cannot be recorded..")
+        assert row["stderr"].endswith("..RuntimeError")
+        assert (row["stderr"] == said) == (size == 4000)
+        assert len(row["stderr"]) < 8100
 
 
 def test_memory_is_collected_before_torch_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,40 @@ def test_mixed_steps_are_timed_replayed_and_eagerly() -> None:
     assert rows(5) == [("eager", 0)]
 
 
+def test_steps_of_generations_are_timed_before_a_mixed_one_is_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are what most depends on; a mixed recording that is wrong may break the CUDA context."""
+    from gpu_parts import steps
+    from gpu_parts.common import Setting
+
+    runner: Any = SimpleNamespace(num_recordings=3)
+    engine = SimpleNamespace(
+        config=SimpleNamespace(cuda_graph_mixed_tokens=512),
+        num_mixed_recordings=3,
+        _attention=None,
+        _recordings=Recordings(None, runner),
+    )
+
+    def told(what: str) -> Any:
+        return lambda *_: {"what": what, "sizes": engine._recordings.num_mixed}
+
+    monkeypatch.setattr(steps, "make_engine", lambda *_: engine)
+    monkeypatch.setattr(steps, "start_row", told("start"))
+    monkeypatch.setattr(steps, "_fill", lambda *_: 1.0)
+    for name, what in (("_steps", "step"), ("_mixed", "mixed step"), ("_prompt", "prompt")):
+        monkeypatch.setattr(steps, name, told(what))
+    setting = Setting(torch.device("cpu"), is_dry=True, is_quick=False, stop_at=float("inf"))
+    rows = [(row["what"], row.get("sizes")) for row in steps.bf16(setting)]
+    assert rows == [
+        ("start", 3),
+        ("fill", None),
+        *[("step", 0)] * 2,
+        *[("mixed step", 3), ("mixed step", 0)],
+        *[("prompt", 3), ("prompt", 0)] * 2,
+    ]
+
+
 def test_a_mixed_step_is_overlapped_and_its_host_is_told_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

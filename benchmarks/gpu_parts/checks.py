@@ -14,6 +14,7 @@ smaller than what it makes of one, so a split that is lost would not show in the
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 import torch
 from gpu_parts import draw_checks, engine_checks
 from gpu_parts.common import TINY, Row, Setting, make_engine
+from gpu_parts.report import shorten
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
@@ -77,7 +79,8 @@ def rows(setting: Setting, checks: Iterator[_Check]) -> Iterator[Row]:
             yield {**row, "ok": is_near, "error": f"{error:.1e}", **told}
         except Exception as error:  # the next check may still say something
             broken_by = "" if _has_context(setting) else check.name
-            yield {**row, "error": f"{type(error).__name__}: {error}"[:300]}
+            traceback.print_exc()  # the row `stderr` will have it
+            yield {**row, "error": shorten(f"{type(error).__name__}: {error}", 300)}
 
 
 def _has_context(setting: Setting) -> bool:

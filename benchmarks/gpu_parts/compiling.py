@@ -11,6 +11,7 @@ this one find it.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ import torch
 from gpu_parts import kernel_rows
 from gpu_parts.common import Row, Setting, make_engine, start_row
 from gpu_parts.offline import DRY, RAGGED, engines
+from gpu_parts.report import shorten
 from gpu_parts.whole_requests import warm_up
 
 _Call = Callable[[], object]
@@ -31,7 +33,9 @@ def rows(setting: Setting) -> Iterator[Row]:
     works: list[str | tuple[str, _Call]] = [*(made[:1] if setting.is_quick else made)]
     works += [] if setting.is_dry else kernel_calls(setting, kernel_rows.timed_ops(setting))
     for work in setting.own(works):
-        yield _engine(setting, work) if isinstance(work, str) else compile_kernel(setting, *work)
+        yield (
+            start_engine(setting, work) if isinstance(work, str) else compile_kernel(setting, *work)
+        )
 
 
 def tiles(setting: Setting) -> Iterator[Row]:
@@ -41,7 +45,18 @@ def tiles(setting: Setting) -> Iterator[Row]:
         yield compile_kernel(setting, *work)
 
 
-def _engine(setting: Setting, name: str) -> Row:
+def start_engine(setting: Setting, name: str) -> Row:
+    """Start an engine of one layer and have it answer; a fault is a row, and its frames are told in
+    the row `stderr`: the kernels behind it can still be compiled."""
+    try:
+        return _started(setting, name)
+    except Exception as error:  # what breaks one must leave the others alone
+        traceback.print_exc()
+        fault = shorten(f"{type(error).__name__}: {error}", 300)
+        return {"model": name, "what": "start", "error": fault}
+
+
+def _started(setting: Setting, name: str) -> Row:
     start = time.monotonic()
     model, config = engines(setting)[name]
     if not setting.is_dry:
@@ -60,7 +75,7 @@ def compile_kernel(setting: Setting, op: str, call: _Call) -> Row:
         with _compiling_only():
             call()
     except Exception as error:  # the part that would run it says so as well
-        return {"op": op, "error": f"{type(error).__name__}: {error}"[:200]}
+        return {"op": op, "error": shorten(f"{type(error).__name__}: {error}", 300)}
     return {"op": op, **setting.figures(seconds=time.monotonic() - start)}
 
 

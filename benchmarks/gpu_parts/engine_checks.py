@@ -134,11 +134,13 @@ def reuse(setting: Setting) -> tuple[Tensor, Tensor]:
 
 def recorded_mixed_steps(setting: Setting) -> tuple[Tensor, Tensor]:
     """Greedy float32 tokens where mixed steps are replayed and where they run eagerly; ragged
-    prompts, a few at a time beside generations. An engine that could record none of them, as its
-    `start` row says, compares nothing: it is right, and not as fast."""
+    prompts, a few at a time beside generations. An engine that has recorded none of them, though it
+    should, compares nothing."""
     num_slots = 2 if setting.is_dry else 12
     config = replace(_config(setting, "float32", num_slots), max_num_tokens=150)
     engine = make_engine(setting, TINY, config)
+    if config.cuda_graph_mixed_tokens and not (setting.is_dry or engine.num_mixed_recordings):
+        raise RuntimeError("no mixed step could be recorded; stderr says why")
     lengths = [1, 9, 17] if setting.is_dry else [1 + 23 * row % 120 for row in range(48)]
     output_lens = [2 if setting.is_dry else 5 + row % 20 for row in range(len(lengths))]
     prompts = _prompts(lengths, TINY.vocab_size)

@@ -16,8 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.report import shorten
+
 GRACE = 5  # seconds a part gets to end by itself
-_TAIL = 800  # characters of what it wrote to stderr
+_MOST = 8000  # characters of its stderr: a recording that fails takes some 4,000 to say where
 
 Row = dict[str, Any]
 
@@ -41,9 +43,9 @@ def run_isolated(
     """The rows that ``script`` writes with these arguments; it is ended when its time is over.
 
     It gets ``--part``, ``--rows FILE`` for `keep_row`, and ``--until TIME``, when it should stop;
-    of several processes each gets ``--share NUMBER/COUNT`` of the work. A last row of each has the
-    end of its stderr, if it wrote there, and says what went wrong, if anything did. ``rows`` is
-    kept, and may hold those of earlier parts; without it the file goes when the part has ended.
+    of several processes each gets ``--share NUMBER/COUNT`` of the work. A last row of each has its
+    stderr, if it wrote there, and says what went wrong, if anything did. ``rows`` is kept, and may
+    hold those of earlier parts; without it the file goes when the part has ended.
     """
     end = time.monotonic() + seconds
     env = dict(os.environ if env is None else env)
@@ -105,8 +107,8 @@ class _Process:
             self.stop()
             problem = f"{label}killed after {seconds:.0f} seconds"
         last: Row = {"error": problem} if problem else {}
-        said = self._log.read_text(encoding="utf-8", errors="replace").strip()[-_TAIL:]
-        return {**last, "stderr": said} if said else last
+        said = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        return {**last, "stderr": shorten(said, _MOST)} if said else last
 
     def stop(self) -> None:
         """End it if it runs."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from gpu_parts.ceilings import time_seconds
 from gpu_parts.common import Row, Setting
+from gpu_parts.report import shorten
 
 # Batches and contexts of the generation attention that we have targets for.
 _TARGETS = {(1, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (8, 16_384)}
@@ -73,7 +74,7 @@ def _measured(
             # A map holds no row while the next is made: of some, two do not fit the GPU.
             yield from map(partial(_row, setting, op, not has_sweep), rows)
         except Exception as error:  # while a row was made
-            yield {"op": op, "error": f"{type(error).__name__}: {error}"[:200]}
+            yield {"op": op, "error": shorten(f"{type(error).__name__}: {error}", 300)}
 
 
 def _row(setting: Setting, op: str, has_peers: bool, row: Any) -> Row:
@@ -84,7 +85,7 @@ def _row(setting: Setting, op: str, has_peers: bool, row: Any) -> Row:
     try:
         seconds = time_seconds(setting, row.call)
     except Exception as error:  # a tile that does not compile leaves the others
-        return {**made, "error": f"{type(error).__name__}: {error}"[:200]}
+        return {**made, "error": shorten(f"{type(error).__name__}: {error}", 300)}
     made |= setting.figures(
         us=1e6 * seconds,
         gb_per_s=row.num_bytes / seconds / 1e9,
@@ -95,7 +96,7 @@ def _row(setting: Setting, op: str, has_peers: bool, row: Any) -> Row:
         try:
             made |= setting.figures(**{f"{peer}_us": 1e6 * time_seconds(setting, call)})
         except Exception as error:
-            made[peer] = f"{type(error).__name__}: {error}"[:200]
+            made[peer] = shorten(f"{type(error).__name__}: {error}", 300)
     return made
 
 

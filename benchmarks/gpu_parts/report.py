@@ -47,6 +47,13 @@ def write(report: dict[str, Any], path: Path | None) -> None:
         half.replace(path)
 
 
+def shorten(text: str, most: int) -> str:
+    """``text``, without its middle where it is longer: a log begins with what went wrong first, and
+    what a compiler says ends with the fault."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} [...] {text[-half:]}"
+
+
 def _output(*command: str) -> str:
     """What a command prints; "unknown" where there is none or it fails."""
     if shutil.which(command[0]) is None:
