@@ -161,6 +161,31 @@ def test_an_echo_stands_before_each_answer(client: openai.OpenAI, is_streaming: 
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(
+    ("ending", "text"),
+    [
+        ({"stop": ["nix", "9 1"]}, " 4 5 6 7 8 9 1"),  # as vLLM, with the tokens of the stop string
+        ({"stop": "9 1", "n": 3}, " 4 5 6 7 8 9 1"),
+        ({"extra_body": {"stop_token_ids": [24]}}, " 4 5 6 "),  # "7"
+        ({"logit_bias": {"1": 100}}, ""),  # the end id
+        ({"stop": "nix"}, " 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 "),
+    ],
+)
+def test_usage_counts_the_tokens_up_to_the_end(
+    client: openai.OpenAI, ending: dict[str, Any], text: str, is_streaming: bool
+) -> None:
+    """Each character is a token here."""
+    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "temperature": 0, **ending}
+    done: Any
+    if is_streaming:
+        options: Any = {"include_usage": True}
+        *_, done = client.completions.create(**request, stream=True, stream_options=options)
+    else:
+        done = client.completions.create(**request)
+    assert done.usage.completion_tokens == len(text) * ending.get("n", 1)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
 def test_stop_strings_end_an_answer_and_are_not_part_of_it(
     client: openai.OpenAI, is_streaming: bool
 ) -> None:
