@@ -204,7 +204,7 @@ class Lexing:
             self.wrong.add(symbol)
             return False
         self.cuts.setdefault(symbol, set()).add(offset)
-        mates = self._mates[symbol, offset]
+        mates = self._mates[symbol, offset] & self._going_on  # else they are cut already
         self._going_on &= ~mates
         self._cut |= mates
         for each in _bits(mates):

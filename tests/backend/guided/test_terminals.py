@@ -128,6 +128,11 @@ def test_a_grammar_that_is_too_large_to_look_through_keeps_its_literals(
         ('root ::= "(" root ")" | "function" ";" | [a-z] root?', "(functio)", "(function;;)"),
         ('root ::= "(" root ")" | "aab" "!" | "aaa"+ "b"? | "a" root', "(aaaaab)", "(ab)"),
         ('root ::= "(" root ")" | (a | "è") root | "b"\na ::= [é] | [é] "a"', "(éèéab)", "(éè)"),
+        (
+            'root ::= "(" root ")" | p* "ax"+ "a" q*\np ::= "ax" | "x"\nq ::= "x"',
+            "xaxaxxaxa",
+            "xa(",
+        ),
         ('root ::= "(" root ")" | "éé" "!" | "é" "è"', "(éè)", "(éé)"),  # they have one first byte
         # It told here, but of two that had begun before both go on.
         (
