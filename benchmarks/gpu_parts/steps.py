@@ -160,16 +160,21 @@ def _mixed(setting: Setting, engine: Engine, num_slots: int, length: int, contex
         submits.append(1e6 * (time.perf_counter() - start))
         pending.read()
     start = time.perf_counter()
+    _overlap(engine, batch, num_steps)
+    overlapped = (time.perf_counter() - start) / num_steps
+    figures = setting.figures(overlapped_ms=1e3 * overlapped, host_us=sorted(submits)[1])
+    sizes = {"generations": num_slots - 1, "prompt": length, "context": context}
+    return {"what": "mixed step", **sizes, **figures}
+
+
+def _overlap(engine: Engine, batch: ScheduledBatch, num_steps: int) -> None:
+    """The loop of a server: each step is submitted before the one in front of it is read."""
     before = engine.submit(batch)
     for _ in range(num_steps - 1):
         running = engine.submit(batch)
         before.read()
         before = running
     before.read()
-    overlapped = (time.perf_counter() - start) / num_steps
-    figures = setting.figures(overlapped_ms=1e3 * overlapped, host_us=sorted(submits)[1])
-    sizes = {"generations": num_slots - 1, "prompt": length, "context": context}
-    return {"what": "mixed step", **sizes, **figures}
 
 
 def _fill(setting: Setting, engine: Engine, num_slots: int, length: int, num_blocks: int) -> float:
@@ -257,14 +262,6 @@ def time_steps(
         for _ in range(num_steps):
             runner.run(len(batch.generation_slots))
 
-    def overlap() -> None:
-        before = engine.submit(batch)
-        for _ in range(num_steps - 1):
-            running = engine.submit(batch)
-            before.read()
-            before = running
-        before.read()
-
     def one_by_one() -> None:
         nonlocal waited
         for _ in range(num_steps):
@@ -274,7 +271,7 @@ def time_steps(
             waited += time.perf_counter() - start
 
     device = timed(replay) if runner is not None else None
-    overlapped, plain = timed(overlap), timed(one_by_one)
+    overlapped, plain = timed(partial(_overlap, engine, batch, num_steps)), timed(one_by_one)
     return StepTimes(device, overlapped, plain, plain - waited / num_steps)
 
 

@@ -45,8 +45,8 @@ class Caller(Protocol):
     def health(self) -> bool: ...
 
 
-class SyncCaller:
-    """`InflightClient`."""
+class _Connects:
+    """Keeps what a client is made with."""
 
     def __init__(
         self,
@@ -61,6 +61,10 @@ class SyncCaller:
             "model": model,
             "headers": headers,
         }
+
+
+class SyncCaller(_Connects):
+    """`InflightClient`."""
 
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
         with InflightClient(**self._settings) as client:
@@ -138,22 +142,8 @@ class SyncCaller:
             return client.health()
 
 
-class AsyncCaller:
+class AsyncCaller(_Connects):
     """`AsyncInflightClient`, in an event loop per call."""
-
-    def __init__(
-        self,
-        url: str,
-        protocol: Wire,
-        model: str = "tensorrt_llm",
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        self._settings: Any = {
-            "url": url,
-            "protocol": protocol,
-            "model": model,
-            "headers": headers,
-        }
 
     def generate(self, prompt: Prompt, max_tokens: int, **options: Any) -> GenerateResult:
         async def run() -> GenerateResult:
