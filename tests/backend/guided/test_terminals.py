@@ -145,6 +145,7 @@ def test_a_grammar_that_is_too_large_to_look_through_keeps_its_literals(
         ('root ::= "a"? [bc] "b" | "a" ("b"+ "a"{2})+ ("c" root)?', "abb", "aba"),
         ('root ::= root "+" n | n\nn ::= [0-9]+ "!"?', "1+22!+3", "1!!"),
         ('root ::= "<" [^>]* ">" root? "</" [^>]+ ">"', "<a><b></b></a>", "<a></>"),
+        ('root ::= "(" root ")" | "\x7f" root | [\x7f\x80] "\x80"', "(\x7f\x80\x80)", "(\x7f)"),
         ('root ::= "(" root ")" | [é-ü\\-\\]]+ | [^a-zé-ü()\\-\\]]{2}', "(é-]ü)", "(a)"),
     ],
 )
