@@ -205,9 +205,8 @@ class Lexing:
         mates = self._mates[symbol, offset] & self._going_on  # else they are cut already
         self._going_on &= ~mates
         self._cut |= mates
-        for each in _bits(mates):  # of two mates that are found at once the first has cut both
-            self._outer[each] |= self._inner[each]
-            self._inner[each] = 0
+        for each in _bits(mates):
+            self._outer[each], self._inner[each] = self._inner[each], 0
         return True
 
     def _next(self, places: int) -> int:
