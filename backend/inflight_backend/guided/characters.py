@@ -22,6 +22,7 @@ class Characters:
         bounds = {low for low, _ in ranges} | {high + 1 for _, high in ranges}
         self._starts = sorted(each for each in bounds | _FIRST_BYTES if each <= _LAST)
         self._place = {start: place for place, start in enumerate(self._starts)}
+        self._read: dict[str, list[int]] = {}  # by how a leaf is written
         bounds_of_bytes = [*sorted(_FIRST_BYTES - {0}), _LAST + 1]
         self._of_first_bytes = [
             self._set_of([(low, high - 1)]) for low, high in pairwise(bounds_of_bytes)
@@ -29,10 +30,14 @@ class Characters:
 
     def read(self, leaf: gbnf.ASTNode) -> list[int]:
         """The characters of a literal one by one, or those of a class."""
-        ranges = _ranges(leaf)
-        if isinstance(leaf, gbnf.LiteralNode):
-            return [self._set_of([each]) for each in ranges]
-        return [self._set_of(ranges)]
+        text = str(leaf)
+        if text not in self._read:
+            ranges = _ranges(leaf)
+            is_literal = isinstance(leaf, gbnf.LiteralNode)
+            self._read[text] = [
+                *map(self._set_of, [[each] for each in ranges] if is_literal else [ranges])
+            ]
+        return self._read[text]
 
     def with_first_bytes(self, found: int) -> int:
         """``found``, and all characters whose first byte is one of theirs: a lexer reads bytes."""

@@ -89,7 +89,8 @@ def _normalise(text: str) -> str:
                     f"'{GUIDE_FIELD}' has {text[index : index + 2]} in a [class]; escape it"
                 )
             closing = "" if character == closing else closing
-            character = f"\\x{ord(character):02X}" if character < " " else character
+            is_control = character < " " or character == "\x7f"
+            character = f"\\x{ord(character):02X}" if is_control else character
         elif text.startswith(_ANYTHING, index):
             index += len(_ANYTHING)
             pieces.append("[\\x00-\U0010ffff]")

@@ -63,8 +63,6 @@ class Lexing:
         self._inner: list[int] = []  # places behind it in the same symbol
         self._outer: list[int] = []  # places where another symbol may begin behind it
         self._leaves: dict[int, _Ends] = {}
-        self._like: dict[int, int] = {}
-        self._taken: dict[int, int] = {}
         self._characters: dict[int, int] = {}
         for leaf in (leaf for body in bodies.values() for leaf in all_parts(body)):
             if isinstance(leaf, gbnf.LiteralNode | gbnf.RegexNode):
@@ -74,7 +72,7 @@ class Lexing:
         for name, body in bodies.items():
             self._connect(body, flow.follow[name], flow)
         self._weight = 1 + len(self._sets) // 1000  # of a look, for the sets are as long
-        self._of_set = _where(self._sets)
+        self._alike = _Places(self._sets, count).sharing
         self._of_symbol = _where(self._symbols)
         self._mates = _where(zip(self._symbols, self._offsets, strict=True))
         self._going_on = union(1 << place for place, to in enumerate(self._inner) if to)
@@ -83,7 +81,7 @@ class Lexing:
         )
         self._cut = 0  # places in literals behind which these are cut
         self._ending = union(1 << place for place, to in enumerate(self._outer) if to)
-        self._going_on_with = _where(map(self._next, self._inner))
+        self._taken_with = _Places(map(self._next, self._inner), count).sharing
         while self._mends(flow.first(bodies["start"])) and not self.wrong:
             pass
 
@@ -211,26 +209,33 @@ class Lexing:
             self._outer[each], self._inner[each] = self._inner[each], 0
         return True
 
-    def _alike(self, found: int) -> int:
-        """The places that have one of these characters."""
-        if found not in self._like:
-            each = (places for other, places in self._of_set.items() if other & found)
-            self._like[found] = union(each)
-        return self._like[found]
-
-    def _taken_with(self, found: int) -> int:
-        """The places at which a symbol could go on with one of these characters, as it is."""
-        if found not in self._taken:
-            each = (places for other, places in self._going_on_with.items() if other & found)
-            self._taken[found] = union(each)
-        return self._taken[found]
-
     def _next(self, places: int) -> int:
         """The characters of these places, and those that begin with the same byte."""
         if places not in self._characters:
             found = union(self._sets[place] for place in _bits(places))
             self._characters[places] = self._with_first_bytes(found)
         return self._characters[places]
+
+
+class _Places:
+    """The places of sets of characters."""
+
+    def __init__(self, sets: Iterable[int], count: Count) -> None:
+        """``sets``: of each place."""
+        self._count = count
+        self._all = _where(sets)
+        self._wide = {each: places for each, places in self._all.items() if each & (each - 1)}
+        self._sharing: dict[int, int] = {}
+
+    def sharing(self, found: int) -> int:
+        """Those whose sets have one of these characters."""
+        if found not in self._sharing:
+            is_wide = found & (found - 1) > 0
+            others = self._all if is_wide else self._wide
+            self._count(len(others))
+            places = union(each for other, each in others.items() if other & found)
+            self._sharing[found] = places if is_wide else places | self._all.get(found, 0)
+        return self._sharing[found]
 
 
 def cut_literals(node: gbnf.ASTNode, cuts: Cuts) -> gbnf.ASTNode:

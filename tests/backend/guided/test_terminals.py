@@ -134,6 +134,8 @@ def test_a_grammar_that_is_too_large_to_look_through_keeps_its_literals(
             "xa(",
         ),
         ('root ::= "(" root ")" | "éé" "!" | "é" "è"', "(éè)", "(éé)"),  # they have one first byte
+        # One literal that stands twice, and is cut twice.
+        ('root ::= "aaa" root [^b] root "c" | "aaa"', "a" * 10 + "c", "a" * 9 + "c"),
         # It told here, but of two that had begun before both go on.
         (
             'root ::= (("b" | [ ]) . "01" root root [b-c] [ab] "0")?',
@@ -143,6 +145,7 @@ def test_a_grammar_that_is_too_large_to_look_through_keeps_its_literals(
         ('root ::= "a"? [bc] "b" | "a" ("b"+ "a"{2})+ ("c" root)?', "abb", "aba"),
         ('root ::= root "+" n | n\nn ::= [0-9]+ "!"?', "1+22!+3", "1!!"),
         ('root ::= "<" [^>]* ">" root? "</" [^>]+ ">"', "<a><b></b></a>", "<a></>"),
+        ('root ::= "(" root ")" | "\x7f" root | [\x7f\x80] "\x80"', "(\x7f\x80\x80)", "(\x7f)"),
         ('root ::= "(" root ")" | [é-ü\\-\\]]+ | [^a-zé-ü()\\-\\]]{2}', "(é-]ü)", "(a)"),
     ],
 )
