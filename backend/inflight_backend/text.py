@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from pathlib import Path
 
 from inflight_backend.checkpoint_files import find_file
@@ -165,9 +166,11 @@ class IncrementalDetokenizer:
     on, so that what was decoded with the new tokens last time is what comes without them this time.
     """
 
-    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int]) -> None:
-        self._codec = codec
-        self._window = _context(codec, prompt_ids)
+    def __init__(
+        self, codec: TextCodec, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
+        self._window = _context(self._decode, prompt_ids)
         self._num_emitted = len(self._window)
         self._emitted: str | None = None  # text of the emitted part, if that was decoded before
         self._decoded = ""  # text of the whole window, last time
@@ -204,7 +207,7 @@ class IncrementalDetokenizer:
         if num_new == 0:
             return ""
         piece = self._new_text(self._window)
-        text = self._codec.decode(self._window[-num_new:]) if piece is None else piece
+        text = self._decode(self._window[-num_new:]) if piece is None else piece
         self._move_on()
         return text.rstrip(_REPLACEMENT)
 
@@ -234,7 +237,7 @@ class IncrementalDetokenizer:
         head = self._window[:-_MAX_OPEN_TOKENS]  # the last ones may yet become a character
         text = self._new_text(head)
         if text is None:
-            text = self._codec.decode(head[self._num_emitted :])
+            text = self._decode(head[self._num_emitted :])
         del self._window[: self._num_emitted]
         self._num_emitted = len(self._window) - _MAX_OPEN_TOKENS
         self._emitted = None
@@ -247,8 +250,8 @@ class IncrementalDetokenizer:
         """
         before = self._emitted
         if before is None:
-            before = self._emitted = self._codec.decode(window[: self._num_emitted])
-        after = self._decoded = self._codec.decode(window)
+            before = self._emitted = self._decode(window[: self._num_emitted])
+        after = self._decoded = self._decode(window)
         if after.startswith(before):
             return after[len(before) :]
         # The new tokens may have completed a character that the old ones had begun.
@@ -256,12 +259,12 @@ class IncrementalDetokenizer:
         return after[len(whole) :] if after.startswith(whole) else None
 
 
-def _context(codec: TextCodec, prompt_ids: Sequence[int]) -> list[int]:
+def _context(decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> list[int]:
     """The last tokens of the prompt, from where a character begins."""
     sizes = range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_OPEN_TOKENS + 1)
     contexts = [list(prompt_ids[-size:]) for size in sizes]
     for context in contexts:
-        if not codec.decode(context).startswith(_REPLACEMENT):
+        if not decode(context).startswith(_REPLACEMENT):
             return context
     return contexts[0]
 

@@ -12,25 +12,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from inflight_client.openai.errors import ApiError
+from inflight_client.openai.field_table import GROUP_BY_NAME
 from inflight_client.openai.fields import Body
-from inflight_client.openai.parsing import (
-    _INTEGERS,
-    _NEUTRAL_CHAT,
-    _NEUTRAL_COMPLETION,
-    _NUMBERS,
-    parse_chat,
-    parse_completion,
-)
+from inflight_client.openai.parsing import parse_chat, parse_completion
 from inflight_client.openai.prompts import make_prompt_reader
 from inflight_client.openai.upstream import encode_job
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
-FIELDS = sorted(
-    {*_NUMBERS, *_INTEGERS, *_NEUTRAL_CHAT, *_NEUTRAL_COMPLETION}
-    | {"max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "n", "seed", "stop"}
-    | {"ignore_eos", "cache_salt", "logit_bias", "response_format", "user", "stream"}
-    | {"stream_options", "model", "prompt", "messages", "echo"}
-)
+FIELDS = sorted(GROUP_BY_NAME)
 NUMBERS = st.sampled_from(
     [0, 1, 2, -1, 5, 257, 258, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308]
 )

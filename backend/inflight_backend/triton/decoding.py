@@ -205,11 +205,16 @@ def make_token_stream(
     if read_flag(inputs, "return_finish_reason"):
         final_outputs |= {"finish_reason"}
     stop_words = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
+    keeps_stop_word = bool(read_flag(inputs, "include_stop_str_in_output"))
+    skips_special = read_flag(inputs, "skip_special_tokens") is not False
     needs_codec = "text_output" in outputs or stop_words
     if needs_codec and codec is None:
         name = "stop_words" if stop_words else "text_output"
         raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     if llm_request.beams is not None:
+        if keeps_stop_word or not skips_special:
+            name = "include_stop_str_in_output" if keeps_stop_word else "skip_special_tokens"
+            raise UnsupportedRequest(f"'{name}' is not supported together with beams")
         beams = BeamStream(stream, outputs, constants=_FIRST)
         beams.final_outputs = final_outputs
         if "text_output" in outputs and codec is not None:
@@ -227,9 +232,13 @@ def make_token_stream(
     if codec is None or not needs_codec:
         return token_stream
     token_stream.text = TextWriter(
-        IncrementalDetokenizer(codec, llm_request.tokens),
-        stop_tokens=StopTokens(llm_request.stop_words) if llm_request.stop_words else None,
-        stop_text=StopText(stop_words) if stop_words else None,
+        IncrementalDetokenizer(codec, llm_request.tokens, skip_special_tokens=skips_special),
+        stop_tokens=(
+            StopTokens(llm_request.stop_words)
+            if llm_request.stop_words and not keeps_stop_word
+            else None
+        ),
+        stop_text=StopText(stop_words, keeps_word=keeps_stop_word) if stop_words else None,
     )
     if includes_prompt:
         token_stream.text.prefix = codec.decode(llm_request.tokens) if text is None else text

@@ -39,6 +39,7 @@ _KEY_TO_TENSOR = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
 }
+_FLAGS = ("include_stop_str_in_output", "skip_special_tokens")
 _NEUTRAL: Mapping[str, Any] = {
     "best_of": 1,
     "seed": -1,
@@ -196,8 +197,12 @@ def _expand(key: str, value: Any) -> tuple[str, Array]:
         if value is not True:
             raise InvalidRequest(f"'{_NAME}': ignore_eos must be true or false")
         return "end_id", np.array([[-1]], dtype=np.int32)
+    if key in _FLAGS:
+        if not isinstance(value, bool):
+            raise InvalidRequest(f"'{_NAME}': {key} must be true or false")
+        return key, np.array([[value]])
     if key not in _KEY_TO_TENSOR:
-        known = ", ".join([*_KEY_TO_TENSOR, "stop", "stop_token_ids", "ignore_eos"])
+        known = ", ".join([*_KEY_TO_TENSOR, *_FLAGS, "stop", "stop_token_ids", "ignore_eos"])
         value_only = f", but for {json.dumps(_NEUTRAL[key])}" if key in _NEUTRAL else ""
         raise InvalidRequest(
             f"'{_NAME}': {key[:100]!r} is not supported{value_only}; known are {known}"

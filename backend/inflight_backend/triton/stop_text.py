@@ -10,10 +10,12 @@ Word = tuple[int, ...]
 
 
 class StopText:
-    """Ends a text before the first of ``words`` in it, however it comes in pieces."""
+    """Ends a text before the first of ``words`` in it, or behind it, however it comes in pieces."""
 
-    def __init__(self, words: Iterable[str]) -> None:
+    def __init__(self, words: Iterable[str], *, keeps_word: bool = False) -> None:
+        """``keeps_word``: the text ends behind the word; of two in one place the first counts."""
         self._words = tuple(words)
+        self._keeps_word = keeps_word
         self._first_letters = frozenset(word[0] for word in self._words)
         self._held = ""
         self.is_hit = False
@@ -29,10 +31,11 @@ class StopText:
         if not self._held and self._first_letters.isdisjoint(piece):  # nearly always
             return piece
         text = self._held + piece
-        places = [text.find(word) for word in self._words if word in text]
-        if places:
+        found = [word for word in self._words if word in text]
+        if found:
             self.is_hit, self._held = True, ""
-            return text[: min(places)]
+            first = min(found, key=text.find)
+            return text[: text.find(first) + (len(first) if self._keeps_word else 0)]
         num_held = 0 if is_final else self._num_open(text)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

@@ -17,7 +17,7 @@ from inflight_client.openai.log_probs import (
     for_completion,
 )
 from inflight_client.openai.parsing import GenerationJob
-from inflight_client.openai.tokens import TokenOf
+from inflight_client.openai.tokens import TokenOf, token_by_id
 from inflight_client.openai.upstream import Piece
 
 DONE = b"data: [DONE]\n\n"
@@ -32,12 +32,14 @@ class Choice:
     places: TokenPlaces = field(default_factory=TokenPlaces)
     log_probs: list[TokenLogProbs] = field(default_factory=list)
     reason: str = ""
+    token_ids: list[int] = field(default_factory=list)
 
     def add(self, piece: Piece) -> None:
         """Append what a response brought."""
         self.texts.append(piece.text)
         self.num_tokens += piece.num_tokens
         self.log_probs.extend(piece.log_probs)
+        self.token_ids.extend(piece.token_ids)
         self.reason = self.reason or piece.reason
 
     @property
@@ -97,6 +99,10 @@ def whole_answer(
         content: dict[str, Any] = {"text": text}
         if job.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if job.has_token_ids:
+            content |= {"token_ids": choice.token_ids}
+        if job.has_token_ids and not job.is_chat:
+            content |= {"prompt_token_ids": job.prompts[index // job.num_answers]}
         rows.append(
             {
                 "index": index,
@@ -105,8 +111,10 @@ def whole_answer(
                 "finish_reason": choice.finish_reason,
             }
         )
+    prompt_ids = {"prompt_token_ids": job.prompts[0]} if job.has_token_ids and job.is_chat else {}
     return {
         **head.fields(is_chunk=False),
+        **prompt_ids,
         "choices": rows,
         "usage": usage(job, choices),
         "system_fingerprint": None,  # we have none, but some clients (MLCommons') ask for the key
@@ -126,25 +134,32 @@ class EventWriter:
 
     def opening(self, index: int) -> bytes:
         """The first event of an answer: the role in a chat, the text of the prompt if that is
-        wanted, else nothing."""
-        if not self._job.is_chat:
-            echo = self._job.echoes[index // self._job.num_answers] if self._job.echoes else ""
-            return (
-                self._event(index, f'"text": {json.dumps(echo)}', "null", "null") if echo else b""
-            )
-        return self._event(index, '"delta": {"role": "assistant", "content": ""}', "null", "null")
+        wanted, its ids if those are, else nothing."""
+        job = self._job
+        ids = ""
+        if job.has_token_ids:
+            ids = f', "prompt_token_ids": {json.dumps(job.prompts[index // job.num_answers])}'
+        if job.is_chat:
+            content = '"delta": {"role": "assistant", "content": ""}'
+            return self._event(index, content, "null", "null", of_event=ids)
+        echo = job.echoes[index // job.num_answers] if job.echoes else ""
+        if not (echo or ids):
+            return b""
+        return self._event(index, f'"text": {json.dumps(echo)}{ids}', "null", "null")
 
     def piece(self, index: int, piece: Piece, choice: Choice) -> bytes:
         """What a response adds to its answer; nothing if that is no text yet. Every response, in
         order: the usage so far is counted here."""
         self._num_new += piece.num_tokens
-        if not piece.text and not piece.log_probs:
+        if not piece.text and not piece.log_probs and not piece.token_ids:
             return b""
         log_probs = "null"
         if self._job.has_log_probs:
             rows = _log_probs(self._job, piece.log_probs, self._token_of, choice.places)
             log_probs = json.dumps(rows)
         content = f"{self._text_key}{json.dumps(piece.text)}{self._text_end}"
+        if self._job.has_token_ids:
+            content += f', "token_ids": {json.dumps(list(piece.token_ids))}'
         return self._event(index, content, log_probs, "null")
 
     def end(self, index: int, choice: Choice) -> bytes:
@@ -159,10 +174,13 @@ class EventWriter:
         numbers = json.dumps(usage(self._job, choices))
         return f'{self._start}], "usage": {numbers}}}\n\n'.encode()
 
-    def _event(self, index: int, content: str, log_probs: str, finish: str) -> bytes:
+    def _event(
+        self, index: int, content: str, log_probs: str, finish: str, of_event: str = ""
+    ) -> bytes:
+        """``content`` is of the choice, ``of_event`` stands beside the choices."""
         return (
             f'{self._start}{{"index": {index}, {content}, "logprobs": {log_probs}, '
-            f'"finish_reason": {finish}}}]{self._usage_so_far()}}}\n\n'
+            f'"finish_reason": {finish}}}]{of_event}{self._usage_so_far()}}}\n\n'
         ).encode()
 
     def _usage_so_far(self) -> str:
@@ -180,6 +198,7 @@ def error_event(body: dict[str, Any]) -> bytes:
 def _log_probs(
     job: GenerationJob, rows: Sequence[TokenLogProbs], token_of: TokenOf, places: TokenPlaces
 ) -> dict[str, Any]:
+    token_of = token_by_id if job.shows_ids else token_of
     if job.is_chat:
         return for_chat(rows, token_of)
     return for_completion(rows, token_of, places, has_top=job.num_top_log_probs > 0)

@@ -27,12 +27,13 @@ from inflight_client.openai.answers import (
 )
 from inflight_client.openai.aside import Aside
 from inflight_client.openai.errors import ApiError, from_upstream, model_not_found
-from inflight_client.openai.fields import Body
+from inflight_client.openai.fields import Body, UnknownFields
 from inflight_client.openai.origins import AllowedOrigins
 from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
 from inflight_client.openai.places import Place, Places
 from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader
+from inflight_client.openai.server_info import ServerInfo
 from inflight_client.openai.settings import FrontSettings
 from inflight_client.openai.upstream import Piece, Upstream, encode_job
 
@@ -59,7 +60,9 @@ class Front:
         self._settings = settings
         self._upstream = upstream
         self._reader = reader
+        self._unknown = UnknownFields(is_strict=settings.is_strict)
         self._started = int(time.time())
+        self._info = ServerInfo(settings, reader)
         self._places = Places(settings.max_requests, settings.timeout)
         self._threads = Aside(_NUM_THREADS, settings.thread_timeout)
         self._chat_threads = Aside(_NUM_CHAT_THREADS, settings.thread_timeout)
@@ -76,6 +79,7 @@ class Front:
                 web.get("/v1/models/{name:.+}", self._model),  # it may have slashes
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
+                *self._info.routes(),
             ]
         )
         AllowedOrigins(self._settings.allowed_origins).add_to(app)
@@ -128,10 +132,12 @@ class Front:
             raw = await self._read(request, place)
 
             def prepare() -> tuple[GenerationJob, Head, list[bytes]]:
-                job = parse(Body(raw))
-                answer_id = ("chatcmpl-" if job.is_chat else "cmpl-") + uuid.uuid4().hex
+                job = parse(Body(raw, self._unknown))
+                kind, own_id = ("chatcmpl-" if job.is_chat else "cmpl-"), uuid.uuid4().hex
+                # A client's id is for its answer alone: two of the same would meet on the server.
+                answer_id = kind + (job.request_id or own_id)
                 head = Head(answer_id, int(time.time()), self._reader.name, job.is_chat)
-                return job, head, encode_job(job, answer_id)
+                return job, head, encode_job(job, kind + own_id)
 
             job, head, calls = await threads.run(place, prepare)
             async with aclosing(self._upstream.run(job, calls)) as pieces:

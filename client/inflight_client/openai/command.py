@@ -60,6 +60,16 @@ def openai(
     drain_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse fields of requests that nobody knows.")
+    ] = False,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's metrics page, for /metrics; '' for none.",
+            show_default="http://HOST OF --url:8002/metrics",
+        ),
+    ] = None,
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(help="Origin of pages whose browser may call it; * for any; repeatable."),
@@ -80,6 +90,8 @@ def openai(
         max_body_bytes=max_body_bytes,
         timeout=timeout,
         drain_seconds=drain_seconds,
+        is_strict=strict,
+        metrics_url=metrics_url,
         allowed_origins=tuple(allow_origin or ()),
     )
     # gRPC's own lines: the threads that write them would stand still with whoever reads them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from inflight_client.errors import (
@@ -38,6 +39,10 @@ TENSOR_TO_FIELD = {
     "request_output_len": "max_tokens",
     "stop_words": "stop",
     "stop_token_ids": "stop_token_ids",
+    "bad_words": "bad_words",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "skip_special_tokens": "skip_special_tokens",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
     "embedding_bias": "logit_bias",
     "num_return_sequences": "n",
     "return_log_probs": "logprobs",
@@ -101,19 +106,24 @@ def bad_field(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param, "invalid_value")
 
 
-def unsupported(param: str, message: str = "not supported by this server") -> ApiError:
+def unsupported(param: str, message: str = "") -> ApiError:
     """The error for a field whose value asks for what there is not."""
+    message = message or "not supported by this server"
     return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
 
 
-def from_upstream(error: InflightError) -> ApiError:
-    """What the client is told when the server refuses or fails. The address stays in our log."""
+def from_upstream(error: InflightError, guide_field: str = "response_format") -> ApiError:
+    """What the client is told when the server refuses or fails. The address stays in our log.
+
+    ``guide_field``: what the client calls the guide of its answer.
+    """
     if isinstance(error, InvalidArgument):
         return ApiError(400, str(error))
     if isinstance(error, RequestTimeout):
         return ApiError(504, "the answer took too long and was given up", code="timeout")
     if isinstance(error, ServerError):
-        return _from_server(error)
+        guide = dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), guide_field)
+        return _from_server(error, {**TENSOR_TO_FIELD, **guide})
     _logger.error("%s", error)
     if isinstance(error, StreamInterrupted):
         return ApiError(502, "the answer broke off: the connection to the inference server ended")
@@ -122,15 +132,15 @@ def from_upstream(error: InflightError) -> ApiError:
     return ApiError(500, "the request failed")
 
 
-def _from_server(error: ServerError) -> ApiError:
+def _from_server(error: ServerError, tensor_to_field: Mapping[str, str]) -> ApiError:
     status = _STATUS_TO_HTTP.get(error.status or "", 503)
     message = str(error)
     if status >= 500:
         _logger.warning("the server failed a request: %s", message)
     if error.status is None:
         unknown = _UNKNOWN_INPUT.search(message)
-        if unknown and unknown[1] in TENSOR_TO_FIELD:
-            field = TENSOR_TO_FIELD[unknown[1]]
+        if unknown and unknown[1] in tensor_to_field:
+            field = tensor_to_field[unknown[1]]
             return bad_field(field, "the inference server, or its config.pbtxt, is too old for it")
         return ApiError(503, "the inference server cannot take requests now")
     is_refused = status == 400  # a server that is full tells its KV blocks, too
@@ -139,7 +149,7 @@ def _from_server(error: ServerError) -> ApiError:
     return ApiError(
         status,
         (_TOO_LONG_WORDS if is_too_long else "")
-        + _TENSOR.sub(lambda match: TENSOR_TO_FIELD[match[1]], message),
-        TENSOR_TO_FIELD[found[1]] if found else None,
+        + _TENSOR.sub(lambda match: tensor_to_field[match[1]], message),
+        tensor_to_field[found[1]] if found else None,
         TOO_LONG if is_too_long else None,
     )

@@ -1,4 +1,6 @@
-"""From the body of a request to a `GenerationJob`: every field honoured, forwarded, or refused.
+"""From the body of a request to a `GenerationJob`: the fields that are honoured.
+
+What becomes of the others, `inflight_client.openai.field_table` says.
 
 Sampling fields become tensors of the wire (`inflight_client.protocol`); whether the server honours
 one is for the server to say, and its refusal comes back under OpenAI's name of the field.
@@ -8,10 +10,8 @@ All of it may take seconds (large bodies, long texts, slow chat templates): call
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from inflight_client import penalties
 from inflight_client.openai.chat_messages import read_messages
 from inflight_client.openai.chat_template import RESERVED
 from inflight_client.openai.errors import ApiError, bad_field, model_not_found, unsupported
-from inflight_client.openai.fields import Body, checked_text
+from inflight_client.openai.field_table import CHAT, COMPLETION, is_empty
+from inflight_client.openai.fields import Body, checked_text, kind_of
+from inflight_client.openai.guides import read_guide
 from inflight_client.openai.prompts import PromptReader
 from inflight_client.openai.settings import (
     MAX_PROMPTS,
@@ -52,61 +54,13 @@ all of them."""
 _INTEGERS: Mapping[str, tuple[str, int, int]] = {
     "top_k": ("runtime_top_k", -1, _INT32_MAX),
     "min_tokens": ("min_length", 0, _INT32_MAX),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", 0, _INT32_MAX),
 }
 
-_LABELS = ("user", "safety_identifier", "prompt_cache_key")
-"""Who asks, and which requests begin alike: told in the client's own words. The first was divided
-into the other two. Nothing in an answer depends on them, and equal beginnings are found anyway."""
+_SEEDS = ("seed", "sampling_seed")  # the second is SGLang's
+_KEEPS_STOP = ("include_stop_str_in_output", "no_stop_trim")
 
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
-    "moderation": (),
-    "prompt_cache_options": ({"mode": "implicit"},),
-    "prompt_cache_retention": ("in_memory", "in-memory"),
-    # Those of vLLM: programs that measure servers send them with its defaults.
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "early_stopping": (False,),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-"""Fields of both calls that are not supported -> values that ask for nothing."""
-
-_NEUTRAL_COMPLETION: Mapping[str, Sequence[Any]] = {
-    **_NEUTRAL,
-    "add_special_tokens": (True,),
-    "best_of": (1,),
-    "suffix": ("",),
-}
-_NEUTRAL_CHAT: Mapping[str, Sequence[Any]] = {
-    **_NEUTRAL,
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
+_MAX_REQUEST_ID = 128  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +69,9 @@ class GenerationJob:
 
     ``includes_usage``: the stream ends with it; ``has_running_usage``: every event tells it so far.
     ``echoes``: texts of the prompts, if every answer is to begin with its own.
+    ``request_id``: what the client calls it. ``has_token_ids``: answers tell their ids and the
+    prompts'; ``shows_ids``: log probabilities name tokens by id.
+    ``guide_field``: what the client calls the guide of its answer.
     """
 
     is_chat: bool
@@ -128,19 +85,25 @@ class GenerationJob:
     num_top_log_probs: int = 0
     has_running_usage: bool = False
     echoes: tuple[str, ...] = ()
+    request_id: str | None = None
+    has_token_ids: bool = False
+    shows_ids: bool = False
+    guide_field: str = "response_format"
 
 
 def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
     """The job of ``/v1/completions``."""
     _check_model(body, reader)
     given = _split_prompts(body.take("prompt"))
-    prompts = [_completion_prompt(each, reader) for each in given]
-    max_tokens = body.integer("max_tokens", 1, _INT32_MAX) or DEFAULT_COMPLETION_TOKENS
+    adds_special = body.flag("add_special_tokens", default=True)
+    max_tokens = _max_tokens(body) or DEFAULT_COMPLETION_TOKENS
+    ids = [_completion_prompt(each, reader, adds_special) for each in given]
+    prompts = _truncated(body, reader, ids, max_tokens)
     log_probs = body.integer("logprobs", 0, MAX_TOP_LOG_PROBS)
     is_echoing = body.flag("echo")
     if is_echoing and log_probs is not None:
         raise unsupported("echo", "not together with logprobs: those of prompts are not told")
-    job = _job(body, reader, prompts, max_tokens, log_probs, _NEUTRAL_COMPLETION)
+    job = _job(body, reader, prompts, max_tokens, log_probs, COMPLETION)
     if not is_echoing:
         return job
     texts = (each if isinstance(each, str) else reader.decode(each) for each in given)
@@ -150,25 +113,67 @@ def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
 def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None) -> GenerationJob:
     """The job of ``/v1/chat/completions``."""
     _check_model(body, reader)
-    variables = _template_variables(body)
-    prompt = tuple(reader.encode_messages(read_messages(body.take("messages")), variables))
-    old = body.integer("max_tokens", 1, _INT32_MAX)
-    new = body.integer("max_completion_tokens", 1, _INT32_MAX)
-    if old is not None and new is not None and old != new:
-        raise bad_field("max_tokens", "given twice, also as max_completion_tokens")
-    room = max(1, reader.limits.max_seq_len - len(prompt))
-    max_tokens = old or new or min(room, default_max_tokens or room)
+    _check_tools(body)
+    messages, variables = read_messages(body.take("messages")), _template_variables(body)
+    adds_special = body.flag("add_special_tokens")
+    ids = reader.encode_messages(messages, variables, add_special_tokens=adds_special)
     num_top = body.integer("top_logprobs", 0, MAX_TOP_LOG_PROBS)
     has_log_probs = body.flag("logprobs")
     if num_top and not has_log_probs:
         raise bad_field("top_logprobs", "only together with logprobs = true")
     log_probs = (num_top or 0) if has_log_probs else None
-    return _job(body, reader, [prompt], max_tokens, log_probs, _NEUTRAL_CHAT, is_chat=True)
+    max_tokens = _max_tokens(body)
+    [prompt] = _truncated(body, reader, [ids], max_tokens or 1)
+    room = max(1, reader.limits.max_seq_len - len(prompt))
+    max_tokens = max_tokens or min(room, default_max_tokens or room)
+    return _job(body, reader, [prompt], max_tokens, log_probs, CHAT)
+
+
+def _max_tokens(body: Body) -> int | None:
+    """OpenAI's newer name of ``max_tokens`` wins over it, as elsewhere."""
+    old = body.integer("max_tokens", 1, _INT32_MAX)
+    return body.integer("max_completion_tokens", 1, _INT32_MAX) or old
+
+
+def _truncated(
+    body: Body, reader: PromptReader, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> list[tuple[int, ...]]:
+    """The prompts, or their last ``truncate_prompt_tokens``, as vLLM has it."""
+    limits = reader.limits
+    num_kept = body.integer("truncate_prompt_tokens", -1, limits.max_input_len)
+    if num_kept == 0:
+        raise bad_field("truncate_prompt_tokens", "0 leaves no prompt; -1 keeps what fits")
+    if num_kept == -1:
+        num_kept = max(1, min(limits.max_input_len, limits.max_seq_len - max_tokens))
+    return [tuple(prompt[-(num_kept or 0) :]) for prompt in prompts]
+
+
+def _check_tools(body: Body) -> None:
+    """`ApiError` where a model may be meant to call a tool."""
+    for list_name, choice_name in (("tools", "tool_choice"), ("functions", "function_call")):
+        has_tools, choice = not is_empty(body.take(list_name)), body.take(choice_name)
+        if has_tools and choice != "none":
+            raise unsupported(list_name)
+        if not (is_empty(choice) or choice in ("none", "auto")):
+            raise unsupported(choice_name)
 
 
 def _template_variables(body: Body) -> Mapping[str, Any]:
+    """``chat_template_kwargs``, and fields that stand for such a variable by themselves."""
+    given = {name: body.take(name) for name in ("enable_thinking", "thinking", "think")}
+    variables: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, dict) and name == "thinking":  # {"type": "enabled", ...}
+            value = value.get("type") == "enabled"
+        if value is not None and not isinstance(value, bool):
+            raise bad_field(name, "expected true or false")
+        if value is not None:
+            words = ("enable_thinking", "thinking") if name == "think" else (name,)
+            variables |= dict.fromkeys(words, value)
+    if effort := body.text("reasoning_effort"):
+        variables["reasoning_effort"] = effort
     name = "chat_template_kwargs"
-    variables = body.mapping(name)
+    variables |= body.mapping(name)
     for each in RESERVED:
         if each in variables:
             raise bad_field(f"{name}.{each}", "the server sets it itself")
@@ -181,10 +186,9 @@ def _job(
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
     num_log_probs: int | None,
-    neutral: Mapping[str, Sequence[Any]],
-    is_chat: bool = False,
+    call: str,
 ) -> GenerationJob:
-    """Everything that the two calls have in common; ends with the check that nothing is left.
+    """Everything that the two calls have in common; ends with the fields that nobody took.
 
     ``num_log_probs``: likeliest tokens to tell in each place; None for no log probabilities.
     """
@@ -194,31 +198,44 @@ def _job(
         values["num_return_sequences"] = num_answers
     if len(prompts) * num_answers > MAX_PROMPTS:
         raise bad_field("n", f"prompts x n may be at most {MAX_PROMPTS}")
+    if (body.integer("best_of", 1, _INT32_MAX) or num_answers) != num_answers:
+        raise unsupported("best_of", "only what n says: there is no choice among more answers")
     if num_log_probs is not None:
         values["return_log_probs"] = True
     if num_log_probs:
         values["num_top_log_probs"] = num_log_probs
-    values |= _guide(body.take("response_format"))
-    for label in _LABELS:
-        body.text(label)
+    guide_field, guide = read_guide(body)
+    values |= guide
     is_streaming = body.flag("stream")
-    includes_usage, has_running_usage = _stream_options(body.take("stream_options"), is_streaming)
-    body.accept_neutral(neutral)
-    body.check_empty()
-    for prompt in prompts:
-        reader.limits.check(len(prompt), max_tokens, "messages" if is_chat else "prompt")
-    return GenerationJob(
-        is_chat,
-        tuple(prompts),
-        max_tokens,
-        values,
-        num_answers,
-        is_streaming,
-        includes_usage,
-        num_log_probs is not None,
-        num_log_probs or 0,
-        has_running_usage,
+    includes_usage, has_running_usage = _stream_options(body, is_streaming)
+    job = GenerationJob(
+        is_chat=call == CHAT,
+        prompts=tuple(prompts),
+        max_tokens=max_tokens,
+        values=values,
+        num_answers=num_answers,
+        is_streaming=is_streaming,
+        includes_usage=includes_usage,
+        has_log_probs=num_log_probs is not None,
+        num_top_log_probs=num_log_probs or 0,
+        has_running_usage=has_running_usage,
+        request_id=_request_id(body),
+        has_token_ids=body.flag("return_token_ids"),
+        shows_ids=body.flag("return_tokens_as_token_ids"),
+        guide_field=guide_field,
     )
+    body.check_rest(call)
+    for prompt in prompts:
+        reader.limits.check(len(prompt), max_tokens, "messages" if job.is_chat else "prompt")
+    return job
+
+
+def _request_id(body: Body) -> str | None:
+    name = "request_id"
+    value = body.text(name)
+    if value is not None and not (len(value) <= _MAX_REQUEST_ID and value.isprintable()):
+        raise bad_field(name, f"expected at most {_MAX_REQUEST_ID} characters that can be printed")
+    return value
 
 
 def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
@@ -233,17 +250,28 @@ def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     for field, (tensor, lowest, highest) in _INTEGERS.items():
         if (integer := body.integer(field, lowest, highest)) is not None:
             values[tensor] = max(integer, 0)  # -1 is vLLM's top_k for all tokens
-    seed = body.integer("seed", -_INT64_MAX - 1, _INT64_MAX)
-    if seed is not None:
-        values["random_seed"] = seed % 2**64
-    values |= _ends(body, reader)
+    seeds = [body.integer(name, -_INT64_MAX - 1, _INT64_MAX) for name in _SEEDS]
+    for seed in seeds:
+        if seed is not None:
+            values.setdefault("random_seed", seed % 2**64)
+    if not is_empty(bias := body.take("logit_bias")):
+        values["embedding_bias"] = _embedding_bias(bias, reader.limits.vocab_size)
+    return values | _ends(body, reader) | _texts(body)
+
+
+def _texts(body: Body) -> dict[str, object]:
+    """What is said of texts: those that end the answer or may not be in it, and how it is told."""
+    values: dict[str, object] = {}
     if stop := _stop_strings(body.take("stop")):
         values["stop_words"] = stop
+    if bad_words := _strings("bad_words", body.take("bad_words")):
+        values["bad_words"] = bad_words
+    if any([body.flag(name) for name in _KEEPS_STOP]):
+        values["include_stop_str_in_output"] = True
+    if not body.flag("skip_special_tokens", default=True):
+        values["skip_special_tokens"] = False
     if (salt := body.text("cache_salt")) is not None:
         values["cache_salt"] = salt
-    bias = body.take("logit_bias", {})
-    if bias != {}:
-        values["embedding_bias"] = _embedding_bias(bias, reader.limits.vocab_size)
     return values
 
 
@@ -263,14 +291,20 @@ def _embedding_bias(value: Any, vocab_size: int) -> npt.NDArray[np.float32]:
 
 
 def _stop_strings(value: Any) -> list[str]:
-    strings = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(strings, list):
-        raise bad_field("stop", "expected a string or a list of strings")
+    strings = _strings("stop", [value] if value and isinstance(value, str) else value)
     if len(strings) > MAX_STOP_STRINGS:
         raise bad_field("stop", f"{len(strings)} strings, at most {MAX_STOP_STRINGS} are taken")
     if "" in strings:
         raise bad_field("stop", "an empty string would stop everything")
-    return [checked_text("stop", each) for each in strings]
+    return strings
+
+
+def _strings(name: str, value: Any) -> list[str]:
+    if is_empty(value):
+        return []
+    if not isinstance(value, list):
+        raise bad_field(name, f"expected a list of strings, got {kind_of(value)}")
+    return [checked_text(name, each) for each in value]
 
 
 def _ends(body: Body, reader: PromptReader) -> dict[str, object]:
@@ -294,48 +328,19 @@ def _stop_token_ids(ids: Any, vocab_size: int) -> set[int]:
     return set(ids)
 
 
-def _guide(value: Any) -> dict[str, object]:
-    """``response_format`` as the tensors of guided decoding."""
-    if value is None:
-        return {}
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return {}
-    if kind == "json_object":
-        # The server's own json allows arrays as well; OpenAI promises an object. Its schema may
-        # stand right here, as other servers have it.
-        schema = value.get("schema")
-        if not isinstance(schema, (dict, NoneType)):
-            raise bad_field("response_format", "schema must be an object")
-        return _schema_guide({"type": "object"} if schema is None else schema)
-    if kind == "json_schema":
-        holder = value.get("json_schema")
-        schema = holder.get("schema") if isinstance(holder, dict) else None
-        if not isinstance(schema, dict):
-            raise bad_field("response_format", "json_schema.schema must be an object")
-        return _schema_guide(schema)
-    raise bad_field("response_format", "type must be text, json_object or json_schema")
-
-
-def _schema_guide(schema: dict[str, Any]) -> dict[str, object]:
-    try:
-        guide = json.dumps(schema, separators=(",", ":"))
-    except RecursionError:  # it was read with a few frames more to go
-        raise bad_field("response_format", "the schema is nested too deeply") from None
-    return {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
-
-
-def _stream_options(value: Any, is_streaming: bool) -> tuple[bool, bool]:
+def _stream_options(body: Body, is_streaming: bool) -> tuple[bool, bool]:
     """Whether the stream ends with its usage, and whether every event tells it so far."""
-    if value is None:
-        return False, False
-    if not is_streaming:
-        raise bad_field("stream_options", "only together with stream = true")
-    given = value if isinstance(value, dict) else {"": value}
-    options = {name: each for name, each in given.items() if each is not None}
-    ends, runs = (options.pop(name, False) for name in ("include_usage", "continuous_usage_stats"))
-    if options.pop("include_obfuscation", False) or options or {type(ends), type(runs)} != {bool}:
-        raise bad_field("stream_options", 'expected {"include_usage": true or false}')
+    name = "stream_options"
+    options = {key: each for key, each in body.mapping(name).items() if not is_empty(each)}
+    if options and not is_streaming:
+        raise bad_field(name, "only together with stream = true")
+    ends, runs = (options.pop(key, False) for key in ("include_usage", "continuous_usage_stats"))
+    if {type(ends), type(runs)} != {bool}:
+        raise bad_field(name, 'expected {"include_usage": true or false}')
+    if options.pop("include_obfuscation", False):
+        raise unsupported(f"{name}.include_obfuscation")
+    for key in options:
+        body.unknown.see(f"{name}.{key}")
     return ends, ends and runs  # the second is of vLLM, and nothing there without the first
 
 
@@ -358,13 +363,13 @@ def _split_prompts(value: Any) -> list[Any]:
     return value
 
 
-def _completion_prompt(value: Any, reader: PromptReader) -> tuple[int, ...]:
+def _completion_prompt(value: Any, reader: PromptReader, adds_special: bool) -> tuple[int, ...]:
     if isinstance(value, list):
         if not value or not all(_is_id(each) and 0 <= each <= _INT32_MAX for each in value):
             raise bad_field("prompt", "a list of token ids holds whole numbers from 0")
         return tuple(value)
     text = checked_text("prompt", value)
-    ids = reader.encode(text, "prompt", add_special_tokens=True)
+    ids = reader.encode(text, "prompt", add_special_tokens=adds_special)
     if not ids:
         raise bad_field("prompt", "empty: a prompt needs at least one token")
     return tuple(ids)

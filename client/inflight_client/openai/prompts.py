@@ -93,7 +93,11 @@ class PromptReader:
         return text
 
     def encode_messages(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_special_tokens: bool = False,
     ) -> list[int]:
         """The ids of a chat; the template writes the special tokens itself. ``variables``: more
         that it may know."""
@@ -109,7 +113,9 @@ class PromptReader:
             text = _render(self._template, messages, variables)
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
-        return self.encode(checked_text("messages", text), "messages", add_special_tokens=False)
+        return self.encode(
+            checked_text("messages", text), "messages", add_special_tokens=add_special_tokens
+        )
 
 
 def _render(

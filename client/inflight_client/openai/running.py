@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import typer
@@ -17,6 +18,7 @@ from inflight_client.openai.app import Front
 from inflight_client.openai.messages import LogHandler, say
 from inflight_client.openai.private_log import get_logger
 from inflight_client.openai.prompts import PromptReader, make_prompt_reader
+from inflight_client.openai.server_info import find_metrics_url
 from inflight_client.openai.settings import FrontSettings
 from inflight_client.openai.upstream import Upstream
 
@@ -55,6 +57,8 @@ async def _run(settings: FrontSettings) -> None:
     for number in numbers:
         loop.add_signal_handler(number, stop.set)
     upstream = Upstream(settings.url, settings.timeout, settings.headers)
+    metrics_url = find_metrics_url(settings.metrics_url, upstream.address)
+    settings = replace(settings, metrics_url=metrics_url)
     try:
         description = await _unless(stop, upstream.describe())
         if description is None:

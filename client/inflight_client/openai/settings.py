@@ -24,6 +24,8 @@ class FrontSettings:
     ``timeout``: for a request, from its head to the last byte of its answer.
     ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
     ``headers``: of every call to the server; secrets.
+    ``is_strict``: refuse fields of a request that nobody knows, instead of passing over them.
+    ``metrics_url``: the server's metrics page, for ``/metrics``; "" for none, None for the usual one.
     ``allowed_origins``: of pages whose browser may call the front; ``*`` for any.
     """
 
@@ -40,4 +42,6 @@ class FrontSettings:
     thread_timeout: float = 30.0
     timeout: float = 600.0
     drain_seconds: float = 30.0
+    is_strict: bool = False
+    metrics_url: str | None = None
     allowed_origins: tuple[str, ...] = ()

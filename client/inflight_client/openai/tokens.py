@@ -22,6 +22,12 @@ class Token(NamedTuple):
 TokenOf = Callable[[int], Token]
 
 
+def token_by_id(token_id: int) -> Token:
+    """What vLLM's clients read instead of a token's text, where that may be of several tokens."""
+    text = f"token_id:{token_id}"
+    return Token(text, text.encode())
+
+
 class TokenReader:
     """Texts and bytes of the tokens of ``tokenizer``."""
 

@@ -17,8 +17,10 @@ from inflight_client.encoding import (
     last_answer,
     read_description,
 )
+from inflight_client.errors import ServerError
 from inflight_client.grpc_wire import encode_bytes
 from inflight_client.headers import checked_headers
+from inflight_client.openai.errors import from_upstream
 from inflight_client.openai.log_probs import TokenLogProbs, read_log_probs
 from inflight_client.openai.parsing import GenerationJob
 from inflight_client.protocol import LLM_MODEL_NAME
@@ -31,7 +33,7 @@ _DESCRIBE_SECONDS = 60.0
 class Piece:
     """What one response adds to answer ``index``; ``num_tokens`` may be more than the text shows.
 
-    ``log_probs``, one for each token, when the job asks for them.
+    ``log_probs`` and ``token_ids``, one for each token, when the job asks for them.
     ``reason``: why the answer has ended here, in the server's words; "" while it goes on.
     """
 
@@ -40,6 +42,7 @@ class Piece:
     num_tokens: int
     log_probs: Sequence[TokenLogProbs] = ()
     reason: str = ""
+    token_ids: Sequence[int] = ()
 
 
 class Upstream:
@@ -83,8 +86,11 @@ class Upstream:
     ) -> AsyncGenerator[Piece, None]:
         responses = self._transport.infer_encoded(call, self._timeout)
         async with aclosing(responses.receive()) as received:
-            async for response in received:
-                yield _read_piece(response, first_index, job.num_top_log_probs)
+            try:
+                async for response in received:
+                    yield _read_piece(response, first_index, job)
+            except ServerError as error:
+                raise from_upstream(error, job.guide_field) from None
 
 
 def encode_job(job: GenerationJob, job_id: str) -> list[bytes]:
@@ -95,8 +101,10 @@ def encode_job(job: GenerationJob, job_id: str) -> list[bytes]:
 def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
     """One request per prompt; text comes back, with the count of the tokens it was made of."""
     outputs = ["text_output", "sequence_length", "finish_reason"]
+    if job.has_log_probs or job.has_token_ids:
+        outputs.append("output_ids")
     if job.has_log_probs:
-        outputs += ["output_ids", "output_log_probs"]
+        outputs.append("output_log_probs")
     if job.num_top_log_probs:
         outputs += ["top_log_prob_ids", "top_log_probs"]
     if job.num_answers > 1:
@@ -116,22 +124,26 @@ def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
     return calls
 
 
-def _read_piece(response: Response, first_index: int, num_top: int) -> Piece:
+def _read_piece(response: Response, first_index: int, job: GenerationJob) -> Piece:
     tensors = response.tensors
     texts = tensors.get("text_output", ())
     num_tokens = sum(tensors.get("sequence_length", ()))
+    token_ids = tensors.get("output_ids", ())[:num_tokens]
     return Piece(
         first_index + sum(tensors.get("sequence_index", ())),
         texts[0] if texts else "",
         num_tokens,
         read_log_probs(
-            tensors.get("output_ids", ())[:num_tokens],
+            token_ids,
             tensors.get("output_log_probs", ())[:num_tokens],
             tensors.get("top_log_prob_ids", ()),
             tensors.get("top_log_probs", ()),
-            num_top,
-        ),
+            job.num_top_log_probs,
+        )
+        if job.has_log_probs
+        else (),
         _reason(tensors.get("finish_reason", ())),
+        token_ids,
     )
 
 

@@ -164,6 +164,20 @@ INPUTS: tuple[TensorSpec, ...] = (
         "return_finish_reason", "BOOL", (1,), "send finish_reason at the end", is_honoured=True
     ),
     TensorSpec("stop_words", "STRING", (-1,), "texts that end the answer", is_honoured=True),
+    TensorSpec(
+        "include_stop_str_in_output",
+        "BOOL",
+        (1,),
+        "the stop word that ends the answer is part of its text",
+        is_honoured=True,
+    ),
+    TensorSpec(
+        "skip_special_tokens",
+        "BOOL",
+        (1,),
+        "special tokens have no text; default true",
+        is_honoured=True,
+    ),
     TensorSpec("bad_words", "STRING", (-1,), "texts that are not generated", is_honoured=True),
     TensorSpec(
         "embedding_bias_words", "STRING", (-1,), "texts whose tokens get a bias", is_honoured=True
@@ -222,6 +236,8 @@ CONTROL_INPUTS: frozenset[str] = frozenset(
         "num_return_sequences",
         "return_finish_reason",
         "stop_words",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
         "bad_words",
         "embedding_bias_words",
         "embedding_bias_weights",
