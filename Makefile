@@ -99,7 +99,7 @@ $(DEVELOPMENT): $(SERVER)
 
 # In a folder of their own, which only their processes see: they are no part of the project.
 $(LOAD_TOOLS): load-tools.txt $(DEVELOPMENT)
-	@echo 'Installing perf_analyzer and genai-perf for the tests'
+	@echo 'Installing perf_analyzer, genai-perf and sglang-router for the tests'
 	@rm -rf $(VENV)/load-tools
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/load-tools -r load-tools.txt
 	@touch $@

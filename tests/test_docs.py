@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
         "write_performance_docs.py",
         "write_reliability_docs.py",
         "write_compatibility_docs.py",
+        "write_clients_docs.py",
     ],
 )
 def test_written_pages_are_up_to_date(tool: str) -> None:

@@ -23,12 +23,14 @@ FIELDS = sorted(GROUP_BY_NAME)
 NUMBERS = st.sampled_from(
     [0, 1, 2, -1, 5, 257, 258, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308]
 )
-TEXTS = st.text(max_size=20) | st.sampled_from(["", "\ud800", "\0", "5", "text", "json_object"])
+TEXTS = st.text(max_size=20) | st.sampled_from(
+    ["", "<|end|>", "<|en", "d|>", "\ud800", "\0", "5", "text", "json_object"]
+)
 KEYS = TEXTS | st.sampled_from(
     ["type", "json_schema", "schema", "role", "content", "text", "name", "function", "arguments"]
 )
 ROLES = TEXTS | st.sampled_from(["user", "assistant", "developer", "tool"])
-MESSAGE_KEYS = st.sampled_from(["content", "tool_calls", "name", "refusal"])
+MESSAGE_KEYS = st.sampled_from(["content", "tool_calls", "name", "refusal", "tool_call_id"])
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),

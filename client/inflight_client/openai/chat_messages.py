@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from inflight_client.openai.errors import bad_field
-from inflight_client.openai.fields import checked_text
+from inflight_client.openai.fields import checked_text, kind_of
 from inflight_client.openai.settings import MAX_MESSAGES
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _KINDS = ("text", "refusal")
 """Kinds of parts of a message; the text of each stands under the name of its kind."""
+
+_TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning")
+"""What else a message may say, as text."""
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -56,6 +62,9 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_field(name, "expected an object with role and content")
     role = checked_text(f"{name}.role", value.get("role"))
+    if role not in ROLES:
+        raise bad_field(f"{name}.role", f"expected one of {', '.join(ROLES)}")
+    _check_kinds(name, value)
     content = value.get("content")
     # A template may ask whether there are tool calls, and not whether they are null or none.
     message = {key: each for key, each in value.items() if each is not None}
@@ -71,6 +80,35 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     elif "content" in value:
         message["content"] = None  # beside tool calls some templates ask for it
     return message
+
+
+def _check_kinds(name: str, message: Mapping[str, Any]) -> None:
+    """`ApiError` names what is of the wrong kind; null says nothing."""
+    for key in _TEXTS:
+        if message.get(key) is not None:
+            checked_text(f"{name}.{key}", message[key])
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, NoneType)):
+        raise bad_field(f"{name}.tool_calls", f"expected a list, got {kind_of(calls)}")
+    for i, call in enumerate(calls or ()):
+        place = f"{name}.tool_calls[{i}]"
+        if not isinstance(call, dict):
+            raise bad_field(place, f"expected an object, got {kind_of(call)}")
+        for key in ("id", "type"):
+            if call.get(key) is not None:
+                checked_text(f"{place}.{key}", call[key])
+        _check_function(f"{place}.function", call.get("function"))
+    if message.get("function_call") is not None:
+        _check_function(f"{name}.function_call", message["function_call"])
+
+
+def _check_function(name: str, value: Any) -> None:
+    """A call of a function: its name, and its arguments as text or as an object."""
+    if not isinstance(value, dict):
+        raise bad_field(name, f"expected an object, got {kind_of(value)}")
+    checked_text(f"{name}.name", value.get("name"))
+    if not isinstance(value.get("arguments"), (dict, NoneType)):
+        checked_text(f"{name}.arguments", value["arguments"])
 
 
 def _for_template(message: Mapping[str, Any], knows: Callable[[str], bool]) -> Mapping[str, Any]:
@@ -90,8 +128,8 @@ def _part(name: str, value: Any) -> str:
 
 def _call(value: Any) -> Any:
     """A tool call whose arguments are an object, if their text is one."""
-    function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    function = value["function"]
+    if not isinstance(function.get("arguments"), str):
         return value
     try:
         arguments = json.loads(function["arguments"])

@@ -9,6 +9,7 @@ it is bounded, since a template comes with a checkpoint that somebody else has m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from inflight_client.openai.bounded_jinja import (
 )
 
 _DEFAULT = "default"
+_SOUGHT = re.compile(r"""\b(?:split|partition|startswith|endswith)\(\s*(['"])(.+?)\1""")
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of a template that the front sets itself."""
@@ -51,6 +53,8 @@ class ChatTemplate:
             ) from None
         self._special_tokens = dict(special_tokens)
         self._source = source
+        self.sought = frozenset(text for _, text in _SOUGHT.findall(source))
+        """Where it divides texts, as one that takes thoughts out of earlier answers."""
 
     def knows(self, word: str) -> bool:
         """Whether it has a ``word`` of messages, such as a role: else it cannot write it."""

@@ -247,9 +247,10 @@ GROUPS: tuple[FieldGroup, ...] = (
     ),
     _passed(
         "Ollama, llama.cpp",
-        "the server's own sizes hold",
+        "the server's own sizes hold, and numbers of samplers that are off do nothing",
         *_OLLAMA_SIZES,
         *("keep_alive", "cache_prompt", "id_slot", "mirostat_tau", "mirostat_eta"),
+        *("repeat_last_n", "dynatemp_exponent", "dry_base", "dry_allowed_length", "xtc_threshold"),
     ),
     _refused(
         "Ollama, llama.cpp",
@@ -257,7 +258,6 @@ GROUPS: tuple[FieldGroup, ...] = (
         *("num_predict", "n_predict", "samplers", "template", "system", "images", "context", "raw"),
         "format",
         repeat_penalty=(1,),
-        repeat_last_n=(0,),
         typical_p=(1,),
         tfs=(1,),
         tfs_z=(1,),
@@ -271,7 +271,9 @@ GROUPS: tuple[FieldGroup, ...] = (
         eta_cutoff=(0,),
         penalty_alpha=(0,),
     ),
-    _refused("Ollama", "they would change how tokens are drawn", "options", inner=_OLLAMA_SIZES),
+    _refused(
+        "Ollama", "sizes in it pass, settings of sampling do not", "options", inner=_OLLAMA_SIZES
+    ),
     _passed(
         "OpenRouter",
         "there is one server, and what a model thinks stays in its text",
@@ -285,7 +287,7 @@ GROUPS: tuple[FieldGroup, ...] = (
     ),
     _refused(
         "Dynamo, NIM",
-        "not there",
+        "`annotations` and the like in it pass, guides and settings of sampling do not",
         "nvext",
         inner=("annotations", "backend_instance_id", "agent_hints", "extra_fields"),
     ),

@@ -12,9 +12,11 @@ from inflight_client.openai.chat_messages import for_template, with_objects
 from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
 from inflight_client.openai.errors import TOO_LONG, ApiError, bad_field
 from inflight_client.openai.fields import checked_text
+from inflight_client.openai.special_tokens import Marks, SpecialTokens
 from inflight_client.openai.tokens import TokenOf, TokenReader
 
 _MAX_BYTES_PER_TOKEN = 128
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class PromptReader:
         self.token: TokenOf = TokenReader(tokenizer)
         self._tokenizer = tokenizer
         self._template = template
+        if template is not None:
+            self._special = SpecialTokens(tokenizer)
 
     @property
     def has_template(self) -> bool:
@@ -77,9 +81,7 @@ class PromptReader:
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         """The ids of ``text``; `ApiError` if it cannot fit."""
-        if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
-            words = f"{self.limits.context_words}you sent {len(text)} characters in the {param}."
-            raise ApiError(400, words, param, TOO_LONG)
+        self._check_size(text, param)
         # The batch call gives the interpreter lock back while it works.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
@@ -99,8 +101,8 @@ class PromptReader:
         *,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """The ids of a chat; the template writes the special tokens itself. ``variables``: more
-        that it may know."""
+        """The ids of a chat; the template alone writes special tokens. ``variables``: more that
+        it may know."""
         if self._template is None:
             raise ApiError(
                 400,
@@ -110,31 +112,60 @@ class PromptReader:
             )
         messages = for_template(messages, self._template.knows)
         try:
-            text = _render(self._template, messages, variables)
+            text, marks = self._render(self._template, messages, variables or {})
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
-        return self.encode(
-            checked_text("messages", text), "messages", add_special_tokens=add_special_tokens
-        )
+        checked_text("messages", text)
+        if marks is None:
+            return self.encode(text, "messages", add_special_tokens=add_special_tokens)
+        self._check_size(text, "messages")
+        return self._special.encode(text, marks, add_special_tokens=add_special_tokens)
 
+    def _check_size(self, text: str, param: str) -> None:
+        if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
+            words = f"{self.limits.context_words}you sent {len(text)} characters in the {param}."
+            raise ApiError(400, words, param, TOO_LONG)
 
-def _render(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any] | None,
-) -> str:
-    """The arguments of tool calls as most templates want them, else as they were sent (DeepSeek's
-    put the text together); `ValueError` if the template refuses both."""
-    with_arguments = with_objects(messages)
-    try:
-        return template.render(with_arguments, variables)
-    except ValueError as error:
-        if with_arguments is messages:
-            raise
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> tuple[str, Marks | None]:
+        """The arguments of tool calls as most templates want them, else as they were sent
+        (DeepSeek's put the text together); `ValueError` if the template refuses both."""
+        with_arguments = with_objects(messages)
         try:
-            return template.render(messages, variables)
-        except ValueError:
-            raise error from None
+            return self._render_marked(template, with_arguments, variables)
+        except ValueError as error:
+            if with_arguments is messages:
+                raise
+            try:
+                return self._render_marked(template, messages, variables)
+            except ValueError:
+                raise error from None
+
+    def _render_marked(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> tuple[str, Marks | None]:
+        """The text, and the marks in it, if it needs any."""
+        marks = self._special.marks_for([*messages, variables])
+        if marks is None:
+            return template.render(messages, variables), None
+        try:
+            marked = [
+                self._special.mark(
+                    message, marks, template.sought if message["role"] == "assistant" else _NONE
+                )
+                for message in messages
+            ]
+            text = template.render(marked, self._special.mark(variables, marks))
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        return self._special.unescaped(text, marks), marks
 
 
 def make_prompt_reader(

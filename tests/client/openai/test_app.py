@@ -14,7 +14,10 @@ from client.conftest import Local
 from client.openai.front import front_of
 from yarl import URL
 
+from inflight_client.address import parse_address
+from inflight_client.errors import InvalidArgument
 from inflight_client.openai import chat_template
+from inflight_client.openai.server_info import find_metrics_url
 
 WAIT_SECONDS = 60.0
 COMPLETION = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}
@@ -140,3 +143,53 @@ def test_whatever_fails_in_mid_stream_is_an_event_and_no_second_head(
     error, done = [line.removeprefix("data: ") for line in text.splitlines() if line][-2:]
     assert (json.loads(error)["error"]["message"], done) == ("the request failed", "[DONE]")
     assert "IndexError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "words"),
+    [
+        ("", 404, "are not shown here"),
+        ("http://127.0.0.1:1/metrics", 503, "cannot be reached: start inflight openai with"),
+        ("http://{}/v2/models/none/ready", 502, "answers 400"),
+    ],
+)
+def test_a_metrics_page_that_is_not_there_says_so(
+    local_grpc: Local, local_http: Local, url: str, status: int, words: str
+) -> None:
+    """And nothing of where it should be."""
+
+    async def ask() -> tuple[int, str]:
+        own = url.format(local_http.url)
+        async with front_of(local_grpc, metrics_url=own) as client, client.get("/metrics") as page:
+            return page.status, (await page.json())["error"]["message"]
+
+    found, message = asyncio.run(ask())
+    assert (found, words in message, "127.0.0.1" in message) == (status, True, False)
+
+
+@pytest.mark.parametrize("url", ["8002", "ftp://a/b", "http://"])
+def test_a_metrics_url_that_is_none_is_named(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="--metrics-url"):
+        find_metrics_url(url, parse_address("10.0.0.1:9001", "grpc"))
+
+
+@pytest.mark.parametrize("given", [None, "", "https://m/metrics"])
+def test_the_metrics_page_is_the_server_s_unless_another_is_named(given: str | None) -> None:
+    found = find_metrics_url(given, parse_address("10.0.0.1:9001", "grpc"))
+    assert found == ("http://10.0.0.1:8002/metrics" if given is None else given)
+
+
+def test_a_client_s_id_names_its_answer_and_not_its_request(local_grpc: Local) -> None:
+    """Two of the same would meet on the server."""
+
+    async def ask() -> list[str]:
+        async with front_of(local_grpc) as client:
+            body = COMPLETION | {"request_id": "mine"}
+            return [
+                json.loads((await post(client, "/v1/completions", body))[1])["id"] for _ in "12"
+            ]
+
+    assert asyncio.run(ask()) == ["cmpl-mine"] * 2
+    ids = [arrival.request_id for arrival in local_grpc.triton.arrivals]
+    assert len(set(ids)) == len(ids)
+    assert "cmpl-mine" not in ids

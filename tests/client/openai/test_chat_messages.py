@@ -110,3 +110,45 @@ def test_a_refusal_is_a_text_as_well() -> None:
     with pytest.raises(ApiError) as caught:
         rendered(CHATML, {"role": "assistant", "content": [{"type": "refusal"}]})
     assert caught.value.param == "messages[0].content[0].refusal"
+
+
+FUNCTION = {"name": "f", "arguments": "{}"}
+CALL = {"id": "c", "type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize("role", ["", "root", "system\n", "<|end|>", "User", 5, None])
+def test_a_role_that_nobody_has_is_named(role: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_messages([USER, {"role": role, "content": "x"}])
+    assert (caught.value.status, caught.value.param) == (400, "messages[1].role")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"tool_call_id": []}, "tool_call_id"),
+        ({"name": 5}, "name"),
+        ({"refusal": False}, "refusal"),
+        ({"reasoning_content": {}}, "reasoning_content"),
+        ({"tool_calls": "x"}, "tool_calls"),
+        ({"tool_calls": {}}, "tool_calls"),
+        ({"tool_calls": [CALL, "x"]}, "tool_calls[1]"),
+        ({"tool_calls": [CALL | {"id": 5}]}, "tool_calls[0].id"),
+        ({"tool_calls": [CALL | {"function": None}]}, "tool_calls[0].function"),
+        ({"tool_calls": [CALL | {"function": {}}]}, "tool_calls[0].function.name"),
+        (
+            {"tool_calls": [CALL | {"function": FUNCTION | {"arguments": [1]}}]},
+            "tool_calls[0].function.arguments",
+        ),
+        ({"function_call": "x"}, "function_call"),
+        ({"function_call": FUNCTION | {"name": 5}}, "function_call.name"),
+    ],
+)
+@pytest.mark.parametrize("role", ["assistant", "tool", "user"])
+def test_what_is_of_the_wrong_kind_in_a_message_is_named(
+    role: str, wrong: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_messages([{"role": role, "content": "x", **wrong}])
+    assert (caught.value.status, caught.value.param) == (400, f"messages[0].{param}")
+    assert caught.value.message.startswith(f"messages[0].{param}: expected ")

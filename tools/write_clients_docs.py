@@ -1,0 +1,42 @@
+"""Write the table of fields into docs/clients.md from `inflight_client.openai.field_table`;
+``--check`` only compares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from page import table, write_or_check
+
+from inflight_client.openai.field_table import GROUPS, FieldGroup
+
+BEGIN = "<!-- the table: python tools/write_clients_docs.py -->\n"
+END = "<!-- its end -->\n"
+
+
+def render(old: str) -> str:
+    """The page with its table."""
+    head, _, rest = old.partition(BEGIN)
+    fields = table(("field", "of", "becomes"), _rows())
+    return f"{head}{BEGIN}{fields}{END}{rest.partition(END)[2]}"
+
+
+def _rows() -> Iterator[Sequence[str]]:
+    for group in GROUPS:
+        names = ", ".join(f"`{name}`" for name in group.names)
+        yield names, group.origin, f"{_action(group)}: {group.note}"
+
+
+def _action(group: FieldGroup) -> str:
+    action = group.action.value
+    if group.call:
+        action += f" ({group.call})"
+    if group.neutral:
+        neutral = (json.dumps({name: each[0]})[1:-1] for name, each in group.neutral.items())
+        action += f", but for {', '.join(f'`{each}`' for each in neutral)}"
+    return action
+
+
+if __name__ == "__main__":
+    sys.exit(write_or_check(__doc__, "clients.md", render))
