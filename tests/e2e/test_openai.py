@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -199,8 +200,15 @@ def test_stop_strings_end_an_answer_and_are_not_part_of_it(
         [choice] = client.completions.create(**request).choices
         text, reason = choice.text, choice.finish_reason
     assert (text, reason) == (" 4 5 6 7 8 ", "stop")
+    request["extra_body"] = {"include_stop_str_in_output": True, "return_token_ids": True}
+    kept: Any = client.completions.create(**request, stream=is_streaming)
+    parts = [chunk.choices[0] for chunk in kept] if is_streaming else kept.choices
+    assert "".join(part.text for part in parts) == " 4 5 6 7 8 9 1"
+    ids = [token for part in parts for token in getattr(part, "token_ids", None) or ()]
+    assert len(ids) == len(" 4 5 6 7 8 9 1")  # each character is a token here
+    assert parts[0].prompt_token_ids[0] == 0  # <|begin|>
     exact = client.completions.create(**{**request, "stop": " 5", "max_tokens": 4})
-    assert (exact.choices[0].text, exact.choices[0].finish_reason) == (" 4", "stop")
+    assert (exact.choices[0].text, exact.choices[0].finish_reason) == (" 4 5", "stop")
 
 
 def test_several_answers_with_log_probabilities(client: openai.OpenAI) -> None:
@@ -321,7 +329,8 @@ def test_response_format_is_kept(client: openai.OpenAI) -> None:
         ({"response_format": BAD_SCHEMA}, 400, "response_format"),
         ({"model": "other"}, 404, "model"),  # judged by the front
         ({"temperature": 9}, 400, "temperature"),
-        ({"surprise": 1}, 400, "surprise"),
+        ({"mirostat": 2}, 400, "mirostat"),
+        ({"guided_regex": "("}, 400, "guided_regex"),
     ],
 )
 @pytest.mark.parametrize("is_streaming", [False, True])
@@ -334,6 +343,37 @@ def test_a_bad_request_is_named_and_disturbs_nobody(
     assert (caught.value.status_code, caught.value.param) == (status, param)
     assert caught.value.type == "invalid_request_error"
     assert client.completions.create(model=MODEL, prompt="1 2", max_tokens=2).choices
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_special_tokens_have_a_text_where_that_is_wanted(
+    client: openai.OpenAI, is_streaming: bool
+) -> None:
+    request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 2, "logit_bias": {"0": 100}}
+    for skips, text in ((True, ""), (False, "<|begin|>" * 2)):
+        own = {"skip_special_tokens": skips}
+        answer: Any = client.completions.create(**request, extra_body=own, stream=is_streaming)
+        parts = [chunk.choices[0] for chunk in answer] if is_streaming else answer.choices
+        assert "".join(part.text for part in parts) == text
+
+
+@pytest.mark.parametrize(
+    ("guide", "text"),
+    [
+        ({"guided_choice": ["yes.", "no"]}, "(yes\\.|no)"),
+        ({"guided_regex": "[7-9]{3}"}, "[7-9]{3}"),
+        ({"guided_grammar": 'root ::= "a" [bc]'}, "a[bc]"),
+        ({"structured_outputs": {"json": {"enum": ["x", "yy"]}}}, '"(x|yy)"'),
+    ],
+)
+def test_guides_as_vllm_has_them_are_kept(
+    client: openai.OpenAI, guide: dict[str, Any], text: str
+) -> None:
+    request: Any = {"model": MODEL, "max_tokens": 9, "extra_body": guide}
+    assert re.fullmatch(text, client.completions.create(prompt="1", **request).choices[0].text)
+    messages: Any = [{"role": "user", "content": "1"}]
+    chat = client.chat.completions.create(messages=messages, **request)
+    assert re.fullmatch(text, chat.choices[0].message.content or "")
 
 
 def test_what_is_not_there_is_an_error_of_the_same_shape(front: FrontProcess) -> None:

@@ -80,8 +80,10 @@ class Body:
         return float(value)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """True or false; ``default`` if not given."""
-        value = self.take(name, default)
+        """True or false; ``default`` if not given or empty."""
+        value = self.take(name)
+        if is_empty(value) and value is not False:
+            return default
         if not isinstance(value, bool):
             raise bad_field(name, f"expected true or false, got {kind_of(value)}")
         return value

@@ -36,6 +36,9 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
         ({"seed": -(2**63)}, {"random_seed": [[2**63]]}),
         ({"seed": "-2"}, {"random_seed": [[2**64 - 2]]}),
         ({"seed": -1}, {}),  # none, as in vLLM
+        ({"skip_special_tokens": True, "include_stop_str_in_output": False}, {}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": [[False]]}),
+        ({"include_stop_str_in_output": True}, {"include_stop_str_in_output": [[True]]}),
         (
             {"top_p": 0, "top_k": 50},  # 0 is off on the wire, and 50 tokens would be drawn among
             {"runtime_top_p": [[float(np.float32(1e-6))]], "runtime_top_k": [[50]]},

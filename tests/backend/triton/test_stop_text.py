@@ -44,6 +44,18 @@ def test_text_ends_before_the_first_word(text: str, words: list[str], sizes: lis
     assert left == (text if expected is None else expected)
 
 
+@pytest.mark.parametrize(
+    ("words", "wanted"), [(["b c"], "a b c"), (["c", "b"], "a b"), (["b", "b c"], "a b"), ([], "")]
+)
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_text_may_end_behind_the_word(words: list[str], wanted: str, size: int) -> None:
+    text = "a b c d"
+    stop = StopText(words or ["nix"], keeps_word=True)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    told = "".join(stop.push(piece, is_final=False) for piece in pieces)
+    assert told + stop.push("", is_final=True) == (wanted or text)
+
+
 def test_only_what_may_become_a_word_is_held_back() -> None:
     stop = StopText(["abab!"])
     pieces = [stop.push(piece, is_final=False) for piece in ["xa", "b", "a", "c", "aba", "ba", "b"]]
