@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from page import table, write_or_check
 
-from inflight_client.openai.field_table import GROUPS, FieldGroup
+from inflight_client.openai.field_table import GROUPS, Action, FieldGroup
 
 BEGIN = "<!-- the table: python tools/write_clients_docs.py -->\n"
 END = "<!-- its end -->\n"
@@ -32,7 +32,7 @@ def _action(group: FieldGroup) -> str:
     action = group.action.value
     if group.call:
         action += f" ({group.call})"
-    if group.neutral:
+    if group.action is Action.REFUSED and group.neutral:
         neutral = (json.dumps({name: each[0]})[1:-1] for name, each in group.neutral.items())
         action += f", but for {', '.join(f'`{each}`' for each in neutral)}"
     return action

@@ -111,7 +111,14 @@ GROUPS: tuple[FieldGroup, ...] = (
         "as OpenAI has them; up to 20 likeliest tokens in each place, and 16 stop strings",
         *("stop", "n", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs"),
     ),
-    _honoured("OpenAI", "up to 20, together with `logprobs`", "top_logprobs", call=CHAT),
+    FieldGroup(
+        "OpenAI",
+        Action.HONOURED,
+        "up to 20, together with `logprobs`",
+        ("top_logprobs",),
+        neutral={"top_logprobs": (0,)},
+        call=CHAT,
+    ),
     _honoured(
         "OpenAI",
         "`include_usage`; beside it vLLM's `continuous_usage_stats`: every event tells the usage",
@@ -135,13 +142,11 @@ GROUPS: tuple[FieldGroup, ...] = (
         "OpenAI",
         "tools are refused unless the choice is `none`: then they are passed over",
         *("tools", "tool_choice", "functions", "function_call"),
-        call=CHAT,
     ),
     _honoured(
         "OpenAI",
         "variable of the chat template, as with vLLM; nothing where that does not know it",
         "reasoning_effort",
-        call=CHAT,
     ),
     _passed(
         "OpenAI",
@@ -202,7 +207,6 @@ GROUPS: tuple[FieldGroup, ...] = (
         'variables of the chat template: `{"enable_thinking": false}` for Qwen3; the others are '
         "such variables by themselves",
         *("chat_template_kwargs", "enable_thinking", "thinking", "think"),
-        call=CHAT,
     ),
     _passed(
         "vLLM",

@@ -95,6 +95,7 @@ def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
     """The job of ``/v1/completions``."""
     _check_model(body, reader)
     given = _split_prompts(body.take("prompt"))
+    _template_variables(body)  # there is no template
     adds_special = body.flag("add_special_tokens", default=True)
     max_tokens = _max_tokens(body) or DEFAULT_COMPLETION_TOKENS
     ids = [_completion_prompt(each, reader, adds_special) for each in given]
@@ -113,7 +114,6 @@ def parse_completion(body: Body, reader: PromptReader) -> GenerationJob:
 def parse_chat(body: Body, reader: PromptReader, default_max_tokens: int | None) -> GenerationJob:
     """The job of ``/v1/chat/completions``."""
     _check_model(body, reader)
-    _check_tools(body)
     messages, variables = read_messages(body.take("messages")), _template_variables(body)
     adds_special = body.flag("add_special_tokens")
     ids = reader.encode_messages(messages, variables, add_special_tokens=adds_special)
@@ -140,7 +140,7 @@ def _truncated(
 ) -> list[tuple[int, ...]]:
     """The prompts, or their last ``truncate_prompt_tokens``, as vLLM has it."""
     limits = reader.limits
-    num_kept = body.integer("truncate_prompt_tokens", -1, limits.max_input_len)
+    num_kept = body.integer("truncate_prompt_tokens", -1, limits.max_seq_len)
     if num_kept == 0:
         raise bad_field("truncate_prompt_tokens", "0 leaves no prompt; -1 keeps what fits")
     if num_kept == -1:
@@ -165,6 +165,8 @@ def _template_variables(body: Body) -> Mapping[str, Any]:
     for name, value in given.items():
         if isinstance(value, dict) and name == "thinking":  # {"type": "enabled", ...}
             value = value.get("type") == "enabled"
+        if isinstance(value, str) and name == "think":  # how much of it, as in reasoning_effort
+            variables["reasoning_effort"], value = value, True
         if value is not None and not isinstance(value, bool):
             raise bad_field(name, "expected true or false")
         if value is not None:
@@ -192,6 +194,7 @@ def _job(
 
     ``num_log_probs``: likeliest tokens to tell in each place; None for no log probabilities.
     """
+    _check_tools(body)
     values = _sampling(body, reader)
     num_answers = body.integer("n", 1, MAX_PROMPTS) or 1
     if num_answers > 1:

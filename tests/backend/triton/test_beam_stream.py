@@ -58,6 +58,9 @@ def test_one_text_per_beam_whole_or_as_it_grows(server: Server) -> None:
     assert "sequence_index" not in two
     error, _ = error_of(server.ask(**ask, num_return_sequences=4))
     assert "'num_return_sequences' is 4, more than 'beam_width' = 3" in error
+    for name, value in (("include_stop_str_in_output", True), ("skip_special_tokens", False)):
+        error, _ = error_of(server.ask(**{**ask, name: value}))
+        assert f"'{name}' is not supported together with beams" in error
 
 
 def test_tokens_batches_and_stop_words(server: Server) -> None:

@@ -134,6 +134,27 @@ def test_the_events_of_a_completion() -> None:
     assert [row["choices"][0]["finish_reason"] for row in chunks[-3:-1]] == ["length", "stop"]
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_tokens_are_told_by_id_where_vllm_s_clients_look_for_them(is_chat: bool) -> None:
+    this = dataclasses.replace(
+        job(is_chat=is_chat, num_log_probs=0), has_token_ids=True, shows_ids=True, num_answers=1
+    )
+    piece = Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5)], token_ids=[5])
+    choices = [Choice()]
+    choices[0].add(piece)
+    whole = whole_answer(head(is_chat), this, choices, TOKENS.__getitem__)
+    writer = EventWriter(head(is_chat), this, TOKENS.__getitem__)
+    parts = [writer.opening(0), writer.piece(0, piece, choices[0])]
+    opening, event = (json.loads(part.removeprefix(b"data: ")) for part in parts)
+    for answer, first in ((whole, whole), (event, opening)):
+        prompt_ids = (first if is_chat else first["choices"][0])["prompt_token_ids"]
+        assert list(prompt_ids) == [1, 2, 3]
+        [choice] = answer["choices"]
+        assert choice["token_ids"] == [5]
+        rows = choice["logprobs"]
+        assert (rows["content"][0]["token"] if is_chat else rows["tokens"][0]) == "token_id:5"
+
+
 def test_answers_begin_with_their_prompts_if_asked_to() -> None:
     """Two prompts, two answers to each."""
     this = dataclasses.replace(job(is_chat=False), prompts=((1,), (2,)), echoes=("a ", ""))

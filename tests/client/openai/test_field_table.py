@@ -47,7 +47,11 @@ def job(call: str, fields: dict[str, Any], *, is_strict: bool = True) -> Generat
 @pytest.mark.parametrize(
     "fields",
     [
-        ROUTER,
+        ROUTER | THINKING,
+        {"tools": TOOLS, "tool_choice": "none", "functions": TOOLS, "function_call": "none"},
+        {"tool_choice": "auto", "function_call": "auto", "top_logprobs": 0},
+        {"reasoning_effort": "high", "chat_template_kwargs": {}},  # no word of this template
+        {"enable_thinking": False, "thinking": {"type": "enabled"}, "think": True},
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"},
         {"safety_identifier": "u", "prompt_cache_key": "k", "prompt_cache_retention": "24h"},
         {"prompt_cache_options": {"mode": "implicit"}, "moderation": None},
@@ -73,25 +77,14 @@ def test_what_asks_for_nothing_changes_nothing(call: str, fields: dict[str, Any]
     assert job(call, fields) == job(call, {})
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        ROUTER | THINKING,
-        {"tools": TOOLS, "tool_choice": "none", "functions": TOOLS, "function_call": "none"},
-        {"tool_choice": "auto", "function_call": "auto"},
-        {"reasoning_effort": "high", "chat_template_kwargs": {}},  # no word of this template
-        {"enable_thinking": False, "thinking": {"type": "enabled"}, "think": True},
-    ],
-)
-def test_what_asks_a_chat_for_nothing_changes_nothing(fields: dict[str, Any]) -> None:
-    assert job(CHAT, fields) == job(CHAT, {})
-
-
 @pytest.mark.parametrize("call", [CHAT, COMPLETION])
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("suffix", "x"),
+        ("tools", TOOLS),
+        ("tool_choice", "required"),
+        ("functions", TOOLS),
         ("best_of", 2),
         ("web_search_options", {"search_context_size": "low"}),
         ("modalities", ["text", "audio"]),
@@ -160,6 +153,7 @@ def test_switches_of_a_template_reach_it() -> None:
     assert text(thinking={"type": "enabled", "budget_tokens": 5}) == "||True"
     assert text(thinking={"type": "disabled"}) == "||False"
     assert text(think=True) == "|True|True"
+    assert text(think="low") == "low|True|True"
     own = {"reasoning_effort": "high", "enable_thinking": True}
     assert text(reasoning_effort="low", enable_thinking=False, chat_template_kwargs=own) == (
         "high|True|"

@@ -185,7 +185,7 @@ def test_log_probabilities_of_the_chosen_tokens(reader: PromptReader) -> None:
             "stream_options.include_obfuscation",
         ),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"truncate_prompt_tokens": 100}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 101}, "truncate_prompt_tokens"),
         ({"request_id": "x" * 129}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"bad_words": "x"}, "bad_words"),
