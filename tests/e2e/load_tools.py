@@ -1,4 +1,4 @@
-"""NVIDIA's load tools as `make test` installs them (load-tools.txt): perf_analyzer, genai-perf."""
+"""Tools of others as `make test` installs them (load-tools.txt): perf_analyzer, genai-perf."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ class FrontSettings:
     ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
     ``headers``: of every call to the server; secrets.
     ``is_strict``: refuse fields of a request that nobody knows, instead of passing over them.
-    ``metrics_url``: the server's metrics page, for ``/metrics``; "" for none.
+    ``metrics_url``: the server's metrics page, for ``/metrics``; "" for none, and None for that of
+    its host at Triton's usual port.
     ``allowed_origins``: of pages whose browser may call the front; ``*`` for any.
     """
 
