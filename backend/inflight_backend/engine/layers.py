@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -13,7 +13,6 @@ from inflight_backend.private_log import get_logger
 
 _logger = get_logger(__name__)
 
-_MANY_TOKENS = 512
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0  # largest finite float8_e4m3fn
 
@@ -49,35 +48,34 @@ Parameter: TypeAlias = Tensor | Fp8Weight
 class Linear:
     """``x @ weight.T + bias`` for x [num_tokens, columns] and weight [rows, columns].
 
-    On a CPU in float32 the weight is kept in oneDNN's blocked layout: products with few tokens are
-    1.1 to 1.6 times as fast, since nothing has to be rearranged first. With many tokens the plain
-    product is faster by a tenth or two, which more than pays for a plain copy made on the fly.
+    On a CPU the weight is kept in oneDNN's blocked layout, so that no product has to rearrange it
+    first (`benchmarks/cpu_steps.py` measures what that gives).
     """
 
     __slots__ = ("_bias", "_is_packed", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        is_float32_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._is_packed = is_float32_on_cpu and _can_pack()
+        self._is_packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         self._weight = _pack(weight) if self._is_packed else weight
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows]."""
         if self._is_packed:
-            if len(x) < _MANY_TOKENS:
-                return _packed_linear(x, self._weight, self._bias)
-            return functional.linear(x, self._weight.to_dense(), self._bias)
+            return _packed_linear(x, self._weight, self._bias)
         return functional.linear(x, self._weight, self._bias)
 
 
-@lru_cache(maxsize=1)
-def _can_pack() -> bool:
-    """True if this torch has the operators of its own compiler for packed weights.
+@cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    """True if this torch has the operators of its own compiler for packed weights of ``dtype``.
 
-    They are not public, so they must prove that they still do what they did.
+    They are not public, and not every CPU has them in bfloat16, so they must prove that they do
+    what they did.
     """
-    x, weight = torch.ones(2, 3), torch.arange(12.0).view(4, 3)
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    x, weight = torch.ones(2, 3, dtype=dtype), torch.arange(12.0).view(4, 3).to(dtype)
     try:
         answer = _packed_linear(x, _pack(weight), None)
     except (AttributeError, RuntimeError):

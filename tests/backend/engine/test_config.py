@@ -149,17 +149,22 @@ def test_cleaning_keeps_numbers() -> None:
     assert values.isfinite().all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 511, 512])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_packed_linear(num_tokens: int, has_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 2e-3)]
+)
+@pytest.mark.parametrize(("num_tokens", "has_bias"), [(1, True), (3, False), (600, True)])
+def test_linear_in_every_dtype(
+    dtype: torch.dtype, tolerance: float, num_tokens: int, has_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(num_tokens, 24, generator=generator)
-    weight = torch.randn(40, 24, generator=generator)
-    bias = torch.randn(40, generator=generator) if has_bias else None
+    x = torch.randn(num_tokens, 24, generator=generator).to(dtype)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     with torch.inference_mode():
         answer = Linear(weight, bias)(x)
-    torch.testing.assert_close(answer.double(), expected, atol=1e-5, rtol=1e-5)
+    assert answer.dtype == dtype
+    torch.testing.assert_close(answer.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
