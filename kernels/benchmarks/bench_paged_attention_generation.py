@@ -21,8 +21,8 @@ _BLOCK = 64
 # beside blocks of a whole one; as is the layout with heads first, in which a tile is one piece of
 # memory instead of one for each token. Both run the code that is compiled for the others.
 _DEFAULT_BLOCK, _COMPARED_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
-# Tokens that tables have room for: as in a recorded step, which may meet rows so long. There it is
-# that for which the splits are chosen, and what other rows leave behind costs something.
+# Tokens that tables have room for: as in a recorded step, which may meet rows so long. It has
+# programs for them, which leave at once.
 _ROOM = (8192, 131_072)
 # Beside the splits chosen for a shape, in a sweep: as many per row, whatever the batch.
 _SPLITS, _LEAST_PROGRAMS, _MOST_PROGRAMS = (1, 2, 4, 8, 16, 32), 64, 8192
@@ -90,6 +90,7 @@ def _variants(
         GenerationTile,
         choose_tile,
         paged_attention_generation,
+        plan_generation,
     )
 
     batch = make_batch(
@@ -114,13 +115,22 @@ def _variants(
         tried += [(chosen, count) for count in _SPLITS
                   if _LEAST_PROGRAMS <= programs * count <= _MOST_PROGRAMS]  # fmt: skip
     for tile, num_splits in tried:
+        # Once per step, hence no part of what a layer takes.
+        work = plan_generation(
+            heads.num_heads,
+            batch.key_cache,
+            tables,
+            batch.context_lengths,
+            num_splits=num_splits,
+            tile=tile,
+        )
         call = partial(
             paged_attention_generation,
             *paged,
             batch.context_lengths,
             heads.head_dim**-0.5,
             tile=tile,
-            num_splits=num_splits,
+            work=work,
         )
         parameters: dict[str, object] = {
             "shape": heads.name,

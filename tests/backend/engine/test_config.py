@@ -32,6 +32,11 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     assert (config.max_seq_len, config.max_num_tokens) == (256, 8192)
     assert config.attention_backend == "torch"
     assert config.torch_dtype == torch.float32
+    long = replace(model, max_position_embeddings=131_072)
+    assert resolve(EngineConfig(device="cpu"), long).max_num_tokens == 8192
+    whole = EngineConfig(device="cpu", enable_chunked_context=False)
+    assert resolve(whole, long).max_num_tokens == 131_072
+    assert resolve(replace(whole, max_num_tokens=50), long).max_num_tokens == 50
     chosen = resolve(EngineConfig(device="cpu", max_seq_len=100, max_num_tokens=50), model)
     assert (chosen.max_seq_len, chosen.max_num_tokens) == (100, 50)
 

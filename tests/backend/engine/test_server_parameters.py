@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight_backend.engine import Engine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.inflight_batcher import load_engine
 from inflight_backend.optional_params import TrtGptModelOptionalParams
@@ -31,7 +32,9 @@ def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path
     }
     params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
     assert params.overlap_scheduler is OverlapScheduler.ON
-    config = load_engine(folder, params).config
+    engine = load_engine(folder, params)
+    assert isinstance(engine, Engine)
+    config = engine.config
     assert (config.attention_backend, config.quantization) == ("triton", "fp8")
     assert (config.kv_cache_dtype, config.cuda_graph_mode) == ("fp8", False)
     assert config.cuda_graph_mixed_tokens == 96
@@ -46,6 +49,7 @@ def test_the_plain_loop_is_the_default_where_nothing_runs_aside(
     params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
     engine = load_engine(folder, params)
     assert not params.overlap_scheduler.is_on(engine)
+    assert isinstance(engine, Engine)
     assert engine.config.cuda_graph_mode, "for the day there is a GPU"
 
 
