@@ -167,6 +167,9 @@ def test_times_add_up(gpu: ModuleType) -> None:
         ({"ok": True}, {"error": "killed after 94 seconds"}, 3),
         ({"ok": False, "error": "0.3"}, {"ok": True}, 1),
         ({"error": "no time was left"}, {"ok": False, "error": "0.3"}, 1),
+        ({"check": "sample bfloat16", "ok": False}, {"ok": True}, 1),
+        ({"check": "context 32/8 bfloat16", "ok": False}, {"ok": True}, 4),
+        ({"check": "invariant_linear bfloat16", "ok": False}, {"ok": False}, 4),
     ],
 )
 def test_the_status_says_which_checks_failed(

@@ -5,7 +5,7 @@ python -m benchmarks.bench_paged_attention_generation --output k1.json [--sweep 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -115,8 +115,8 @@ def _variants(
         tried += [(chosen, count) for count in _SPLITS
                   if _LEAST_PROGRAMS <= programs * count <= _MOST_PROGRAMS]  # fmt: skip
     for tile, num_splits in tried:
-        # Once per step, hence no part of what a layer takes.
-        work = plan_generation(
+        plan = partial(
+            plan_generation,
             heads.num_heads,
             batch.key_cache,
             tables,
@@ -124,14 +124,14 @@ def _variants(
             num_splits=num_splits,
             tile=tile,
         )
-        call = partial(
+        attend = partial(
             paged_attention_generation,
             *paged,
             batch.context_lengths,
             heads.head_dim**-0.5,
             tile=tile,
-            work=work,
         )
+        call = _planned(plan, attend)
         parameters: dict[str, object] = {
             "shape": heads.name,
             "batch": len(lengths),
@@ -154,6 +154,18 @@ def _variants(
         wants_peer = wants_peer and dtype == torch.bfloat16 and not (has_heads_first or room)
         baselines = {"sdpa": _sdpa(batch, heads, lengths)} if wants_peer else {}
         yield Row(parameters, call, size, flops, baselines)
+
+
+def _planned(plan: Callable[[], object], attend: Callable[..., object]) -> Call:
+    """A call of what a layer runs: its work is planned at the first one, as once per step."""
+    work: list[object] = []
+
+    def call() -> object:
+        if not work:
+            work.append(plan())
+        return attend(work=work[0])
+
+    return call
 
 
 def _sdpa(batch: PagedBatch, heads: Heads, lengths: list[int]) -> Call:

@@ -206,6 +206,7 @@ def weight_bytes(engine: Engine) -> int:
     found: dict[int, int] = {}
 
     def visit(value: Any) -> None:
+        value = getattr(value, "__self__", value)  # a linear that is called by a method
         if hasattr(value, "data_ptr"):
             found[value.data_ptr()] = value.nbytes
         elif isinstance(value, (list, tuple)):

@@ -19,6 +19,9 @@ from inflight_backend.engine.model_limits import (
     has_attention_kernels,
 )
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NAME_TO_DTYPE = {
@@ -139,6 +142,12 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             check_rows(config.num_slots)
         if config.quantization == _FP8:
             check_fp8_linears(model, dtype)
+    if config.kv_cache_dtype == _FP8 and model.has_qkv_bias:
+        _logger.warning(
+            "kv_cache_dtype is fp8, which holds numbers up to 448, without a scale: the keys of a "
+            "model with biases (%s) may be larger and are cut; compare its answers with auto",
+            model.architecture,
+        )
     return replace(
         config,
         device=device,

@@ -41,6 +41,16 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     assert (chosen.max_seq_len, chosen.max_num_tokens) == (100, 50)
 
 
+@pytest.mark.parametrize(("cache", "has_bias"), [("fp8", True), ("fp8", False), ("auto", True)])
+def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
+    model: ModelConfig, cache: str, has_bias: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no scale, and such keys are known to come near 448."""
+    config = EngineConfig(device="cpu", kv_cache_dtype=cache, attention_backend="triton")
+    resolve(config, replace(model, has_qkv_bias=has_bias, head_dim=16))
+    assert ("up to 448" in caplog.text) == (cache == "fp8" and has_bias)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
