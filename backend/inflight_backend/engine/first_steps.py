@@ -72,7 +72,7 @@ def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
 def thread_step(config: EngineConfig) -> ScheduledBatch:
     """A prompt in block 0 and a draw, for `Engine.prepare_thread`."""
     return replace(
-        _context(_PLAIN, min(config.tokens_per_block, config.seq_len_limit - 1)),
+        _context(_PLAIN, min(config.tokens_per_block, config.num_tokens_limit)),
         new_blocks=(BlockAssignment(0, 0, 0),),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,3 +58,21 @@ def test_an_unknown_kind_is_refused_with_the_choices(checkpoint: Callable[..., P
     raw = {**SMALL, "gpt_model_path": str(checkpoint()), "quantization": "int3"}
     with pytest.raises(ConfigurationError, match=r"Invalid quantization 'int3'.*none, fp8"):
         parse_parameters(raw)
+
+
+@pytest.mark.parametrize("setting", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_a_gpu_comes_in_segments_that_grow_unless_the_user_says_otherwise(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, setting: str | None
+) -> None:
+    """torch reads it when it first takes memory of a GPU: before the first engine."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        if name != setting:
+            monkeypatch.delenv(name)
+    params = TrtGptModelOptionalParams.from_parameters(
+        parse_parameters({**SMALL, "gpt_model_path": "unused"})
+    )
+    load_engine(checkpoint(), params)
+    expected = "expandable_segments:True" if setting is None else "max_split_size_mb:64"
+    assert os.environ[setting or "PYTORCH_CUDA_ALLOC_CONF"] == expected
+    assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1
