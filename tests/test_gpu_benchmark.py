@@ -103,7 +103,7 @@ def test_a_part_in_two_processes(gpu: ModuleType, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(gpu.PARTS, "compile", gpu.PARTS["compile"]._replace(num_processes=2))
     rows = list(gpu.run_isolated("compile", options(), seconds=800))
     models = [row["model"] for row in rows if "model" in row]
-    assert models == ["8B", "13B fp8", "8B fp8", "14B"]
+    assert models == ["8B", "13B fp8", "8B defaults", "8B fp8", "14B"]
     assert not [row for row in rows if "error" in row]
 
 

@@ -27,6 +27,7 @@ Call = Callable[[], object]
 _L2_BYTES = 2**28  # read between two calls: several times any GPU's L2
 _CYCLES_PER_US = 2000  # of the fastest clock; at a slower one the device sleeps longer
 _LEAST_SLEEP_US = 150.0
+_QUEUED_AT_ONCE = 32  # calls; with a full queue (1,024 launches) the host would wait in a call
 _LATE_SHARE = 0.2  # of the calls: so few that the host was late for leave the median alone
 
 
@@ -143,6 +144,8 @@ def time_us(call: Call, seconds: float = 0.1, *, clears_by_writing: bool = False
             end.record()
             queued.append(1e6 * (time.perf_counter() - began))
             pairs.append((start, end))
+            if len(pairs) % _QUEUED_AT_ONCE == 0:
+                torch.cuda.synchronize()
         torch.cuda.synchronize()
         return [1e3 * start.elapsed_time(end) for start, end in pairs], queued
 

@@ -361,7 +361,7 @@ def paged_attention_generation(
         SOFTCAP=softcap or 0.0,
         **strides,
         # A matrix product has 16 rows at least. Padded even for a single query head it takes a
-        # third of the instructions of multiply-adds (335 per warp and 64 keys in sm_90 code).
+        # third of the instructions of multiply-adds (345 per warp and 64 keys in sm_90 code).
         BLOCK_M=max(16, _host.next_power_of_2(group)),
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
