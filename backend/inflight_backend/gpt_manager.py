@@ -154,8 +154,7 @@ class GptManager:
         self._gatherer = self._batcher.gatherer
         self._responses: deque[HeldResponse] = deque()
         self._iteration = self._num_waiting = 0
-        self._batch = _NO_BATCH
-        self._is_idle = True
+        self._batch, self._is_idle = _NO_BATCH, True
         self._guard = CallbackGuard()
         self._stats = self._measure()
         self._questions = Questions()
@@ -164,6 +163,7 @@ class GptManager:
         is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
+        self._is_closing = is_prepared.exception() is not None  # nobody else would end the loop
         is_prepared.result()
 
     def __enter__(self) -> GptManager:

@@ -231,6 +231,15 @@ def replace(owner: Any, name: str, error: BaseException) -> Once:
     return once
 
 
+def test_an_engine_that_cannot_begin_is_told_and_leaves_no_loop_behind() -> None:
+    engine = CountingEngine()
+    vars(engine)["prepare_thread"] = Once(lambda: None, RuntimeError("no product runs"))
+    vars(engine)["prepare_thread"].arm()
+    with pytest.raises(RuntimeError, match="no product runs"), running(Recorder(), engine):
+        pass
+    wait_until(lambda: "GptManager" not in {thread.name for thread in threading.enumerate()})
+
+
 class _Failing(CountingEngine):
     """Raises ``error`` in ``place`` of the second step: execute, submit, or read."""
 
