@@ -332,6 +332,8 @@ def paged_attention_generation(
     strides = cache_strides(key_cache, value_cache)
     if is_fp8:
         key_cache, value_cache = _words("key_cache", key_cache), _words("value_cache", value_cache)
+    capability = _host.capability()
+    is_bound = capability >= 120 or (is_fp8 and capability < 90)
     # A matrix product is 16 numbers deep at least: of words, half the head must be.
     block_d = max(_host.next_power_of_2(head_dim), 32 if is_fp8 else 16)
     common: dict[str, Any] = {
@@ -366,8 +368,8 @@ def paged_attention_generation(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
-        # There shared memory bounds the resident programs: two of heads of 80 to 128.
-        **(_host.ALL_REGISTERS if is_fp8 and _host.capability() < 90 else {}),
+        # There shared memory bounds the resident programs: one or two of heads of 80 to 128.
+        **(_host.ALL_REGISTERS if is_bound else {}),
         **common,
     )
     if num_split_rows:
