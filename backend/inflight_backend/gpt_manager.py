@@ -148,8 +148,7 @@ class GptManager:
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
-        self._idle_check = IdleCheck()
-        self._stop_words = StopWordWatch()
+        self._idle_check, self._stop_words = IdleCheck(), StopWordWatch()
         self.lengths, self.events = TokenLengths(), Tally()
         self._gatherer = self._batcher.gatherer
         self._responses: deque[HeldResponse] = deque()
@@ -163,7 +162,8 @@ class GptManager:
         is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
-        self._is_closing = is_prepared.exception() is not None  # nobody else would end the loop
+        if is_prepared.exception() is not None:
+            self._is_closing = True  # nobody else would end the loop
         is_prepared.result()
 
     def __enter__(self) -> GptManager:
