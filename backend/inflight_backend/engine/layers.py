@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ class Quantized(NamedTuple):
 
     values: Tensor
     scales: Tensor
+
+
+class Unscaled(NamedTuple):
+    """A product in FP8 before its scales: ``values`` [T, rows] float32, to be multiplied by those
+    of tokens [T, 1] and those of the weight's rows [rows, 1], float32."""
+
+    values: Tensor
+    token_scales: Tensor
+    row_scales: Tensor
 
 
 Activation: TypeAlias = Tensor | Quantized
@@ -103,7 +112,7 @@ class Fp8Linear:
 
     A library may have no product with a scale per row for some shapes: cuBLAS on Hopper is known to
     refuse few tokens with many columns (pytorch/ao issue 4582: 256 and 9,216). Then both scales
-    are multiplied in behind it.
+    are multiplied in behind it, by whoever reads the answer where that is a norm (`for_norm`).
     """
 
     __slots__ = ("_bias", "_dtype", "_weight")
@@ -123,14 +132,27 @@ class Fp8Linear:
         product = functional.linear(x.values.float(), weight.float()) * x.scales * scales.t()
         return (product if self._bias is None else product + self._bias).to(self._dtype)
 
-    def _product(self, x: Quantized) -> Tensor:
+    def for_norm(self, x: Quantized) -> Tensor | Unscaled:
+        """The same for a norm that multiplies the scales in itself: it reads the numbers anyway,
+        and they cost a product of few tokens two small launches."""
+        if x.values.is_cuda and self._bias is None:
+            return self._product(x, may_be_unscaled=True)
+        return self(x)
+
+    @overload
+    def _product(self, x: Quantized) -> Tensor: ...
+
+    @overload
+    def _product(self, x: Quantized, *, may_be_unscaled: bool) -> Tensor | Unscaled: ...
+
+    def _product(self, x: Quantized, *, may_be_unscaled: bool = False) -> Tensor | Unscaled:
         """The library's. Refusing is its choice of a kernel: nothing has been launched then, and
         what is recorded has run before, so a recording never holds a refusal."""
         weight, scales = self._weight
         rows, columns = weight.shape
         shape = (len(x.values), rows, columns)
         if shape in _refused or not _takes_row_scales(weight.device):
-            return self._scaled_apart(x)
+            return self._scaled_apart(x, may_be_unscaled)
         try:
             # Row-major times column-major, as the tensor cores want it.
             return torch._scaled_mm(
@@ -152,9 +174,9 @@ class Fp8Linear:
                     *shape,
                 )
             _refused.add(shape)
-        return self._scaled_apart(x)
+        return self._scaled_apart(x, may_be_unscaled)
 
-    def _scaled_apart(self, x: Quantized) -> Tensor:
+    def _scaled_apart(self, x: Quantized, may_be_unscaled: bool) -> Tensor | Unscaled:
         weight, scales = self._weight
         one = _one(weight.device)
         product = torch._scaled_mm(
@@ -165,6 +187,8 @@ class Fp8Linear:
             out_dtype=torch.float32,
             use_fast_accum=True,
         )
+        if may_be_unscaled:
+            return Unscaled(product, x.scales, scales)
         product *= x.scales
         if self._bias is not None:
             return (product * scales.t() + self._bias).to(self._dtype)

@@ -32,8 +32,23 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     assert (config.max_seq_len, config.max_num_tokens) == (256, 8192)
     assert config.attention_backend == "torch"
     assert config.torch_dtype == torch.float32
+    long = replace(model, max_position_embeddings=131_072)
+    assert resolve(EngineConfig(device="cpu"), long).max_num_tokens == 8192
+    whole = EngineConfig(device="cpu", enable_chunked_context=False)
+    assert resolve(whole, long).max_num_tokens == 131_072
+    assert resolve(replace(whole, max_num_tokens=50), long).max_num_tokens == 50
     chosen = resolve(EngineConfig(device="cpu", max_seq_len=100, max_num_tokens=50), model)
     assert (chosen.max_seq_len, chosen.max_num_tokens) == (100, 50)
+
+
+@pytest.mark.parametrize(("cache", "has_bias"), [("fp8", True), ("fp8", False), ("auto", True)])
+def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
+    model: ModelConfig, cache: str, has_bias: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no scale, and such keys are known to come near 448."""
+    config = EngineConfig(device="cpu", kv_cache_dtype=cache, attention_backend="triton")
+    resolve(config, replace(model, has_qkv_bias=has_bias, head_dim=16))
+    assert ("up to 448" in caplog.text) == (cache == "fp8" and has_bias)
 
 
 @pytest.mark.parametrize(
