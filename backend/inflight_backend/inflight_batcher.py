@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 from inflight_backend.beam_validation import check_engine
 from inflight_backend.drafting.drafter import Drafter
@@ -47,6 +50,7 @@ from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 
 _NOBODY: Decision = ([], [], [])
+_Loaded = TypeVar("_Loaded")
 
 
 def load_engine(
@@ -85,9 +89,28 @@ def load_engine(
         normalize_log_probs=params.normalize_log_probs,
         deterministic_mode=params.deterministic_mode,
     )
-    engine = Engine.load(Path(model), config, on_progress)
+    engine = _in_a_thread_of_its_own(lambda: Engine.load(Path(model), config, on_progress))
     check_pool(Path(model), engine)
     return engine
+
+
+def _in_a_thread_of_its_own(load: Callable[[], _Loaded]) -> _Loaded:
+    """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
+    for each thread that has computed, and when they outnumber the cores none of them waits a little
+    for more work before it sleeps (``GOMP_SPINCOUNT`` in `serve.install`)."""
+    loaded: Future[_Loaded] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:  # raised where it is waited for
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread.start()
+    result = loaded.result()
+    thread.join()
+    return result
 
 
 class InflightBatcher:
