@@ -10,6 +10,7 @@ PYTEST_PROCESSES := -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
 LOAD_TOOLS := $(VENV)/load-tools/.stamp
+GPU_MACHINE := $(VENV)/gpu-machine/.stamp
 STEP = @printf '\n==> %s\n'
 
 .DEFAULT_GOAL := help
@@ -27,7 +28,7 @@ demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, s
 serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: lint $(LOAD_TOOLS)  ## everything CI runs; PYTEST_ARGS='-n 0 -k name' passes options to pytest
+test: lint $(LOAD_TOOLS) $(GPU_MACHINE)  ## everything CI runs; PYTEST_ARGS='-n 0 -k name' passes options to pytest
 	$(STEP) pytest
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
 
@@ -97,9 +98,9 @@ $(DEVELOPMENT): $(SERVER)
 	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,openai,dev]'
 	@touch $@
 
-# In a folder of their own, which only their processes see: they are no part of the project.
-$(LOAD_TOOLS): load-tools.txt $(DEVELOPMENT)
-	@echo 'Installing perf_analyzer, genai-perf and sglang-router for the tests'
-	@rm -rf $(VENV)/load-tools
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(VENV)/load-tools -r load-tools.txt
+# In folders of their own, which only their processes see: they are no part of the project.
+$(LOAD_TOOLS) $(GPU_MACHINE): $(VENV)/%/.stamp: %.txt $(DEVELOPMENT)
+	@echo 'Installing $< for the tests'
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) -r $<
 	@touch $@

@@ -73,8 +73,8 @@ class FakeCuda:
         patch.setattr(InterpretedFunction, "run", _without_mode(InterpretedFunction.run))
         numbers = {
             "mem_get_info": (FREE_BYTES, 2 * FREE_BYTES),
-            "memory_allocated": 0,
-            "max_memory_allocated": STEP_BYTES,
+            "memory_reserved": 0,
+            "max_memory_reserved": STEP_BYTES,
             "memory_stats_as_nested_dict": {"reserved_bytes": {"all": {"current": RESERVED_BYTES}}},
             "get_device_name": "Fake GPU",
             "get_device_properties": SimpleNamespace(multi_processor_count=132),

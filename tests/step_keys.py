@@ -23,6 +23,7 @@ from inflight_backend.engine.first_steps import run_first_steps
 from inflight_backend.engine.largest_step import largest_batch
 from inflight_scheduler import (
     BatchPlanner,
+    BlockCopy,
     BlockManager,
     CapacitySchedulerPolicy,
     LlmRequest,
@@ -82,6 +83,7 @@ def _serve(engine: Engine) -> int:
         batch = planner.plan(*scheduler.schedule_request(active, ()))
         if num_steps % 5 == 0:
             engine.mask_next(lambda: mask)
+            batch = replace(batch, block_copies=tuple(BlockCopy(i, i) for i in range(num_steps)))
         pending = engine.submit(batch)
         planner.advance(batch)
         for request in planner.settle(batch, pending.read()):

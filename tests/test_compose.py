@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,28 @@ def test_the_image_is_built_from_files_that_exist(services: dict[str, Any]) -> N
     assert {"backend", "client", "kernels", "scheduler", "model_repository"} <= set(copied)
     for source in copied:
         assert (ROOT / source).exists(), f"the Dockerfile copies {source}, which is missing"
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_an_image_without_a_compiler_is_not_built(tmp_path: Path, has_compiler: bool) -> None:
+    """Triton needs one, and Python.h, at the first load: the line that looks for both, as it is."""
+    text = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", "")
+    [line] = re.findall(r"^RUN (printf .*launcher\.c)$", text, re.MULTILINE)
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    assert compiler is not None
+    (tmp_path / "rm").symlink_to(shutil.which("rm") or "rm")
+    (tmp_path / "python3").symlink_to(sys.executable)
+    if has_compiler:
+        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+            pytest.skip("this Python has no headers")
+        (tmp_path / "gcc").symlink_to(compiler)
+    done = subprocess.run(
+        ["/bin/sh", "-c", line.replace("/tmp/", f"{tmp_path}/")],
+        env={"PATH": str(tmp_path)},
+        check=False,
+        capture_output=True,
+    )
+    assert (done.returncode == 0) == has_compiler, done.stderr
 
 
 def test_the_pod_of_the_operations_page_is_what_compose_runs(services: dict[str, Any]) -> None:

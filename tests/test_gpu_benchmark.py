@@ -103,7 +103,7 @@ def test_a_part_in_two_processes(gpu: ModuleType, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(gpu.PARTS, "compile", gpu.PARTS["compile"]._replace(num_processes=2))
     rows = list(gpu.run_isolated("compile", options(), seconds=800))
     models = [row["model"] for row in rows if "model" in row]
-    assert models == ["8B", "13B fp8", "8B fp8", "14B"]
+    assert models == ["8B", "13B fp8", "8B defaults", "8B fp8", "14B"]
     assert not [row for row in rows if "error" in row]
 
 
@@ -167,6 +167,9 @@ def test_times_add_up(gpu: ModuleType) -> None:
         ({"ok": True}, {"error": "killed after 94 seconds"}, 3),
         ({"ok": False, "error": "0.3"}, {"ok": True}, 1),
         ({"error": "no time was left"}, {"ok": False, "error": "0.3"}, 1),
+        ({"check": "sample bfloat16", "ok": False}, {"ok": True}, 1),
+        ({"check": "context 32/8 bfloat16", "ok": False}, {"ok": True}, 4),
+        ({"check": "invariant_linear bfloat16", "ok": False}, {"ok": False}, 4),
     ],
 )
 def test_the_status_says_which_checks_failed(

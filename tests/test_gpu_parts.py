@@ -326,7 +326,7 @@ def test_one_batch_of_the_attention_at_a_time_and_none_in_vain(
 
     from benchmarks import bench_paged_attention_context, bench_paged_attention_generation
 
-    monkeypatch.setattr(kernel_rows, "time_seconds", lambda setting, call: 1.0)
+    monkeypatch.setattr(kernel_rows, "time_seconds", lambda setting, call: (1.0, {}))
     generation = Counted(monkeypatch, bench_paged_attention_generation)
     context = Counted(monkeypatch, bench_paged_attention_context)
     rows = list(kernel_rows.tiles(full_size("meta")))
@@ -372,9 +372,9 @@ def test_what_fails_leaves_what_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
         yield harness.Row({"row": 1}, lambda: 0, 8, 0, {"peer": fails, "other": lambda: 0})
         fails()
 
-    def timed(setting: object, call: harness.Call) -> float:
+    def timed(setting: object, call: harness.Call) -> tuple[float, dict[str, str]]:
         call()
-        return 1e-6
+        return 1e-6, {}
 
     monkeypatch.setattr(kernel_rows, "time_seconds", timed)
     monkeypatch.setattr(bench_silu_mul, "rows", two_rows)
@@ -410,12 +410,34 @@ def test_the_device_sleeps_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "zeros", lambda *sizes, **more: Scratch())
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: calls.append("sleep"))
+    slept: list[int] = []
+
+    def sleep(cycles: int) -> None:
+        calls.append("sleep")
+        slept.append(cycles)
+
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert harness.time_us(lambda: calls.append("call"), seconds=0.001) == 250.0
+    now, steps = 0.0, iter([*[400e-6] * 4, *[700e-6] * 60, *[900e-6] * 600])
+
+    def call() -> None:
+        nonlocal now
+        calls.append("call")
+        now += next(steps)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    timing = harness.time_us(call, seconds=300 * 400e-6)
+    assert (timing.us, timing.is_hidden, timing.note) == (250.0, False, timing.note)
+    assert "host was late" in timing.note["note"]
+    # 150 us at first; then twice the 400 us that the host has needed. The last ones took 900.
+    assert set(slept[:4]) == {300_000}
+    assert set(slept[4:]) == {1_600_000}
+    steps = iter([400e-6] * 1400)
+    timing = harness.time_us(call, seconds=300 * 400e-6)
+    assert (timing.us, timing.note) == (250.0, {})
     assert calls == ["read", "sleep", "event", "call", "event"] * (len(calls) // 5)
     calls.clear()
-    harness.time_us(lambda: calls.append("call"), seconds=0.001, clears_by_writing=True)
+    harness.time_us(call, seconds=0.001, clears_by_writing=True)
     assert calls[:5] == ["write", "sleep", "event", "call", "event"]
 
 
@@ -426,3 +448,88 @@ def test_another_package_named_benchmarks_is_not_ours(tmp_path: Path) -> None:
     found = PathFinder.find_spec("benchmarks", [str(ROOT / "kernels"), str(tmp_path)])
     assert found is not None
     assert found.origin == str(ROOT / "kernels" / "benchmarks" / "__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("device_name", "card", "share"),
+    [
+        ("NVIDIA H200", "H200", 0.9),
+        ("NVIDIA H100 80GB HBM3", "H100", 0.9),
+        ("NVIDIA H100 80GB HBM3", "H100", 0.7),
+        ("NVIDIA H100 PCIe", None, 0.9),
+        ("NVIDIA GB10", None, 0.1),
+    ],
+)
+def test_a_card_is_judged_by_its_own_figures(
+    monkeypatch: pytest.MonkeyPatch, device_name: str, card: str | None, share: float
+) -> None:
+    """A sound H100 copies less than 4 TB/s; and what is published of one card says nothing of
+    another."""
+    from gpu_parts import ceilings, common, offline
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device_name)
+    setting = full_size("cuda")
+    found = common.find_card(device_name)
+    assert (found.name if found else None) == card
+    nominal = found.nominal_bytes if found else 1e12
+
+    def timed(_: object, call: Any, **__: object) -> tuple[float, dict[str, str]]:
+        return 2**33 / (share * nominal), {}
+
+    monkeypatch.setattr(ceilings, "time_seconds", timed)
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: torch.zeros(2**23))
+    rows = list(ceilings._bandwidth(setting))
+    assert ("of_nominal" in rows[0]) == (card is not None)
+    assert any("give it back" in row.get("error", "") for row in rows) == (share == 0.7)
+    assert all(row.get("of_nominal", share) <= 1.01 * share for row in rows)
+    figures = {work.published.get(offline._card_name(setting)) for work in offline._INFLIGHT}
+    expected = {"H200": {work.published["H200"] for work in offline._INFLIGHT}}
+    expected["H100"] = {28_312, 22_714, 17_660, 15_220, 3_450, 9_305}
+    assert figures == expected.get(card or "", {None})
+    slowest = offline._STATIC[0].expected_seconds(offline._card_name(setting))
+    assert slowest == pytest.approx(1.5 * 1024 * 128 / (11_819 / (1 if card == "H200" else 2)))
+
+
+def test_a_row_says_how_many_of_its_requests_fit_at_once() -> None:
+    from gpu_parts import offline
+    from gpu_parts.common import TINY, Setting, make_engine
+
+    from inflight_backend.engine import EngineConfig
+
+    setting = Setting(torch.device("cpu"), is_dry=True, is_quick=False, stop_at=float("inf"))
+    for max_tokens, fits in ((64, 2), (256, 3)):  # of 13 tokens, two blocks of 16
+        config = EngineConfig(
+            max_batch_size=3, tokens_per_block=16, max_tokens_in_paged_kv_cache=max_tokens
+        )
+        work = offline.Work(3, (9, 9), (9, 9), expected=1)
+        row = offline._row(setting, make_engine(setting, TINY, config), work)
+        assert row["fits_at_once"] == fits
+
+
+def test_the_step_that_draws_with_filters_leaves_its_slots_greedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from gpu_parts import steps
+    from gpu_parts.common import TINY, Setting, make_engine
+
+    from inflight_backend.engine import Engine, EngineConfig
+    from inflight_scheduler import ScheduledBatch
+
+    setting = Setting(torch.device("cpu"), is_dry=True, is_quick=False, stop_at=float("inf"))
+    config = EngineConfig(max_batch_size=2, max_tokens_in_paged_kv_cache=256)
+    engine = make_engine(setting, TINY, config)
+    steps._fill(setting, engine, 2, 20, 2)
+    greedy: list[bool] = []
+    choose = Engine._choose
+
+    def noted(self: Engine, logits: torch.Tensor, sampling: Any, *, has_min_p: bool) -> Any:
+        greedy.append(sampling.is_all_greedy)
+        return choose(self, logits, sampling, has_min_p=has_min_p)
+
+    monkeypatch.setattr(Engine, "_choose", noted)
+    batch = ScheduledBatch(iteration=2, generation_slots=(0, 1))
+    before = engine.execute(steps._rewind(batch, 20)) + engine.execute(batch)
+    with steps._filters(engine, 2, 20):
+        engine.execute(batch)
+    assert greedy == [True, True, False, False, True]
+    assert engine.execute(steps._rewind(batch, 20)) + engine.execute(batch) == before

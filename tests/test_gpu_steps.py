@@ -184,6 +184,7 @@ def test_steps_of_generations_are_timed_before_a_mixed_one_is_replayed(
     engine = SimpleNamespace(
         config=SimpleNamespace(cuda_graph_mixed_tokens=512),
         num_mixed_recordings=3,
+        execute=lambda batch: None,
         _attention=None,
         _recordings=Recordings(None, runner),
     )
@@ -202,6 +203,7 @@ def test_steps_of_generations_are_timed_before_a_mixed_one_is_replayed(
         ("start", 3),
         ("fill", None),
         *[("step", 0)] * 2,
+        ("draw", 0),
         *[("mixed step", 3), ("mixed step", 0)],
         *[("prompt", 3), ("prompt", 0)] * 2,
     ]

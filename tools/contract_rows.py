@@ -261,6 +261,9 @@ _LLM_PARAMETERS = (
     *rows(
         "enable_chunked_context",
         f"{_B}test_scheduling_options.py::test_a_prompt_over_the_token_budget_runs_in_chunks",
+        f"{_B}test_scheduling_options.py::"
+        "test_contexts_run_in_chunks_by_default_where_a_step_may_not_hold_them",
+        note="on by default where max_seq_len is above max_num_tokens",
     ),
     *rows("gpu_device_ids participant_ids num_nodes executor_worker_path"),
     *rows("worker_path", note="executor_worker_path to v0.9"),

@@ -81,6 +81,39 @@ def cpu_engine(result: Result) -> str:
     ) + table(("requests at once", "inflight", *others), rows, is_numeric=True)
 
 
+def cpu_steps(result: Result) -> str:
+    """Prefill and decode step of the engine before and after weights were packed in bfloat16."""
+
+    def cells(milliseconds: dict[str, float]) -> tuple[str, ...]:
+        before = milliseconds["before"]
+        changed = (milliseconds["packed"], milliseconds["after"])
+        return f"{before:.0f}", *(f"{each:.0f} ({before / each:.2f}x)" for each in changed)
+
+    rows = [
+        (
+            row["model"],
+            row["dtype"],
+            str(row["requests"]),
+            *cells(row["prefill_ms"]),
+            *cells(row["decode_ms"]),
+        )
+        for row in result["medians"]
+    ]
+    phases = [f"{phase}, ms: {name}" for phase in ("prefill", "decode") for name in _STEP_COLUMNS]
+    return (
+        "## A step on a CPU\n\n"
+        f"Random weights of these models' shapes; prompts of {result['prompt_tokens']} tokens, all "
+        "in one step, then decode steps.\n*Before*: commit "
+        f"{result['before']}. *Packed*: weights of both types in oneDNN's layout, whatever the "
+        "number of\ntokens. *Threads*: the same where OpenMP threads go on looking for work "
+        "within a step, as they do under\n`inflight serve`. In brackets: how much faster than "
+        "before.\n\n"
+    ) + table(("model", "type", "requests", *phases), rows, is_numeric=True)
+
+
+_STEP_COLUMNS = ("before", "packed", "threads")
+
+
 def responses(result: Result) -> str:
     """What building responses costs."""
     rows = [
@@ -189,6 +222,7 @@ SECTIONS: dict[str, Callable[[Result], str]] = {
     "serving": serving,
     "scheduler": scheduler,
     "cpu_engine": cpu_engine,
+    "cpu_steps": cpu_steps,
     "responses": responses,
     "speculative": speculative,
 }

@@ -51,7 +51,7 @@ from inflight_backend.private_log import get_logger
 from inflight_backend.questions import Questions
 from inflight_backend.request_intake import RequestIntake
 from inflight_backend.response_tensors import HeldResponse, make_tensors
-from inflight_backend.static_batching import StaticBatchTally, policy_in_force
+from inflight_backend.static_batching import StaticBatchTally, params_in_force, policy_in_force
 from inflight_backend.step_engine import StepEngine
 from inflight_backend.stop_words import StopWordWatch
 from inflight_backend.tally import Tally
@@ -108,13 +108,9 @@ class GptManager:
         on_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         check_beam_width(max_beam_width)
-        params = optional_params or TrtGptModelOptionalParams()
+        params = params_in_force(model_type, optional_params)
         policy = policy_in_force(model_type, scheduler_policy, params)
-        engine = (
-            load_engine(Path(model), params, on_progress, max_beam_width)
-            if isinstance(model, str | Path)
-            else model
-        )
+        engine = load_engine(model, params, on_progress, max_beam_width)
         self._batcher = InflightBatcher(engine, policy, params, max_beam_width)
         self._guide_service = GuideService(
             params.guided_decoding_config,
@@ -152,21 +148,23 @@ class GptManager:
         self._active = self._batcher.active
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
-        self._idle_check = IdleCheck()
-        self._stop_words = StopWordWatch()
+        self._idle_check, self._stop_words = IdleCheck(), StopWordWatch()
         self.lengths, self.events = TokenLengths(), Tally()
         self._gatherer = self._batcher.gatherer
         self._responses: deque[HeldResponse] = deque()
         self._iteration = self._num_waiting = 0
-        self._batch = _NO_BATCH
-        self._is_idle = True
+        self._batch, self._is_idle = _NO_BATCH, True
         self._guard = CallbackGuard()
         self._stats = self._measure()
         self._questions = Questions()
         self._is_closing = False
         self._wake = threading.Event()
+        is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
+        if is_prepared.exception() is not None:
+            self._is_closing = True  # nobody else would end the loop
+        is_prepared.result()
 
     def __enter__(self) -> GptManager:
         return self
@@ -228,6 +226,7 @@ class GptManager:
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
+        self._questions.answer()  # the engine's own beginning, where it has one
         while not self._is_closing or self._active or self._intake:
             self.health.turn_begins()
             try:
@@ -298,6 +297,7 @@ class GptManager:
             self._static_stats = self._static_tally.count(self._batch, self._batcher.num_passed)
         self._iteration += not self._batch.is_empty
         self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
+        self.health.note_device(is_lost=self._steps.has_lost_device)
         self._gatherer.executed(outcome.advanced, outcome.outputs)
         self._stop_words.check()
         for request in outcome.advanced if self._rules.processors else outcome.concerned:

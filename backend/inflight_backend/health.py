@@ -7,6 +7,7 @@ anything done between them. Having nothing to do is as good as having done it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,18 @@ One bad request fails its own step and the next step succeeds; a lost device fai
 """
 
 
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+def means_lost_device(error: BaseException) -> bool:
+    """True for an error of the accelerator that every later call will have as well (an illegal
+    access, ECC, Xid): only a new process helps. Memory that ran out is none."""
+    torch = sys.modules.get("torch")  # an engine may do without
+    if torch is None or not isinstance(error, torch.AcceleratorError):
+        return False
+    return getattr(error, "error_code", None) != _OUT_OF_MEMORY
+
+
 class LoopHealth:
     """Progress and failures of one loop; the loop's thread writes, any thread reads."""
 
@@ -29,7 +42,7 @@ class LoopHealth:
         self._num_moves = 0
         self._num_failures_in_a_row = 0
         self._num_rescues_in_a_row = 0
-        self._is_recovering = False
+        self._is_recovering = self._is_device_lost = False
 
     @property
     def is_busy(self) -> bool:
@@ -44,8 +57,10 @@ class LoopHealth:
 
     @property
     def is_healthy(self) -> bool:
-        """False while the loop starts afresh, and after too many failures in a row."""
-        return not self._is_recovering and self._num_failures_in_a_row < MAX_FAILURES_IN_A_ROW
+        """False while the loop starts afresh, after too many failures in a row, and for good once
+        the device is lost."""
+        is_failing = self._num_failures_in_a_row >= MAX_FAILURES_IN_A_ROW
+        return not (self._is_recovering or self._is_device_lost or is_failing)
 
     @property
     def has_failed_again(self) -> bool:
@@ -81,6 +96,10 @@ class LoopHealth:
             self.moved()
         if has_failed:
             self.failed()
+
+    def note_device(self, *, is_lost: bool) -> None:
+        """Once it is lost it stays so (see `means_lost_device`)."""
+        self._is_device_lost |= is_lost
 
     @contextmanager
     def recovering(self, iteration: int) -> Iterator[None]:

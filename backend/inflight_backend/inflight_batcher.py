@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from inflight_backend.beam_validation import check_engine
 from inflight_backend.drafting.drafter import Drafter
@@ -46,20 +49,24 @@ from inflight_scheduler.recording.in_force import scheduler_of
 from inflight_scheduler.recording.recorder import FlightRecorder
 from inflight_scheduler.recording.records import Settings
 
-if TYPE_CHECKING:
-    from inflight_backend.engine import Engine
-
-
 _NOBODY: Decision = ([], [], [])
+_Loaded = TypeVar("_Loaded")
 
 
 def load_engine(
-    checkpoint: Path,
+    model: str | Path | StepEngine,
     params: TrtGptModelOptionalParams,
     on_progress: Callable[[int, int], None] | None = None,
     max_beam_width: int = 1,
-) -> Engine:
-    """Load a checkpoint; ``on_progress`` gets bytes loaded and bytes in all."""
+) -> StepEngine:
+    """Load a checkpoint, if ``model`` is not an engine already; ``on_progress`` gets bytes loaded
+    and bytes in all."""
+    if not isinstance(model, str | Path):
+        return model
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        # Read when torch first takes memory of a GPU: segments that grow leave no holes between
+        # steps of ever different sizes, beside a KV pool that has taken nearly all there is.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
 
     kv_cache = params.kv_cache_config
@@ -69,6 +76,7 @@ def load_engine(
         max_batch_size=params.max_batch_size,
         max_beam_width=max_beam_width,
         max_num_tokens=params.max_num_tokens,
+        enable_chunked_context=params.enable_chunked_context is not False,
         max_seq_len=params.max_seq_len,
         tokens_per_block=kv_cache.tokens_per_block,
         max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
@@ -81,9 +89,28 @@ def load_engine(
         normalize_log_probs=params.normalize_log_probs,
         deterministic_mode=params.deterministic_mode,
     )
-    engine = Engine.load(checkpoint, config, on_progress)
-    check_pool(checkpoint, engine)
+    engine = _in_a_thread_of_its_own(lambda: Engine.load(Path(model), config, on_progress))
+    check_pool(Path(model), engine)
     return engine
+
+
+def _in_a_thread_of_its_own(load: Callable[[], _Loaded]) -> _Loaded:
+    """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
+    for each thread that has computed, and when they outnumber the cores none of them waits a little
+    for more work before it sleeps (``GOMP_SPINCOUNT`` in `serve.install`)."""
+    loaded: Future[_Loaded] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:  # raised where it is waited for
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread.start()
+    result = loaded.result()
+    thread.join()
+    return result
 
 
 class InflightBatcher:
@@ -340,7 +367,10 @@ class InflightBatcher:
         )
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
-        if not params.enable_chunked_context:
+        is_chunked, engine = params.enable_chunked_context, self.engine
+        if is_chunked is None:
+            is_chunked = engine.max_seq_len > engine.max_num_tokens
+        if not is_chunked:
             return None
         if (params.context_chunk_unit or 0) > self.engine.max_num_tokens:
             raise ConfigurationError(

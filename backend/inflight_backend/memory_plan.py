@@ -17,6 +17,7 @@ from inflight_backend.engine.model_limits import (
     MAX_HEAD_DIM,
     check_fp8_linears,
     check_rows,
+    choose_num_tokens,
     choose_seq_len,
     has_attention_kernels,
 )
@@ -33,13 +34,11 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 GIB = 2**30
-DEFAULT_RESERVE = GIB
-"""Assumed for what no checkpoint tells: the CUDA context, workspaces, the largest step, what is
-recorded."""
+DEFAULT_RESERVE = GIB // 2
+"""Assumed for what no checkpoint tells: the CUDA context, workspaces, what is recorded."""
 
 _DTYPE_TO_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CPU_DEFAULT_TOKENS = 65_536
-_DEFAULT_NUM_TOKENS = 8192
 _ROPE_BYTES = 4
 _SCALE_BYTES = 4
 
@@ -73,7 +72,8 @@ class MemoryPlan:
     """All sizes in bytes. ``free_bytes`` is left of the GPU after loading, None on a CPU.
 
     ``table_bytes`` are the table of the rotary embedding, ``slot_bytes`` are kept for the slots
-    beside the pool (`engine.slot_memory`).
+    beside the pool (`engine.slot_memory`), ``step_bytes`` are what a step of ``max_num_tokens``
+    takes on a GPU while it runs.
     """
 
     architecture: str
@@ -90,6 +90,7 @@ class MemoryPlan:
     weight_bytes: int
     table_bytes: int
     slot_bytes: int
+    step_bytes: int
     free_bytes: int | None
     kv_bytes_per_token: int
     num_blocks: int
@@ -138,7 +139,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
     check_weights(model, headers, str(folder))
     dtype = _resolve_dtype(settings, model)
     max_seq_len = choose_seq_len(settings.max_seq_len, model)
-    max_num_tokens = settings.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len)
+    max_num_tokens = choose_num_tokens(settings.max_num_tokens, max_seq_len, may_chunk=True)
     num_parameters = sum(prod(spec.shape) for spec in decoder_parameters(model))
     weight_bytes = _weight_bytes(model, dtype, _is_fp8("quantization", settings))
     table_bytes = max_seq_len * model.head_dim * _ROPE_BYTES
@@ -150,9 +151,11 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         settings.tokens_per_block,
         has_adjustments=settings.gpu_memory is not None,
     )
+    num_rows = min(settings.max_batch_size * settings.max_beam_width, max_num_tokens)
+    step_bytes = _step_bytes(model, max_num_tokens, num_rows, _DTYPE_TO_BYTES[dtype])
     free_bytes = settings.free_bytes
     if settings.gpu_memory is not None:
-        taken = weight_bytes + table_bytes + slot_bytes
+        taken = weight_bytes + table_bytes + slot_bytes + step_bytes
         free_bytes = settings.gpu_memory - taken - settings.reserve
     kv_bytes = 1 if _is_fp8("kv_cache_dtype", settings) else _DTYPE_TO_BYTES[dtype]
     per_token = 2 * model.num_layers * model.kv_size * kv_bytes
@@ -171,6 +174,7 @@ def make_plan(folder: Path, settings: PlanSettings | None = None) -> MemoryPlan:
         weight_bytes=weight_bytes,
         table_bytes=table_bytes,
         slot_bytes=slot_bytes,
+        step_bytes=step_bytes,
         free_bytes=free_bytes,
         kv_bytes_per_token=per_token,
         num_blocks=_count_blocks(settings, free_bytes, per_token),
@@ -292,6 +296,14 @@ def _weight_bytes(model: ModelConfig, dtype: str, is_fp8: bool) -> int:
     return num_bytes
 
 
+def _step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, size: int) -> int:
+    """Activations where most of them live at once, in a gated MLP: three rows of hidden_size (the
+    residual, what was added to it, the sum) and three of intermediate_size (gate, up, their
+    product); and logits as they come and in float32. A test measures the first."""
+    activations = num_tokens * 3 * (model.hidden_size + model.intermediate_size) * size
+    return activations + num_rows * model.vocab_size * (size + 4)
+
+
 def _is_fp8(name: str, settings: PlanSettings) -> bool:
     value, other = getattr(settings, name), getattr(PlanSettings(), name)
     if value not in ("fp8", other):
@@ -305,7 +317,8 @@ def _count_blocks(settings: PlanSettings, free_bytes: int | None, per_token: int
     if free_bytes is not None:
         if free_bytes <= 0:
             raise ConfigurationError(
-                f"the weights do not fit: {-free_bytes / GIB:.1f} GiB of GPU memory are missing"
+                "the weights and the largest step do not fit: "
+                f"{-free_bytes / GIB:.1f} GiB of GPU memory are missing"
             )
         limits.append(int(free_bytes * settings.fraction) // per_token)
     elif settings.max_tokens is None:

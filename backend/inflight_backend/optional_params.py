@@ -39,7 +39,9 @@ class TrtGptModelOptionalParams:
     """All lengths in tokens; None leaves the choice to the checkpoint (`EngineConfig`).
 
     ``overlap_scheduler``: see `step_loop`. ``record_file``: every decision of the scheduler is
-    written there (`inflight replay`). ``context_chunk_unit`` None means ``tokens_per_block``.
+    written there (`inflight replay`). ``enable_chunked_context`` None: where ``max_seq_len`` is
+    above ``max_num_tokens`` (and see `static_batching.params_in_force`). ``context_chunk_unit``
+    None means ``tokens_per_block``.
     ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
     requests that have not started, or not finished, so long after they arrived; None means never.
     A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
@@ -55,7 +57,7 @@ class TrtGptModelOptionalParams:
     max_input_len: int | None = None
     scheduler_class: str | None = None
     overlap_scheduler: OverlapScheduler = OverlapScheduler.AUTO
-    enable_chunked_context: bool = False
+    enable_chunked_context: bool | None = None
     context_chunking_policy: ContextChunkingPolicy = ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
     context_chunk_unit: int | None = None
     priority_span: float = DEFAULT_PRIORITY_SPAN

@@ -65,7 +65,7 @@ class ServerParameters:
     status_file: str | None
     drain_file: str | None
     record_file: str | None
-    enable_chunked_context: bool
+    enable_chunked_context: bool | None
     context_chunking_policy: str
     context_chunk_unit: int | None
     priority_span: float

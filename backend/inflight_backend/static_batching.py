@@ -10,6 +10,8 @@ left out of the step, so padding costs nothing, and it is counted: `Empty Genera
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.iteration_stats import StaticBatchStats
 from inflight_backend.optional_params import TrtGptModelOptionalParams
@@ -39,6 +41,18 @@ class StaticBatchTally:
             return StaticBatchStats()
         num_finished = self._batch_size - num_generating - num_passed
         return StaticBatchStats(num_generating, num_finished)
+
+
+def params_in_force(
+    model_type: TrtGptModelType, params: TrtGptModelOptionalParams | None
+) -> TrtGptModelOptionalParams:
+    """What holds where nothing was said: V1 computes contexts whole, and so does the deterministic
+    mode, in which other chunks could be other numbers."""
+    params = params or TrtGptModelOptionalParams()
+    is_whole = model_type == TrtGptModelType.V1 or params.deterministic_mode
+    if is_whole and params.enable_chunked_context is None:
+        return replace(params, enable_chunked_context=False)
+    return params
 
 
 def policy_in_force(

@@ -38,7 +38,7 @@ class ModelStatus:
 
     Fields by phase: *loading* ``loaded_bytes``, ``total_bytes`` (0: not known yet); *ready*
     ``model``, ``device``, ``dtype``, ``num_blocks``, ``tokens_per_block``, ``policy``,
-    ``max_batch_size``, ``max_seq_len``; *failed* and *unhealthy* ``error``.
+    ``max_batch_size``, ``max_seq_len``, ``max_num_tokens``; *failed* and *unhealthy* ``error``.
     """
 
     phase: Phase

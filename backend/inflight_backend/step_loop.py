@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from inflight_backend.health import means_lost_device
 from inflight_backend.private_log import get_logger
 from inflight_backend.step_engine import PendingStep, StepEngine
 from inflight_backend.step_outputs import StepOutputs
@@ -121,6 +122,7 @@ class PlainSteps:
 
     def __init__(self, batcher: StepSource) -> None:
         self._batcher = batcher
+        self.has_lost_device = False  # by the failure of a step
 
     def abandon(self) -> None:
         """Forget a step that still runs; here there is none."""
@@ -138,8 +140,9 @@ class PlainSteps:
             advanced = batcher.planner.update(batch, tokens, candidates_of(outputs))
             lowest = min(tokens, default=0)
             return StepOutcome(batch, advanced, [], outputs, is_completed=True, lowest_token=lowest)
-        except Exception:
+        except Exception as error:
             _log_failure(batch)
+            self.has_lost_device |= means_lost_device(error)
             batcher.recorder.failed()
             return StepOutcome(batch, failed=batcher.planner.discard(batch))
 
@@ -152,11 +155,17 @@ class OverlappedSteps:
         self._plain = PlainSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
         self._lowest_token = -1  # of those settled last
+        self._has_lost_device = False
 
     @property
     def is_running(self) -> bool:
         """True while the tokens of a step have not been read."""
         return self._running is not None
+
+    @property
+    def has_lost_device(self) -> bool:
+        """By the failure of a step."""
+        return self._has_lost_device or self._plain.has_lost_device
 
     def abandon(self) -> None:
         """Wait for a step that still runs and forget it; its batcher is of no more use then."""
@@ -193,8 +202,9 @@ class OverlappedSteps:
                 batcher.prepare_draw(batch, before if settled is None else None)
                 self._running = batch, batcher.engine.submit(batch)
                 batcher.planner.advance(batch)
-            except Exception:
+            except Exception as error:
                 _log_failure(batch)
+                self._has_lost_device |= means_lost_device(error)
                 has_failed, self._running = True, None
         advanced = self._settle(before, failed) if settled is None else settled
         is_completed = before is not None and not failed
@@ -230,8 +240,9 @@ class OverlappedSteps:
             if planner.has_forgotten:
                 self._batcher.recorder.forgot()
             return settled
-        except Exception:
+        except Exception as error:
             _log_failure(batch)
+            self._has_lost_device |= means_lost_device(error)
             self._batcher.recorder.lost()
             failed += planner.discard(batch)
             if self._running is not None:

@@ -225,6 +225,7 @@ class TritonPythonModel:
             "policy": self._manager.policy.name.lower(),
             "max_batch_size": parameters.max_batch_size,
             "max_seq_len": longest_text(self._manager.limits),
+            "max_num_tokens": engine.max_num_tokens,
             "num_blocks": engine.num_blocks,
             "tokens_per_block": engine.tokens_per_block,
             "device": engine.device_name,

@@ -14,6 +14,9 @@ from gpu_parts.common import LLAMA_8B, Row, Setting
 
 from inflight_backend.engine.layers import Fp8Linear, Linear, is_scaled_apart, quantize
 
+_LEAST_SHARE = 0.8
+"""Of the nominal bandwidth: with less the GPU is shared or throttled."""
+
 
 def rows(setting: Setting) -> Iterator[Row]:
     """Bandwidths, large products, then the linears of a step."""
@@ -49,20 +52,25 @@ def _bandwidth(setting: Setting) -> Iterator[Row]:
     num_bytes = 2**12 if setting.is_dry else 2**32
     source = torch.randn(num_bytes // 4, device=setting.device)
     target = torch.empty_like(source)
+    shares = []
     for name, call, moved in (
         ("copy", lambda: target.copy_(source), 2 * num_bytes),
         ("read (sum)", source.sum, num_bytes),
         ("read (max)", source.amax, num_bytes),
     ):
-        seconds = time_seconds(setting, call)
-        yield {"what": name, **setting.figures(gb_per_s=moved / seconds / 1e9)}
+        rate = moved / time_seconds(setting, call)[0]
+        shares += [rate / setting.card.nominal_bytes] if setting.card else []
+        ratio = {"of_nominal": shares[-1]} if shares else {}
+        yield {"what": name, **setting.figures(gb_per_s=rate / 1e9, **ratio)}
+    if shares and max(shares) < _LEAST_SHARE:
+        yield {"error": f"below {_LEAST_SHARE:.0%} of the card's nominal bandwidth: give it back"}
     # As small as what generation attention reads at batch 8. Were the L2 cleared by writing, what
     # is written back would show here: all other rows clear it by reading.
     small = source[: 2**23]
     for name, is_written in (("reading", False), ("writing", True)):
-        seconds = time_seconds(setting, small.amax, clears_by_writing=is_written)
+        seconds, note = time_seconds(setting, small.amax, clears_by_writing=is_written)
         figures = setting.figures(us=1e6 * seconds, gb_per_s=small.nbytes / seconds / 1e9)
-        yield {"what": f"33 MB, L2 cleared by {name}", **figures}
+        yield {"what": f"33 MB, L2 cleared by {name}", **figures, **note}
 
 
 def _products(
@@ -82,7 +90,7 @@ def _products(
         if quantised is not None:
             calls.append(("fp8", partial(quantised, quantize(x)), 1))
         for kind, call, width in calls:
-            seconds = time_seconds(setting, call)
+            seconds, note = time_seconds(setting, call)
             is_apart = kind == "fp8" and is_scaled_apart(batch, num_rows, columns)
             apart = {"scales": "apart"} if is_apart else {}
             flops = 2 * batch * num_rows * columns
@@ -91,6 +99,7 @@ def _products(
                 "what": f"{name} {kind}",
                 "tokens": batch,
                 **apart,
+                **note,
                 **setting.figures(
                     us=1e6 * seconds,
                     tflop_per_s=flops / seconds / 1e12,
@@ -101,11 +110,13 @@ def _products(
 
 def time_seconds(
     setting: Setting, call: Callable[[], object], *, clears_by_writing: bool = False
-) -> float:
-    """Median time on the device, L2 cleared before each call; a dry run only calls."""
+) -> tuple[float, Row]:
+    """Median time on the device, L2 cleared before each call, and what its row should say of it; a
+    dry run only calls."""
     from benchmarks.harness import time_us
 
     if setting.is_dry:
         call()
-        return 1.0
-    return time_us(call, clears_by_writing=clears_by_writing) / 1e6
+        return 1.0, {}
+    timing = time_us(call, clears_by_writing=clears_by_writing)
+    return timing.us / 1e6, dict(timing.note)

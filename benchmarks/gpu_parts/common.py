@@ -40,6 +40,25 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
+class Card:
+    """A GPU with figures of its own: a part of the name that torch gives it, and the bandwidth its
+    maker states, in bytes per second."""
+
+    name: str
+    device_name: str
+    nominal_bytes: float
+
+
+CARDS = (Card("H200", "H200", 4.8e12), Card("H100", "H100 80GB HBM3", 3.35e12))
+"""Of SXM modules; others of the name (PCIe, NVL) are other cards."""
+
+
+def find_card(device_name: str) -> Card | None:
+    """The card that torch calls so."""
+    return next((card for card in CARDS if card.device_name in device_name), None)
+
+
+@dataclass(frozen=True)
 class Setting:
     """Where and how large; ``stop_at`` is on the clock of `time.monotonic`."""
 
@@ -50,6 +69,12 @@ class Setting:
     ceilings: Ceilings = field(default_factory=Ceilings)
     share: tuple[int, int] = (0, 1)
     """Which of how many processes this is, where a part has several."""
+
+    @property
+    def card(self) -> Card | None:
+        """The GPU, if figures of it are known; None in a dry run."""
+        on_gpu = self.device.type == "cuda"
+        return find_card(torch.cuda.get_device_name()) if on_gpu else None
 
     @property
     def seconds_left(self) -> float:

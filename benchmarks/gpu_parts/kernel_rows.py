@@ -83,7 +83,7 @@ def _row(setting: Setting, op: str, has_peers: bool, row: Any) -> Row:
     floor = max(row.num_bytes / ceilings.read_bytes, row.num_flops / ceilings.bf16_flops)
     made: Row = {"op": op, **_labels(row.parameters)}
     try:
-        seconds = time_seconds(setting, row.call)
+        seconds, note = time_seconds(setting, row.call)
     except Exception as error:  # a tile that does not compile leaves the others
         return {**made, "error": shorten(f"{type(error).__name__}: {error}", 300)}
     made |= setting.figures(
@@ -92,9 +92,10 @@ def _row(setting: Setting, op: str, has_peers: bool, row: Any) -> Row:
         tflop_per_s=row.num_flops / seconds / 1e12,
         of_floor=floor / seconds,
     )
+    made |= note
     for peer, call in row.baselines.items() if has_peers else ():
         try:
-            made |= setting.figures(**{f"{peer}_us": 1e6 * time_seconds(setting, call)})
+            made |= setting.figures(**{f"{peer}_us": 1e6 * time_seconds(setting, call)[0]})
         except Exception as error:
             made[peer] = shorten(f"{type(error).__name__}: {error}", 300)
     return made

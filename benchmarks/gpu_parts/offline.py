@@ -8,8 +8,8 @@ compared with others.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from gpu_parts.common import (
@@ -33,12 +33,12 @@ Lengths = tuple[int, int]
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of like sizes and the published figure to beat (out tokens/s), if there is one."""
+    """Requests of like sizes and the published figures to beat (out tokens/s, by card)."""
 
     num_requests: int
     input: Lengths
     output: Lengths
-    published: int = 0
+    published: Mapping[str, int] = field(default_factory=dict)
     expected: int = 0
     """Tokens per second to plan with where nothing is published."""
 
@@ -47,11 +47,12 @@ class Work:
         """Requests x input tokens / output tokens."""
         return f"{self.num_requests} x {_span(self.input)}/{_span(self.output)}"
 
-    @property
-    def expected_seconds(self) -> float:
-        """What it takes at two thirds of the published or expected speed."""
+    def expected_seconds(self, card: str) -> float:
+        """What it takes at two thirds of the published or expected speed; a card without a figure
+        is taken for half as fast as the best of the others."""
         tokens = self.num_requests * sum(self.output) / 2
-        return 1.5 * tokens / (self.published or self.expected)
+        others = max(self.published.values(), default=0) / 2
+        return 1.5 * tokens / (self.published.get(card) or self.expected or others)
 
     def draw(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
         """Seeded prompts of random tokens, and how many tokens each wants."""
@@ -76,33 +77,44 @@ def _span(lengths: Lengths) -> str:
     return str(least) if least == most else f"{least}-{most}"
 
 
-def _alike(num_requests: int, input_: int, output: int, published: int) -> Work:
+def _alike(num_requests: int, input_: int, output: int, **published: int) -> Work:
     return Work(num_requests, (input_, input_), (output, output), published)
 
 
 # NVIDIA/TensorRT-LLM docs/source/blogs/H200launch.md: Llama-2-13B, FP8, one H200.
 _STATIC = (
-    _alike(1024, 128, 128, 11_819),
-    _alike(64, 2048, 128, 1_349),
-    _alike(128, 128, 2048, 4_750),
+    _alike(1024, 128, 128, H200=11_819),
+    _alike(64, 2048, 128, H200=1_349),
+    _alike(128, 128, 2048, H200=4_750),
 )
-# docs/source/performance/perf-overview.md v1.0: Llama-3.1-8B, FP8, one H200.
+# What runs at once on 78 GiB, beside two of those that do not.
+_STATIC_SMALL = (
+    Work(512, (128, 128), (128, 128), expected=5000),
+    Work(64, (128, 128), (2048, 2048), expected=1700),
+)
+# docs/source/performance/perf-overview.md v1.0: Llama-3.1-8B, FP8, one card.
 _INFLIGHT = (
-    _alike(2048, 128, 128, 27_911),
-    _alike(256, 2048, 128, 3_538),
-    _alike(640, 1000, 1000, 17_744),
-    _alike(1024, 128, 2048, 26_221),
-    _alike(512, 2048, 2048, 12_194),
-    _alike(768, 500, 2000, 20_770),
+    _alike(2048, 128, 128, H200=27_911, H100=28_312),
+    _alike(256, 2048, 128, H200=3_538, H100=3_450),
+    _alike(640, 1000, 1000, H200=17_744, H100=15_220),
+    _alike(1024, 128, 2048, H200=26_221, H100=22_714),
+    _alike(512, 2048, 2048, H200=12_194, H100=9_305),
+    _alike(768, 500, 2000, H200=20_770, H100=17_660),
 )
 # The workload of mini-sglang and nano-vllm, of which only charts are published.
 RAGGED = Work(256, (100, 1024), (100, 1024), expected=9_000)
-DRY = (Work(3, (9, 9), (4, 4), 1), Work(3, (3, 9), (2, 5), expected=1))
+DRY = (Work(3, (9, 9), (4, 4), {"": 1}), Work(3, (3, 9), (2, 5), expected=1))
+
+
+DEFAULTS = "8B defaults"
 
 
 def static(setting: Setting) -> Iterator[Row]:
-    """E2: the headline rows of Llama-2-13B in FP8, the batch as large as the number of requests."""
-    yield from _rows(setting, "13B fp8", _STATIC)
+    """E2: the headline rows of Llama-2-13B in FP8, the batch as large as the number of requests;
+    where fewer fit at once (row ``fits_at_once``) it is no static batch any more, and on such a
+    card smaller ones follow."""
+    is_small = setting.card is not None and setting.card.name == "H100"
+    yield from _rows(setting, "13B fp8", (*_STATIC, *_STATIC_SMALL) if is_small else _STATIC)
 
 
 def inflight(setting: Setting) -> Iterator[Row]:
@@ -127,9 +139,12 @@ def engines(setting: Setting) -> dict[str, tuple[ModelConfig, EngineConfig]]:
         "8B fp8": (LLAMA_8B, _config(setting, 2048, is_fp8=True)),
         "13B fp8": (LLAMA_13B, _config(setting, 1024, is_fp8=True)),
         "14B": (QWEN_14B, _config(setting, 256, is_fp8=False)),
+        DEFAULTS: (LLAMA_8B, EngineConfig()),
     }
     return (
-        {name: (TINY, config) for name, (_, config) in found.items()} if setting.is_dry else found
+        {name: (TINY, _config(setting, 2, is_fp8=False)) for name in found}
+        if setting.is_dry
+        else found
     )
 
 
@@ -150,12 +165,16 @@ def _rows(setting: Setting, name: str, works: tuple[Work, ...]) -> Iterator[Row]
     engine = make_engine(setting, *engines(setting)[name])
     yield start_row(setting, name, engine, time.monotonic() - start)
     for work in DRY if setting.is_dry else works:
-        needed = work.expected_seconds
+        needed = work.expected_seconds(_card_name(setting))
         if setting.is_dry or needed < setting.seconds_left:
             yield {"model": name, **_row(setting, engine, work)}
         else:
             left = f"{setting.seconds_left:.0f} s were left, it needs about {needed:.0f}"
             yield {"model": name, "what": work.label, "left_out": left}
+
+
+def _card_name(setting: Setting) -> str:
+    return setting.card.name if setting.card else ""
 
 
 def _row(setting: Setting, engine: Engine, work: Work) -> Row:
@@ -165,11 +184,14 @@ def _row(setting: Setting, engine: Engine, work: Work) -> Row:
     done = run_requests(engine, prompts, output_lens, stop_at)
     made, wanted = done.num_tokens, sum(output_lens)
     speed = made / done.seconds
-    published = {}
-    if work.published:
-        published = {"published": work.published, "of_published": speed / work.published}
+    figure, published = work.published.get(_card_name(setting)), {}
+    if figure:
+        published = {"published": figure, "of_published": speed / figure}
+    longest = work.input[1] + work.output[1]
+    fits = engine.num_blocks // -(-longest // engine.tokens_per_block)
     return {
         "what": work.label if made == wanted else f"{work.label} (only {made / wanted:.0%} of it)",
+        "fits_at_once": min(fits, engine.config.max_batch_size),
         "steps": done.num_steps,
         **setting.figures(
             seconds=done.seconds,

@@ -28,6 +28,7 @@ from gpu_parts.common import (
     start_row,
     step_floor_ms,
 )
+from gpu_parts.offline import DEFAULTS, engines
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.attention import CapturableBackend
@@ -43,6 +44,8 @@ _NUM_STEPS = 20
 _BLOCK = 64
 _PROFILED, _NUM_PROFILED, _NUM_TOLD = (256, 64, 1), 3, 8
 """Batches whose step is taken apart, steps of each, and kernels told of it."""
+_DRAWN = 64
+"""Slots of the step that draws with filters, beside the greedy one."""
 _MIXED, _MIXED_DRY = ((16, 64), (64, 128), (256, 256)), ((2, 6),)
 """Slots of a mixed step, the last of which has a prompt, and its tokens."""
 _PROFILER_SECONDS = 10  # with less left it is not begun
@@ -56,6 +59,21 @@ def bf16(setting: Setting) -> Iterator[Row]:
 def fp8(setting: Setting) -> Iterator[Row]:
     """Weights and cache in FP8."""
     yield from _precision(setting, "fp8")
+
+
+def defaults(setting: Setting) -> Iterator[Row]:
+    """Steps of the 8B in bf16 as served without a setting: requests of up to 131,072 tokens, blocks
+    of 32, steps of 8,192 tokens, and all the memory that is left."""
+    batches, context = ([2, 1], 20) if setting.is_dry else ([256, 64], 1024)
+    start = time.monotonic()
+    engine = make_engine(setting, *engines(setting)[DEFAULTS])
+    labels = {"model": "8B", "precision": "bf16", "settings": "defaults"}
+    yield {**labels, **start_row(setting, "8B", engine, time.monotonic() - start)}
+    num_blocks = -(-(context + 2 * _NUM_STEPS) // engine.tokens_per_block)
+    _fill(setting, engine, batches[0], context, num_blocks)
+    with without_mixed(engine):
+        for batch_size in batches:
+            yield {**labels, **_steps(setting, engine, batch_size, context, is_fp8=False)}
 
 
 def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
@@ -83,6 +101,10 @@ def _precision(setting: Setting, quantization: str) -> Iterator[Row]:
     with without_mixed(engine):  # the rewind would be one: a fault there must not cost these rows
         for batch_size in batches:
             yield {**labels, **_steps(setting, engine, batch_size, context, is_fp8)}
+        drawn = min(_DRAWN, batches[0])
+        with _filters(engine, drawn, context):
+            row = _steps(setting, engine, drawn, context, is_fp8)
+        yield {**labels, **row, "what": "draw", "kind": "top-k 50, top-p 0.9"}
     for num_slots, length in _MIXED_DRY if setting.is_dry else _MIXED:
         mixed = partial(_mixed, setting, engine, num_slots, length, context)
         for row in _recorded_and_eager(engine, num_slots - 1 + length, mixed):
@@ -165,6 +187,23 @@ def _mixed(setting: Setting, engine: Engine, num_slots: int, length: int, contex
     figures = setting.figures(overlapped_ms=1e3 * overlapped, host_us=sorted(submits)[1])
     sizes = {"generations": num_slots - 1, "prompt": length, "context": context}
     return {"what": "mixed step", **sizes, **figures}
+
+
+@contextmanager
+def _filters(engine: Engine, num_slots: int, context: int) -> Iterator[None]:
+    """Meanwhile the first slots draw by top-k and top-p; they are greedy before and after."""
+    slots = tuple(range(num_slots))
+    batch = _rewind(ScheduledBatch(iteration=1, generation_slots=slots), context)
+
+    def draw_by(sampling: SamplingParams) -> None:
+        setups = tuple(SlotSetup(slot, slot + 1, sampling) for slot in slots)
+        engine.execute(replace(batch, setups=setups))
+
+    draw_by(SamplingParams(temperature=0.8, top_k=50, top_p=0.9))
+    try:
+        yield
+    finally:
+        draw_by(SamplingParams())
 
 
 def _overlap(engine: Engine, batch: ScheduledBatch, num_steps: int) -> None:

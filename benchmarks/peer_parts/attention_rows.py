@@ -109,7 +109,8 @@ def _lengths(lengths: list[int]) -> str:
 
 
 def _timed(setting: Setting, name: str, call: Call) -> Row:
-    return setting.figures(**{f"{name}_us": 1e6 * time_seconds(setting, call)})
+    seconds, note = time_seconds(setting, call)
+    return {**setting.figures(**{f"{name}_us": 1e6 * seconds}), **note}
 
 
 def _distance(out: Tensor, expected: Tensor) -> float:

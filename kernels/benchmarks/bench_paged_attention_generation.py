@@ -5,7 +5,7 @@ python -m benchmarks.bench_paged_attention_generation --output k1.json [--sweep 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -21,8 +21,8 @@ _BLOCK = 64
 # beside blocks of a whole one; as is the layout with heads first, in which a tile is one piece of
 # memory instead of one for each token. Both run the code that is compiled for the others.
 _DEFAULT_BLOCK, _COMPARED_AT = 32, {(1, 1024), (64, 1024), (256, 1024), (8, 16_384)}
-# Tokens that tables have room for: as in a recorded step, which may meet rows so long. There it is
-# that for which the splits are chosen, and what other rows leave behind costs something.
+# Tokens that tables have room for: as in a recorded step, which may meet rows so long. It has
+# programs for them, which leave at once.
 _ROOM = (8192, 131_072)
 # Beside the splits chosen for a shape, in a sweep: as many per row, whatever the batch.
 _SPLITS, _LEAST_PROGRAMS, _MOST_PROGRAMS = (1, 2, 4, 8, 16, 32), 64, 8192
@@ -90,6 +90,7 @@ def _variants(
         GenerationTile,
         choose_tile,
         paged_attention_generation,
+        plan_generation,
     )
 
     batch = make_batch(
@@ -114,14 +115,23 @@ def _variants(
         tried += [(chosen, count) for count in _SPLITS
                   if _LEAST_PROGRAMS <= programs * count <= _MOST_PROGRAMS]  # fmt: skip
     for tile, num_splits in tried:
-        call = partial(
+        plan = partial(
+            plan_generation,
+            heads.num_heads,
+            batch.key_cache,
+            tables,
+            batch.context_lengths,
+            num_splits=num_splits,
+            tile=tile,
+        )
+        attend = partial(
             paged_attention_generation,
             *paged,
             batch.context_lengths,
             heads.head_dim**-0.5,
             tile=tile,
-            num_splits=num_splits,
         )
+        call = _planned(plan, attend)
         parameters: dict[str, object] = {
             "shape": heads.name,
             "batch": len(lengths),
@@ -144,6 +154,18 @@ def _variants(
         wants_peer = wants_peer and dtype == torch.bfloat16 and not (has_heads_first or room)
         baselines = {"sdpa": _sdpa(batch, heads, lengths)} if wants_peer else {}
         yield Row(parameters, call, size, flops, baselines)
+
+
+def _planned(plan: Callable[[], object], attend: Callable[..., object]) -> Call:
+    """A call of what a layer runs: its work is planned at the first one, as once per step."""
+    work: list[object] = []
+
+    def call() -> object:
+        if not work:
+            work.append(plan())
+        return attend(work=work[0])
+
+    return call
 
 
 def _sdpa(batch: PagedBatch, heads: Heads, lengths: list[int]) -> Call:

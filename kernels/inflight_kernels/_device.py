@@ -21,7 +21,7 @@ FP8_MAX = tl.constexpr(448.0)  # largest finite float8_e4m3fn
 
 @triton.jit
 def wait_for_inputs():
-    """First of all in a kernel that is launched with `_host.LAUNCH_OPTIONS`: nothing of memory may
+    """First of all in a kernel that is launched with `_host.EARLY_OPTIONS`: nothing of memory may
     be touched before, and no program may leave without it (or the kernel could end, and the next
     one begin, before the one before it). The next kernel may come as early."""
     if _IS_EARLY:

@@ -24,7 +24,11 @@ _FP8_CAPABILITY = 89
 # the one before them ends, and wait there for its results (`_device.wait_for_inputs`). Off until it
 # has been measured; `INFLIGHT_EARLY_LAUNCH=1` turns it on.
 IS_EARLY = os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1" and not knobs.runtime.interpret
-LAUNCH_OPTIONS: dict[str, Any] = {"launch_pdl": True} if IS_EARLY else {}
+
+# Every launch asks for fused multiply-adds, the default that Triton 3.10 gives up: without them
+# softmax, norms and the draw are slower, and round otherwise.
+LAUNCH_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True}
+EARLY_OPTIONS = {**LAUNCH_OPTIONS, **({"launch_pdl": True} if IS_EARLY else {})}
 
 # For up to 256 threads. The compiler aims at some number of resident programs, and spills a few
 # registers for the last one of them; with this it takes what it needs. For where something else
@@ -61,6 +65,11 @@ def capability() -> int:
     if knobs.runtime.interpret:
         return _H200_CAPABILITY
     return int(driver.active.get_current_target().arch)
+
+
+def has_large_shared_memory() -> bool:
+    """True with 228 KiB per multiprocessor: compute capability 9 to 11. (12 has 100 KiB.)"""
+    return 90 <= capability() < 120
 
 
 _NUM_REMEMBERED = 4  # context and generation attention take turns in a mixed step

@@ -98,4 +98,5 @@ def adjust_logits(
         HAS_COUNTS=counts is not None,
         CHUNK=chunk,
         num_warps=8,
+        **_host.LAUNCH_OPTIONS,
     )

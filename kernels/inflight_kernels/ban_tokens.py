@@ -131,6 +131,7 @@ def ban_repeated_ngrams(
         history.stride(0),
         CHUNK=_CHUNK,
         num_warps=4,
+        **_host.LAUNCH_OPTIONS,
     )
 
 
@@ -180,4 +181,5 @@ def ban_words(
         history.stride(0),
         CHUNK=_WORD_CHUNK,
         num_warps=1,
+        **_host.LAUNCH_OPTIONS,
     )

@@ -28,10 +28,10 @@ def _copy_blocks_kernel(
     source_ptr,
     destination_blocks_ptr,  # [num_pairs]
     source_blocks_ptr,  # [num_pairs]
-    stride_destination_layer,
-    stride_destination_block,
-    stride_source_layer,
-    stride_source_block,
+    stride_destination_layer: tl.int64,  # whatever their size: one compiled kernel for any pool
+    stride_destination_block: tl.int64,
+    stride_source_layer: tl.int64,
+    stride_source_block: tl.int64,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -73,6 +73,7 @@ def copy_blocks(
         SIZE=size,
         BLOCK=_BLOCK,
         num_warps=4,
+        **_host.LAUNCH_OPTIONS,
     )
 
 
@@ -85,7 +86,7 @@ def _check(
     """Raise ValueError, naming the argument, unless all fit one another."""
     if source.dim() < 3:
         raise ValueError(f"source: shape must be [*, *, ...], got {list(source.shape)}")
-    _host.check_dtype("source", source, _host.CACHE_DTYPES)
+    _host.check_dtype("source", source, (*_host.CACHE_DTYPES, torch.uint8))
     _host.check_dtype("destination", destination, (source.dtype,))
     _host.check_shape("destination", destination, (source.shape[0], None, *source.shape[2:]))
     for name, cache in (("source", source), ("destination", destination)):

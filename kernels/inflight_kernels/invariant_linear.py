@@ -130,5 +130,6 @@ def invariant_linear(
         BLOCK_C=32 if is_wide else _BLOCK_C,
         STAGES=2 if is_wide else 4,
         num_warps=8 if is_wide else 4,
+        **_host.LAUNCH_OPTIONS,
     )
     return out

@@ -59,5 +59,12 @@ def mask_logits(
         return
     chunk = min(_host.next_power_of_2(vocabulary), _MAX_CHUNK)
     _mask_logits_kernel[(_host.cdiv(vocabulary, chunk), len(masks))](
-        logits, masks, vocabulary, logits.stride(0), masks.stride(0), CHUNK=chunk, num_warps=8
+        logits,
+        masks,
+        vocabulary,
+        logits.stride(0),
+        masks.stride(0),
+        CHUNK=chunk,
+        num_warps=8,
+        **_host.LAUNCH_OPTIONS,
     )

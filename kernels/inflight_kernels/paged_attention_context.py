@@ -242,11 +242,11 @@ def choose_tile(
     if dtype == torch.float32:  # no tensor cores: small tiles, for checking rather than serving
         return ContextTile(max(smallest, 32), 16, stages=2, num_warps=8)
     rows = 128 if max_query_len is None else max_query_len * group
-    is_hopper, is_wide = _host.capability() >= 90, head_dim > 128
+    has_room, is_wide = _host.has_large_shared_memory(), head_dim > 128
     block_n = 32 if is_wide else 64
     if rows <= 16:
         return ContextTile(smallest, block_n, stages=3, num_warps=4)
-    if rows <= 64 or (is_wide and not is_hopper):
+    if rows <= 64 or (is_wide and not has_room):
         num_warps = 8 if is_wide else 4
         return ContextTile(max(smallest, 64), block_n, stages=3, num_warps=num_warps)
     name = _host.dtype_name(cache_dtype or dtype)
@@ -254,7 +254,7 @@ def choose_tile(
     if tuned is not None:
         return ContextTile(*tuned)
     is_large = is_wide and cache_dtype != torch.float8_e4m3fn
-    stages = 5 if is_hopper and not is_large else 3
+    stages = 5 if has_room and not is_large else 3
     return ContextTile(max(smallest, 128), block_n, stages=stages, num_warps=8)
 
 
@@ -353,5 +353,6 @@ def paged_attention_context(
         stride_head=key_cache.stride(2),
         TOKENS_PER_BLOCK=key_cache.shape[1],
         **(_host.ALL_REGISTERS if query.dtype == torch.float32 else {}),
+        **_host.LAUNCH_OPTIONS,
     )
     return out

@@ -6,11 +6,10 @@ with G query heads per KV head, ``softcap * tanh(s / softcap)`` applied to the s
 cap is given, and only the last ``sliding_window`` tokens visible when a window is given.
 
 One program owns one KV head of one request and one *split* of its tokens; the G query heads share
-the program, so every cached byte is read once. The grid is batch x splits x KV heads and depends
-on shapes only, never on lengths, so a launch can be captured in a CUDA graph; how many splits a
-row really uses is decided on the device from its length, and the other programs leave at once,
-between those of the next row that work, not as a tail behind the last one. A row with one split is
-written straight to the output; the rest is combined by a second kernel.
+the program, so every cached byte is read once. How many splits a row gets is decided on the device,
+once per step, from the lengths of all (`_generation_work`); the grid depends on shapes only, so a
+launch can be captured in a CUDA graph. A row with one split is written straight to the output; the
+rest is combined by a second kernel, in the order of the splits.
 
 An FP8 cache is read as words of two numbers, neighbours of one token. V is multiplied along the
 tokens, so the matrix units want it transposed on its way from shared memory, which is done for 16
@@ -36,6 +35,7 @@ import triton.language as tl
 
 from inflight_kernels import _host
 from inflight_kernels._device import dot, narrow, unpack_fp8, wait_for_inputs
+from inflight_kernels._generation_work import GenerationWork, plan_work
 from inflight_kernels._paging import (
     cache_strides,
     check_attention,
@@ -45,32 +45,6 @@ from inflight_kernels._paging import (
     to_product_dtype,
 )
 from inflight_kernels._tiles import tuned_tile
-
-# Tokens. A split shorter than the first costs more in the combine than it wins; a split longer
-# than the second is cut where the grid has room, so that one long row in a ragged batch does not
-# run alone at the end.
-_MIN_SPLIT = 128
-_LONG_SPLIT = 2048
-_MAX_SPLITS = 128
-# Programs per multiprocessor that splitting may make. Three (FP8: four) are resident and share the
-# bandwidth; of a few more than that, the last would run alone, and wait for memory.
-_PROGRAMS_PER_SM = 4
-# With so many, others work beside a row four times as long as the one that is cut in a small batch.
-_MANY_PROGRAMS_PER_SM = 7
-
-
-@triton.jit
-def _row_splits(
-    length, num_splits, base_splits, WINDOW: tl.constexpr, N: tl.constexpr, MIN: tl.constexpr,
-    LONG: tl.constexpr
-):  # fmt: skip
-    """First tile, tiles, and tiles per split of one row; tiles are N tokens, N-aligned."""
-    first_token = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
-    first_tile = first_token // N
-    num_tiles = tl.cdiv(length, N) - first_tile
-    wanted = tl.cdiv(num_tiles, base_splits)
-    wanted = tl.minimum(tl.maximum(wanted, MIN // N), LONG // N)
-    return first_tile, num_tiles, tl.maximum(wanted, tl.cdiv(num_tiles, num_splits))
 
 
 @triton.jit
@@ -87,22 +61,21 @@ def _weigh(scores, peak, total, visible, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "base_splits", "stride_table"],
+    do_not_specialize=["stride_table"],
     do_not_specialize_on_alignment=["block_tables_ptr", "context_lengths_ptr"],
 )
 def _paged_attention_generation_kernel(
     out_ptr,  # [B, H, D]
-    partial_ptr,  # [B, H, num_splits, D] float32: normalised output of each split
-    log_sum_ptr,  # [B, H, num_splits] float32: log2 of each split's sum of exponentials
+    partial_ptr,  # [num_items, H, D] float32: normalised output of each split
+    log_sum_ptr,  # [num_items, H] float32: log2 of each split's sum of exponentials
     query_ptr,  # [B, H, D]
     key_ptr,  # the cache: numbers of the query's dtype, or with IS_FP8 int16 words of two
     value_ptr,
     block_tables_ptr,  # [B, max_blocks]
     context_lengths_ptr,  # [B]
+    items_ptr,  # [num_items, 4], see `GenerationWork`
     scale,  # softmax scale times the scale of an FP8 key cache
     value_scale,
-    num_splits,
-    base_splits,
     stride_q_row,
     stride_q_head,
     stride_table,
@@ -113,28 +86,26 @@ def _paged_attention_generation_kernel(
     stride_v_token,
     stride_v_head,
     TOKENS_PER_BLOCK: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     wait_for_inputs()
-    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    length = tl.load(context_lengths_ptr + row)
-    first_tile, num_tiles, per_split = _row_splits(
-        length, num_splits, base_splits, WINDOW, BLOCK_N, MIN_SPLIT, LONG_SPLIT
-    )
-    if split > 0 and split * per_split >= num_tiles:
+    kv_head, item = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0).to(tl.int64) // NUM_KV_HEADS
+    row = tl.load(items_ptr + item * 4).to(tl.int64)
+    if row < 0:
         return
-    begin = (first_tile + split * per_split) * BLOCK_N
-    end = tl.minimum(length, begin + per_split * BLOCK_N)
+    begin = tl.load(items_ptr + item * 4 + 1) * BLOCK_N
+    end = tl.load(items_ptr + item * 4 + 2)
+    num_splits = tl.load(items_ptr + item * 4 + 3)
+    length = tl.load(context_lengths_ptr + row) if WINDOW > 0 else end
 
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     in_head = offs_d < HEAD_DIM
@@ -190,45 +161,34 @@ def _paged_attention_generation_kernel(
         acc = tl.interleave(acc, acc_odd)
     # A padding row has total == 0; its zeros must not become 0 / 0.
     acc = acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
-    if per_split >= num_tiles:
-        out_rows = out_ptr + (row * tl.num_programs(0) * GROUP + heads) * HEAD_DIM
+    if num_splits == 1:
+        out_rows = out_ptr + (row * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
         out = narrow(acc, out_ptr.dtype.element_ty)
         tl.store(out_rows[:, None] + offs_d[None, :], out, mask=q_mask)
     else:
-        slots = (row * tl.num_programs(0) * GROUP + heads) * num_splits + split
+        slots = item * NUM_KV_HEADS * GROUP + heads
         tl.store(partial_ptr + slots[:, None] * HEAD_DIM + offs_d[None, :], acc, mask=q_mask)
         tl.store(log_sum_ptr + slots, peak + tl.log2(total), mask=offs_m < GROUP)
 
 
-@triton.jit(
-    do_not_specialize=["num_splits", "base_splits"],
-    do_not_specialize_on_alignment=["context_lengths_ptr"],
-)
+@triton.jit
 def _combine_splits_kernel(
     out_ptr,
     partial_ptr,
     log_sum_ptr,
-    context_lengths_ptr,
-    num_splits,
-    base_splits,
+    split_rows_ptr,  # [n, 3], see `GenerationWork`
     HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    LONG_SPLIT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """out = sum_s 2^(log_sum_s) partial_s / sum_s 2^(log_sum_s), rows with one split left alone."""
     wait_for_inputs()
-    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(context_lengths_ptr + row)
-    _, num_tiles, per_split = _row_splits(
-        length, num_splits, base_splits, WINDOW, BLOCK_N, MIN_SPLIT, LONG_SPLIT
-    )
-    if per_split >= num_tiles:
+    head, entry = tl.program_id(0), tl.program_id(1)
+    row = tl.load(split_rows_ptr + entry * 3).to(tl.int64)
+    if row < 0:
         return
     BLOCK_S: tl.constexpr = 16  # at a time: one compiled kernel for any number of splits
-    num_used = tl.cdiv(num_tiles, per_split)
+    first_item = tl.load(split_rows_ptr + entry * 3 + 1).to(tl.int64)
+    num_used = tl.load(split_rows_ptr + entry * 3 + 2)
     row_head = row * tl.num_programs(0) + head
     offs_d = tl.arange(0, BLOCK_D)
     peak = tl.full([], -float("inf"), tl.float32)
@@ -237,7 +197,7 @@ def _combine_splits_kernel(
     for first in range(0, num_used, BLOCK_S):
         splits = first + tl.arange(0, BLOCK_S)
         used = splits < num_used
-        slots = row_head * num_splits + splits
+        slots = (first_item + splits) * tl.num_programs(0) + head
         log_sums = tl.load(log_sum_ptr + slots, mask=used, other=-float("inf"))
         peak_new = tl.maximum(peak, tl.max(log_sums, axis=0))
         weights = tl.exp2(log_sums - peak_new)
@@ -250,28 +210,6 @@ def _combine_splits_kernel(
         acc = acc * alpha + tl.sum(parts * weights[:, None], axis=0)
     out = narrow(acc / total, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row_head * HEAD_DIM + offs_d, out, mask=offs_d < HEAD_DIM)
-
-
-def choose_splits(
-    batch_size: int, num_kv_heads: int, num_sms: int, max_context: int
-) -> tuple[int, int]:
-    """(splits of the grid, splits a row aims for), from what a captured graph keeps constant.
-
-    The second fills the machine when all rows are equally long; the first leaves room to cut rows
-    longer than 2,048 tokens further, or than 8,192 in a batch that fills the machine many times.
-    Cost of the room: programs that leave after one load, and a launch that combines.
-    """
-    num_programs = batch_size * num_kv_heads
-    base = _PROGRAMS_PER_SM * num_sms // num_programs
-    base = max(1, min(base, _MAX_SPLITS, _host.cdiv(max_context, _MIN_SPLIT)))
-    is_many = num_programs >= _MANY_PROGRAMS_PER_SM * num_sms
-    room = min(8, _host.cdiv(max_context, _LONG_SPLIT * (4 if is_many else 1)))
-    return max(base, room), base
-
-
-def workspace_size(batch_size: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """float32 elements that partial results of that many splits take."""
-    return batch_size * num_heads * num_splits * (head_dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,30 +238,8 @@ def choose_tile(head_dim: int, cache_dtype: torch.dtype, group: int = 1) -> Gene
     num_warps = 8 if cache_dtype == torch.float32 else 4
     is_wide = head_dim > 128 or cache_dtype == torch.float32
     is_small = cache_dtype == torch.float8_e4m3fn and not is_wide
-    stages = 7 if is_small and 90 <= _host.capability() < 120 else 5
+    stages = 7 if is_small and _host.has_large_shared_memory() else 5
     return GenerationTile(block_n=32 if is_wide else 64, stages=stages, num_warps=num_warps)
-
-
-def _workspace(
-    workspace: torch.Tensor | None, query: torch.Tensor, num_splits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial outputs and their log-sums, carved from the caller's workspace if there is one."""
-    batch_size, num_heads, head_dim = query.shape
-    needed = workspace_size(batch_size, num_heads, head_dim, num_splits) if num_splits > 1 else 0
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=query.device)
-    else:
-        _host.check_shape("workspace", workspace, (None,))
-        _host.check_dtype("workspace", workspace, (torch.float32,))
-        _host.check_contiguous("workspace", workspace)
-        _host.check_same_device(query=query, workspace=workspace)
-        if workspace.numel() < needed:
-            raise ValueError(
-                f"workspace: needs {needed} elements for {num_splits} splits, "
-                f"got {workspace.numel()}; size it with workspace_size()"
-            )
-    num_partial = batch_size * num_heads * num_splits * head_dim if needed else 0
-    return workspace[:num_partial], workspace[num_partial:needed]
 
 
 def _words(name: str, cache: torch.Tensor) -> torch.Tensor:
@@ -336,6 +252,26 @@ def _words(name: str, cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.int16)
 
 
+def plan_generation(
+    num_heads: int,
+    key_cache: torch.Tensor,
+    block_tables: torch.Tensor,  # [B, max_blocks] int32
+    context_lengths: torch.Tensor,  # [B] int32
+    sliding_window: int | None = None,
+    *,
+    num_splits: int | None = None,
+    tile: GenerationTile | None = None,
+) -> GenerationWork:
+    """Which program does what in `paged_attention_generation` with the same arguments, for all
+    layers of a step whose caches are of one shape."""
+    tokens_per_block, num_kv_heads, head_dim = key_cache.shape[1:]
+    tile = tile or choose_tile(head_dim, key_cache.dtype, num_heads // num_kv_heads)
+    max_context = block_tables.shape[1] * tokens_per_block
+    return plan_work(
+        context_lengths, max_context, num_kv_heads, tile.block_n, sliding_window, num_splits
+    )
+
+
 def paged_attention_generation(
     query: torch.Tensor,  # [B, H, D] bfloat16, float16 or float32
     key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
@@ -345,20 +281,20 @@ def paged_attention_generation(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    workspace: torch.Tensor | None = None,
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     num_splits: int | None = None,
     tile: GenerationTile | None = None,
+    work: GenerationWork | None = None,
     out: torch.Tensor | None = None,  # [B, H, D], contiguous: written, instead of new memory
 ) -> torch.Tensor:
     """Attention output [B, H, D] in the query's dtype; the new token's K and V are in the cache.
 
     ``key_scale`` and ``value_scale`` multiply what an FP8 cache holds. With ``num_splits`` the
     split of a row depends on its own length only, so its result is the same in every batch;
-    without it the split is chosen to fill the machine. ``workspace`` (float32, one-dimensional,
-    at least ``workspace_size`` elements) is scratch; without it the allocator is asked.
+    without it splits are chosen to fill the machine. ``work`` is what `plan_generation` made for
+    these lengths, window, number of splits and tile; without it that is done here.
     Raises ValueError naming the argument that does not fit.
     """
     check_attention(
@@ -371,37 +307,41 @@ def paged_attention_generation(
     if batch_size == 0:
         return out
     num_kv_heads = key_cache.shape[2]
-    grid_splits, base_splits = (
-        (num_splits, num_splits)
-        if num_splits
-        else choose_splits(
-            batch_size,
-            num_kv_heads,
-            _host.num_sms(query.device),
-            block_tables.shape[1] * key_cache.shape[1],
-        )
-    )
-    partial, log_sum = _workspace(workspace, query, grid_splits)
     group = num_heads // num_kv_heads
     tile = tile or choose_tile(head_dim, key_cache.dtype, group)
+    if work is None:
+        work = plan_generation(
+            num_heads,
+            key_cache,
+            block_tables,
+            context_lengths,
+            sliding_window,
+            num_splits=num_splits,
+            tile=tile,
+        )
+    elif work.block_n != tile.block_n:
+        raise ValueError(f"work: made for tiles of {work.block_n} tokens, not {tile.block_n}")
+    num_items, num_split_rows = len(work.items), len(work.split_rows)
+    # Partial results of each item, if there may be any, and their log-sums behind them.
+    num_partial = num_items * num_heads * head_dim if num_split_rows else 0
+    scratch = torch.empty(
+        num_partial + num_partial // head_dim, dtype=torch.float32, device=query.device
+    )
+    partial, log_sum = scratch[:num_partial], scratch[num_partial:]
     is_fp8 = key_cache.dtype == torch.float8_e4m3fn
     strides = cache_strides(key_cache, value_cache)
     if is_fp8:
         key_cache, value_cache = _words("key_cache", key_cache), _words("value_cache", value_cache)
+    capability = _host.capability()
+    is_bound = capability >= 120 or (is_fp8 and capability < 90)
     # A matrix product is 16 numbers deep at least: of words, half the head must be.
     block_d = max(_host.next_power_of_2(head_dim), 32 if is_fp8 else 16)
     common: dict[str, Any] = {
-        "num_splits": grid_splits,
-        "base_splits": base_splits,
         "HEAD_DIM": head_dim,
-        "WINDOW": sliding_window or 0,
-        "MIN_SPLIT": _MIN_SPLIT,
-        "LONG_SPLIT": _LONG_SPLIT,
-        "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
-        **_host.LAUNCH_OPTIONS,
+        **_host.EARLY_OPTIONS,
     }
-    _paged_attention_generation_kernel[(num_kv_heads, grid_splits, batch_size)](
+    _paged_attention_generation_kernel[(num_kv_heads * num_items,)](
         out,
         partial,
         log_sum,
@@ -410,30 +350,30 @@ def paged_attention_generation(
         value_cache,
         block_tables,
         context_lengths,
+        work.items,
         scale * key_scale,
         value_scale,
         stride_q_row=query.stride(0),
         stride_q_head=query.stride(1),
         stride_table=block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         IS_FP8=is_fp8,
+        WINDOW=sliding_window or 0,
         SOFTCAP=softcap or 0.0,
         **strides,
         # A matrix product has 16 rows at least. Padded even for a single query head it takes a
-        # third of the instructions of multiply-adds (335 per warp and 64 keys in sm_90 code).
+        # third of the instructions of multiply-adds (345 per warp and 64 keys in sm_90 code).
         BLOCK_M=max(16, _host.next_power_of_2(group)),
+        BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         num_warps=tile.num_warps,
-        # There shared memory bounds the resident programs: two of heads of 80 to 128.
-        **(_host.ALL_REGISTERS if is_fp8 and _host.capability() < 90 else {}),
+        # There shared memory bounds the resident programs: one or two of heads of 80 to 128.
+        **(_host.ALL_REGISTERS if is_bound else {}),
         **common,
     )
-    if grid_splits > 1:
-        _combine_splits_kernel[(num_heads, batch_size)](
-            out,
-            partial,
-            log_sum,
-            context_lengths,
-            **common,
+    if num_split_rows:
+        _combine_splits_kernel[(num_heads, num_split_rows)](
+            out, partial, log_sum, work.split_rows, **common
         )
     return out

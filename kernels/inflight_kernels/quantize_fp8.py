@@ -60,6 +60,6 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             SIZE=size,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
-            **_host.LAUNCH_OPTIONS,
+            **_host.EARLY_OPTIONS,
         )
     return out, scales

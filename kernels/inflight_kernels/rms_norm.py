@@ -4,11 +4,14 @@
 
 ``round`` is to the dtype of x, as the checkpoints' own code does. With a residual, x is
 ``round(x + residual)``, which is returned too. One program per token; each number is read and
-written once.
+written once. With scales, x is an FP8 product in float32 that still lacks those of its tokens and
+columns: ``round(x * token_scale * column_scale)`` is what is added, in the residual's dtype.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
+
+from typing import TypeAlias
 
 import torch
 import triton
@@ -20,6 +23,9 @@ from inflight_kernels._device import FP8_MAX, narrow, to_fp8, wait_for_inputs
 # A row is held in registers: 64 float32 per thread at 16 warps.
 _MAX_HIDDEN = 32768
 
+Scales: TypeAlias = tuple[torch.Tensor, ...]
+"""Of tokens [T, 1] and of columns [hidden, 1], float32."""
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -29,11 +35,14 @@ def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    token_scales_ptr,  # [T] float32, with SCALED
+    column_scales_ptr,  # [HIDDEN] float32, with SCALED
     eps,
     stride_x,
     stride_residual,
     HIDDEN: tl.constexpr,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
     QUANTIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -42,7 +51,10 @@ def _rms_norm_kernel(
     offs = tl.arange(0, BLOCK)
     mask = offs < HIDDEN
     x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0)
-    dtype = x.dtype
+    dtype = residual_ptr.dtype.element_ty
+    if SCALED:
+        columns = tl.load(column_scales_ptr + offs, mask=mask, other=0.0)
+        x = narrow(x * tl.load(token_scales_ptr + row) * columns, dtype)
     if ADD:
         residual = tl.load(residual_ptr + row * stride_residual + offs, mask=mask, other=0.0)
         x = narrow(x.to(tl.float32) + residual.to(tl.float32), dtype)
@@ -66,10 +78,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x_scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of x + residual, x + residual), all [T, hidden] of one dtype; inputs are kept."""
-    out, new_residual, _ = _launch(x, residual, weight, eps, quantize=False)
+    """(norm of x + residual, x + residual), all [T, hidden] of one dtype; inputs are kept. With
+    ``x_scales``, of tokens [T, 1] and columns [hidden, 1], x is float32 and yet to be scaled."""
+    out, new_residual, _ = _launch(x, residual, weight, eps, x_scales, quantize=False)
     return out, new_residual
 
 
@@ -82,10 +99,15 @@ def rms_norm_fp8(
 
 
 def add_rms_norm_fp8(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x_scales: Scales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(norm of x + residual as float8_e4m3fn, its scales [T, 1] float32, x + residual)."""
-    out, new_residual, scales = _launch(x, residual, weight, eps, quantize=True)
+    """(norm of x + residual as float8_e4m3fn, its scales [T, 1] float32, x + residual);
+    ``x_scales`` as in `add_rms_norm`."""
+    out, new_residual, scales = _launch(x, residual, weight, eps, x_scales, quantize=True)
     return out, scales, new_residual
 
 
@@ -94,17 +116,20 @@ def _launch(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    x_scales: Scales | None = None,
     *,
     quantize: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, new residual, scales); the last two are empty unless asked for."""
-    _check(x, residual, weight)
+    token_scales, column_scales = x_scales or (None, None)
+    _check(x, residual, weight, token_scales, column_scales)
     num_tokens, hidden = x.shape
-    out_dtype = torch.float8_e4m3fn if quantize else x.dtype
+    dtype = x.dtype if residual is None else residual.dtype
+    out_dtype = torch.float8_e4m3fn if quantize else dtype
     out = torch.empty((num_tokens, hidden), dtype=out_dtype, device=x.device)
     scales = torch.empty((num_tokens if quantize else 0, 1), dtype=torch.float32, device=x.device)
     new_residual = torch.empty(
-        (0 if residual is None else num_tokens, hidden), dtype=x.dtype, device=x.device
+        (0 if residual is None else num_tokens, hidden), dtype=dtype, device=x.device
     )
     if num_tokens:
         block = _host.next_power_of_2(hidden)
@@ -115,21 +140,30 @@ def _launch(
             x,
             x if residual is None else residual,
             weight,
+            weight if token_scales is None else token_scales,
+            weight if column_scales is None else column_scales,
             eps,
             x.stride(0),
             0 if residual is None else residual.stride(0),
             HIDDEN=hidden,
             ADD=residual is not None,
+            SCALED=x_scales is not None,
             QUANTIZE=quantize,
             BLOCK=block,
             num_warps=min(max(block // 512, 4), 16),
-            **_host.LAUNCH_OPTIONS,
+            **_host.EARLY_OPTIONS,
         )
     return out, new_residual, scales
 
 
 @_host.once_in_a_row
-def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor) -> None:
+def _check(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    token_scales: torch.Tensor | None,
+    column_scales: torch.Tensor | None,
+) -> None:
     """Raise ValueError, naming the argument, unless all fit one another."""
     _host.check_shape("x", x, (None, None))
     _host.check_dtype("x", x, _host.FLOAT_DTYPES)
@@ -143,5 +177,16 @@ def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor)
     _host.check_same_device(x=x, weight=weight, residual=residual)
     if residual is not None:
         _host.check_shape("residual", residual, x.shape)
-        _host.check_dtype("residual", residual, (x.dtype,))
+        is_scaled = token_scales is not None
+        _host.check_dtype("residual", residual, _host.FLOAT_DTYPES if is_scaled else (x.dtype,))
         _host.check_rows("residual", residual)
+    for name, scales, length in (
+        ("token", token_scales, len(x)),
+        ("column", column_scales, hidden),
+    ):
+        if scales is not None:
+            _host.check_dtype("x", x, (torch.float32,))
+            _host.check_shape(f"{name} scales", scales, (length, 1))
+            _host.check_dtype(f"{name} scales", scales, (torch.float32,))
+            _host.check_contiguous(f"{name} scales", scales)
+            _host.check_same_device(**{"x": x, f"{name} scales": scales})

@@ -274,6 +274,6 @@ def rope_write_kv(
         HEADS=heads,
         BLOCK=_host.next_power_of_2(head_dim // 2),
         num_warps=2,  # 8 heads of 64 pairs: one 16-byte access per thread and half
-        **_host.LAUNCH_OPTIONS,
+        **_host.EARLY_OPTIONS,
     )
     return out

@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 
 from inflight_kernels import _host
+from inflight_kernels._threshold import find_threshold, ordered_bits, scaled
 
 _MAX_CHUNK = 4096
 # Sixteen sums per element are held in registers while a threshold is searched.
@@ -54,108 +55,6 @@ def _mix(value):
     value = (value ^ (value >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     value = (value ^ (value >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
     return value ^ (value >> 31)
-
-
-@triton.jit
-def _over_temperature(logits, is_token, temperature):
-    """logits / temperature in float32, -inf where there is no token; exact division, so that ties
-    are the reference's."""
-    logits = logits.to(tl.float32)
-    x = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
-    # A tiny temperature may overflow; what counts is the distance from the best token.
-    x = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
-    return tl.where(is_token, x, -float("inf"))
-
-
-@triton.jit
-def _scaled(logits_ptr, offs, vocabulary, temperature):
-    """logits / temperature at ``offs``, -inf past the end."""
-    is_token = offs < vocabulary
-    logits = tl.load(logits_ptr + offs, mask=is_token, other=-float("inf"))
-    return _over_temperature(logits, is_token, temperature)
-
-
-@triton.jit
-def _ordered_bits(x):
-    """float32 to uint32 so that order is kept: the larger number has the larger bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
-    return flipped.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _is_in_question(bits, threshold, shift, floor):
-    """Whether a token's higher digits than those at ``shift`` are the threshold's."""
-    # (A shift by 32 would be undefined.)
-    return (((bits ^ threshold) >> shift) < 16) & (bits >= floor)
-
-
-@triton.jit
-def _copy_in_question(
-    copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift, floor, best,
-    least, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Copy the logits of the tokens in question that are ``best + least`` or more, in order, as far
-    as there are places; returns how many such tokens there are."""
-    number = 0
-    for first in range(0, vocabulary, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
-        is_token = offs < vocabulary
-        logits = tl.load(logits_ptr + offs, mask=is_token, other=-float("inf"))
-        x = _over_temperature(logits, is_token, temperature)
-        is_copied = _is_in_question(_ordered_bits(x), threshold, shift, floor) & is_token
-        is_copied &= x - best >= least  # the difference, not the sum, is exact where it matters
-        places = number + tl.cumsum(is_copied.to(tl.int32), axis=0) - 1
-        tl.store(copied_ptr + places, logits, mask=is_copied & (places < num_places))
-        number += tl.sum(is_copied.to(tl.int32), axis=0)
-    tl.debug_barrier()  # what one thread has written is read by others
-    return number
-
-
-@triton.jit
-def _find_threshold(
-    logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, target, least,
-    BY_MASS: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """Ordered bits of the largest t with measure(x >= t) >= target; 0 if rounding leaves none such.
-
-    Measured are tokens whose ordered bits are at least ``floor``: counted, or, with BY_MASS,
-    exp(x - best) summed; then t is at least ``best + least``, and tokens below need not be read.
-    Each pass fixes four more bits of t, from the top. copied_ptr [num_places], of the logits'
-    dtype, is written.
-    """
-    digits = tl.arange(0, 16)
-    threshold = tl.full([], 0, tl.uint32)
-    above = tl.full([], 0.0, tl.float32)  # measure of what lies over the digits in question
-    num_read = vocabulary
-    for step in range(8):
-        shift = 28 - 4 * step
-        is_tried = (step == 2) | (step == 3) | ((step == 0) & BY_MASS)
-        if is_tried & (num_read == vocabulary):
-            num_left = _copy_in_question(
-                copied_ptr, num_places, logits_ptr, vocabulary, temperature, threshold, shift,
-                floor, best, least, 2 * TILE
-            )  # fmt: skip
-            if num_left <= num_places:
-                logits_ptr, num_read = copied_ptr, num_left
-        # Summed per lane and only then across lanes: one reduction per pass.
-        lanes = tl.zeros([TILE, 16], tl.float32)
-        for first in range(0, num_read, TILE):
-            offs = first + tl.arange(0, TILE)
-            x = _scaled(logits_ptr, offs, num_read, temperature)
-            bits = _ordered_bits(x)
-            counted = _is_in_question(bits, threshold, shift, floor) & (offs < num_read)
-            weight = tl.exp(x - best) if BY_MASS else tl.full([TILE], 1.0, tl.float32)
-            weight = tl.where(counted, weight, 0.0)
-            digit = ((bits >> shift) & 15).to(tl.int32)
-            lanes += tl.where(digit[:, None] == digits[None, :], weight[:, None], 0.0)
-        measures = tl.sum(lanes, axis=0)
-        # Measure of x >= threshold with this digit, for each digit; it falls with the digit.
-        at_least = above + tl.cumsum(measures, axis=0, reverse=True)
-        chosen = tl.maximum(tl.sum((at_least >= target).to(tl.int32), axis=0) - 1, 0)
-        above += tl.sum(tl.where(digits > chosen, measures, 0.0), axis=0)
-        threshold = threshold | (chosen.to(tl.uint32) << shift)
-    return threshold
 
 
 # A column of one row lies wherever its table has it, and sums behind as many maxima as there are:
@@ -188,7 +87,7 @@ def _chunk_kernel(
     tl.store(tokens_ptr + slot, chunk * CHUNK + index)
     temperature = tl.load(temperature_ptr + row * stride_temperature)
     if temperature > 0:
-        x = _scaled(logits_ptr, offs, vocabulary, temperature)
+        x = scaled(logits_ptr, offs, vocabulary, temperature)
         tl.store(sums_ptr + slot, tl.sum(tl.exp(x - tl.max(x, axis=0)), axis=0))
 
 
@@ -201,7 +100,7 @@ def _filter_floor(
     floor = tl.full([], 0, tl.uint32)
     if top_k > 0:
         wanted = tl.minimum(top_k, vocabulary).to(tl.float32)
-        floor = _find_threshold(
+        floor = find_threshold(
             logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, wanted,
             -float("inf"), False, TILE
         )  # fmt: skip
@@ -209,13 +108,13 @@ def _filter_floor(
         if top_k > 0:
             lanes = tl.zeros([TILE], tl.float32)
             for first in range(0, vocabulary, TILE):
-                x = _scaled(logits_ptr, first + tl.arange(0, TILE), vocabulary, temperature)
-                lanes += tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
+                x = scaled(logits_ptr, first + tl.arange(0, TILE), vocabulary, temperature)
+                lanes += tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             mass = tl.sum(lanes, axis=0)
         # What lies further below the best token than this has a tenth of the mass that may be left
         # out, even if that is all tokens.
         least = tl.log(0.1 * (1.0 - top_p) * mass / vocabulary)
-        floor = tl.maximum(floor, _find_threshold(
+        floor = tl.maximum(floor, find_threshold(
             logits_ptr, copied_ptr, num_places, vocabulary, temperature, best, floor, top_p * mass,
             least, True, TILE
         ))  # fmt: skip
@@ -233,8 +132,8 @@ def _draw(
     if floor > 0:
         sums = tl.zeros_like(sums)
         for first in range(0, vocabulary, CHUNK):
-            x = _scaled(logits_ptr, first + tl.arange(0, CHUNK), vocabulary, temperature)
-            weight = tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
+            x = scaled(logits_ptr, first + tl.arange(0, CHUNK), vocabulary, temperature)
+            weight = tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
             sums = tl.where(chunks == first // CHUNK, tl.sum(weight, axis=0), sums)
     total = tl.sum(sums, axis=0)
     wanted = noise * total
@@ -245,8 +144,8 @@ def _draw(
     wanted -= tl.sum(tl.where(chunks < chunk, sums, 0.0), axis=0)
 
     offs = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _scaled(logits_ptr, offs, vocabulary, temperature)
-    weight = tl.where(_ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
+    x = scaled(logits_ptr, offs, vocabulary, temperature)
+    weight = tl.where(ordered_bits(x) >= floor, tl.exp(x - best), 0.0)
     is_beyond = (tl.cumsum(weight, axis=0) > wanted) & (weight > 0)
     first_beyond = tl.min(tl.where(is_beyond, offs, vocabulary), axis=0)
     last = tl.max(tl.where(weight > 0, offs, 0), axis=0)
@@ -332,7 +231,7 @@ def _sample_kernel(
             mass, top_k, top_p, TILE
         )  # fmt: skip
         if HAS_MIN_P:
-            least = _ordered_bits(top + tl.log(tl.where(min_p > 0, min_p, 1.0)))
+            least = ordered_bits(top + tl.log(tl.where(min_p > 0, min_p, 1.0)))
             floor = tl.maximum(floor, tl.where(min_p > 0, least, 0))
         seed = tl.load(seeds_ptr + row * stride_seeds)
         noise = _uniform(seed, tl.load(positions_ptr + row))
@@ -404,6 +303,7 @@ def sample_with_log_probs(
         temperature.stride(0),
         CHUNK=chunk,
         num_warps=8,
+        **_host.LAUNCH_OPTIONS,
     )
     _sample_kernel[(num_rows,)](
         out,
@@ -433,6 +333,7 @@ def sample_with_log_probs(
         TILE=min(chunk, _MAX_TILE),
         BLOCK_C=_host.next_power_of_2(num_chunks),
         num_warps=16,
+        **_host.LAUNCH_OPTIONS,
     )
     return out, log_probs
 

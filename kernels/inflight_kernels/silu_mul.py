@@ -60,7 +60,7 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
             SIZE=size,
             QUANTIZE=False,
             BLOCK=_BLOCK,
-            **_host.LAUNCH_OPTIONS,
+            **_host.EARLY_OPTIONS,
         )
     return out
 
@@ -86,7 +86,7 @@ def silu_mul_fp8(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             QUANTIZE=True,
             BLOCK=block,
             num_warps=min(max(block // 1024, 4), 16),
-            **_host.LAUNCH_OPTIONS,
+            **_host.EARLY_OPTIONS,
         )
     return out, scales
 

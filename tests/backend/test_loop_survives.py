@@ -6,11 +6,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakes import CountingEngine
+from fakes import CountedStep, CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 from triton_harness import wait_until
 
@@ -228,6 +229,72 @@ def replace(owner: Any, name: str, error: BaseException) -> Once:
     setattr(Wrapped, name, lambda self, *args, **options: once(*args, **options))
     owner.__class__ = Wrapped
     return once
+
+
+def test_an_engine_that_cannot_begin_is_told_and_leaves_no_loop_behind() -> None:
+    engine = CountingEngine()
+    vars(engine)["prepare_thread"] = Once(lambda: None, RuntimeError("no product runs"))
+    vars(engine)["prepare_thread"].arm()
+    with pytest.raises(RuntimeError, match="no product runs"), running(Recorder(), engine):
+        pass
+    wait_until(lambda: "GptManager" not in {thread.name for thread in threading.enumerate()})
+
+
+class _Failing(CountingEngine):
+    """Raises ``error`` in ``place`` of the second step: execute, submit, or read."""
+
+    def __init__(self, place: str, error: Exception) -> None:
+        super().__init__()
+        self._place, self._error = place, error
+
+    def submit(self, batch: ScheduledBatch) -> CountedStep:
+        step = super().submit(batch)
+        self._fail("submit", batch)
+        if self._place == "read" and batch.iteration == 1:
+            once = Once(step.read, self._error)
+            once.arm()
+            return SimpleNamespace(read=once)  # type: ignore[return-value]
+        return step
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        self._fail("execute", batch)
+        return super().execute(batch)
+
+    def _fail(self, place: str, batch: ScheduledBatch) -> None:
+        if (place, batch.iteration) == (self._place, 1):
+            raise self._error
+
+
+def _accelerator_error(code: int) -> torch.AcceleratorError:
+    error = torch.AcceleratorError("CUDA error")
+    vars(error)["error_code"] = code  # as torch's own code does
+    return error
+
+
+@pytest.mark.parametrize("place", ["execute", "submit", "read"])
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (_accelerator_error(700), True),  # an illegal address: every later call fails with it
+        (_accelerator_error(2), False),  # no memory
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("shapes do not fit"), False),
+    ],
+)
+def test_a_lost_device_is_unhealthy_at_once_and_for_good(
+    place: str, error: Exception, is_lost: bool
+) -> None:
+    overlap = OverlapScheduler.OFF if place == "execute" else OverlapScheduler.ON
+    params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
+    recorder = Recorder([request(1, [1], 10)])
+    with running(recorder, _Failing(place, error), params=params) as manager:
+        recorder.wait_for_finals(1)
+        assert finals_of(recorder, 1) == [STEP_FAILED]
+        assert manager.health.is_healthy != is_lost
+        recorder.pending.append(request(2, [20], 3))
+        manager.wake()
+        recorder.wait_for_finals(2)
+        assert manager.health.is_healthy != is_lost
 
 
 def test_a_loop_that_fails_again_and_again_is_not_healthy_until_it_works() -> None:

@@ -117,7 +117,9 @@ def test_nothing_of_a_step_that_ended_the_thread_is_taken_as_cached(is_overlappe
             recorder.pending += later
 
     recorder.on_response = send_later
-    params = TrtGptModelOptionalParams(KvCacheConfig(enable_block_reuse=True), max_batch_size=4)
+    params = TrtGptModelOptionalParams(
+        KvCacheConfig(enable_block_reuse=True), max_batch_size=4, enable_chunked_context=False
+    )
     engine = EngineThatLeavesOnce(max_num_tokens=24)
     engine.is_asynchronous = is_overlapped
     with running(recorder, engine, params=params) as manager:

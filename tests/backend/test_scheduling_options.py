@@ -20,7 +20,7 @@ from manager_harness import (
 from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, ConfigurationError
-from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_scheduler import (
     ActiveRequests,
@@ -29,6 +29,7 @@ from inflight_scheduler import (
     ContextChunkingPolicy,
     LlmRequest,
     ScheduledBatch,
+    TrtGptModelType,
 )
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
@@ -57,11 +58,34 @@ def test_a_prompt_over_the_token_budget_runs_in_chunks(
     assert max(batch.num_tokens for batch in engine.batches) <= 16
 
 
-def test_without_chunks_such_a_prompt_is_refused_with_the_fix() -> None:
-    recorder = Recorder([request(1, list(range(30)), 5)])
-    with running(recorder, CountingEngine(max_num_tokens=16), params=params()):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"params": params(enable_chunked_context=False)},
+        {"params": params(deterministic_mode=True)},  # other chunks could be other numbers
+        {"model_type": TrtGptModelType.V1},
+    ],
+)
+def test_without_chunks_such_a_prompt_is_refused_with_the_fix(options: dict[str, Any]) -> None:
+    recorder = Recorder([request(1, list(range(30)), 5, streaming=False)])
+    with running(recorder, CountingEngine(max_num_tokens=16), **options):
         recorder.wait_for_finals(1)
-    assert "set enable_chunked_context" in recorder.responses[1][0][2]
+    text = recorder.responses[1][0][2]
+    assert "set enable_chunked_context" in text
+    assert "30" in text
+    assert "16" in text
+
+
+@pytest.mark.parametrize(("max_seq_len", "is_chunked"), [(17, True), (16, False)])
+def test_contexts_run_in_chunks_by_default_where_a_step_may_not_hold_them(
+    max_seq_len: int, is_chunked: bool
+) -> None:
+    engine = CountingEngine(max_num_tokens=16, max_seq_len=max_seq_len)
+    recorder = Recorder([request(i, list(range(i, i + 12)), 3) for i in (1, 2)])
+    with running(recorder, engine, params=params(kv_cache_config=KvCacheConfig(None, 0.9, False))):
+        recorder.wait_for_finals(1, 2)
+    chunks = [chunk for batch in engine.batches for chunk in batch.context_chunks]
+    assert any(not chunk.is_last for chunk in chunks) == is_chunked
 
 
 def test_a_static_batch_admits_nobody_until_it_has_ended() -> None:
@@ -105,7 +129,7 @@ def test_where_a_pause_may_come_its_text_must_fit_an_iteration(
 ) -> None:
     """Of 10 prompt tokens and 8 more, 17 may have to be computed again; 16 fit."""
     recorder = Recorder([request(1, range(10), 8), request(2, range(10), 7)])
-    options = params(scheduler_class=scheduler_class)
+    options = params(scheduler_class=scheduler_class, enable_chunked_context=False)
     with running(recorder, CountingEngine(max_num_tokens=16), policy, params=options):
         recorder.wait_for_finals(1, 2)
     assert recorder.tokens(2) == list(range(10, 17))

@@ -1,8 +1,8 @@
 """What models launch, as calls that need shapes only: the 8B all of it, others what differs there.
 
 As a script it compiles every case and writes the reports as JSON, beside the counts of `key_cases`,
-or with ``--layer`` the kernels of a generation step's layers alone; `test_compile.py` runs it in a
-process of its own, where Triton does not interpret.
+or with ``--only`` a few of them alone; `test_compile.py` runs it in a process of its own, where
+Triton does not interpret.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ _CACHES = (_BF16, _FP8, torch.float32)
 _BOTH = (80, 90)
 _ADA = (89,)  # the first that converts FP8
 _HOPPER = (90,)
+_SMALL = (120,)  # 99 KiB of shared memory for a program
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def attention_cases() -> Iterator[Case]:
     generation op reads an FP8 cache in a way of its own, so it has more of those."""
     table: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
         (LLAMA_8B, 64, _BF16, _BOTH, {}),
-        (LLAMA_8B, 32, _BF16, _BOTH, {}),  # the default
+        (LLAMA_8B, 32, _BF16, (*_BOTH, *_SMALL), {}),  # the default
         (LLAMA_8B, 16, _BF16, _HOPPER, {}),
         (LLAMA_8B, 64, _FP8, _HOPPER, {}),
         (LLAMA_8B, 32, _FP8, _HOPPER, {}),
@@ -115,7 +116,7 @@ def attention_cases() -> Iterator[Case]:
         (LLAMA_8B, 64, _BF16, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
         (HEAD_64, 32, _BF16, _HOPPER, {}),
         (HEAD_80, 64, _BF16, _HOPPER, {}),
-        (HEAD_256, 64, _BF16, _BOTH, {}),
+        (HEAD_256, 64, _BF16, (*_BOTH, *_SMALL), {}),
         (GROUP_5, 64, _BF16, _HOPPER, {}),
         *((shape, 16, dtype, _HOPPER, {}) for shape in (HEAD_16, HEAD_32) for dtype in _CACHES),
     ]
@@ -123,13 +124,13 @@ def attention_cases() -> Iterator[Case]:
         (LLAMA_13B, 64, _FP8, _HOPPER, {}),
         (LLAMA_8B, 64, _FP8, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
         (HEAD_80, 64, _FP8, _HOPPER, {}),
-        (HEAD_256, 64, _FP8, _HOPPER, {}),
+        (HEAD_256, 64, _FP8, (*_HOPPER, *_SMALL), {}),
         (HEAD_80, 16, _FP8, _ADA, {}),
         (HEAD_96, 64, _FP8, _ADA, {}),
     ]
     # Within five of the 255 registers that a thread may have.
     tight: list[tuple[Shape, int, torch.dtype, tuple[int, ...], dict[str, Any]]] = [
-        (HEAD_256, 64, _FP8, _HOPPER, {}),
+        (HEAD_256, 64, _FP8, (*_HOPPER, *_SMALL), {}),
         (HEAD_256, 32, _FP8, _HOPPER, {"sliding_window": 4096, "softcap": 50.0}),
         (GROUP_8, 32, _FP8, _HOPPER, {}),
     ]
@@ -204,6 +205,9 @@ def token_cases() -> Iterator[Case]:
         yield Case("rms_norm", f"{each.name} add", _BOTH, partial(add_rms_norm, *add))
         yield Case("rms_norm", f"{each.name} fp8", _HOPPER, partial(rms_norm_fp8, *norm))
         yield Case("rms_norm", f"{each.name} add fp8", _HOPPER, partial(add_rms_norm_fp8, *add))
+        scales = (torch.empty(64, 1), torch.empty(each.hidden, 1))
+        unscaled = partial(add_rms_norm_fp8, x.float(), x, x[0], 1e-5, scales)
+        yield Case("rms_norm", f"{each.name} add fp8 unscaled", _HOPPER, unscaled)
         yield Case("quantize_fp8", each.name, _HOPPER, partial(quantize_fp8, x))
     yield Case("silu_mul", shape.name, _BOTH, partial(silu_mul, gate_up))
     yield Case("silu_mul", f"{shape.name} fp8", _HOPPER, partial(silu_mul_fp8, gate_up))
@@ -222,11 +226,19 @@ def token_cases() -> Iterator[Case]:
 
 
 def layer_cases() -> Iterator[Case]:
-    """Each kernel of a generation step's layers once."""
+    """Each kernel of a generation step's layers once, for sm_90."""
     ops = ("rms_norm", "quantize_fp8", "silu_mul", "rope_write_kv", "paged_attention_generation")
     cases = [*attention_cases(), *token_cases()]
     for op in ops:
-        yield next(case for case in cases if case.op == op)
+        yield replace(next(case for case in cases if case.op == op), capabilities=_HOPPER)
+
+
+def draw_cases() -> Iterator[Case]:
+    """Those of the draw."""
+    return (case for case in token_cases() if case.op == "sample")
+
+
+PARTS: dict[str, Callable[[], Iterator[Case]]] = {"layer": layer_cases, "draw": draw_cases}
 
 
 def main() -> None:
@@ -234,14 +246,16 @@ def main() -> None:
     how many of every kernel steps of different shapes take."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", required=True, help="file for the reports")
-    parser.add_argument("--layer", action="store_true", help="kernels of a layer, for sm_90")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these and no counts")
     options = parser.parse_args()
-    cases = layer_cases() if options.layer else (*attention_cases(), *token_cases())
-    counts = {} if options.layer else count_kernels()
+    cases = [*attention_cases(), *token_cases()]
+    if options.only:
+        cases = [case for part in options.only for case in PARTS[part]()]
+    counts = {} if options.only else count_kernels()
     reports = [
         {"op": case.op, "label": case.label, **report.as_json()}
         for case in cases
-        for capability in (_HOPPER if options.layer else case.capabilities)
+        for capability in case.capabilities
         for report in record(capability, case.call)
     ]
     with open(options.output, "w", encoding="utf-8") as file:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from kernels.machine_code import disassemble, overwritten_inputs
+from kernels.machine_code import disassemble, loop_lengths, overwritten_inputs
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -52,6 +52,7 @@ class CompiledKernel:
     waits_first: bool  # for that kernel, before it touches global memory
     num_register_inputs: int  # products of a warp group that read registers
     overwritten_inputs: list[str]  # those that lose what they read, see `machine_code`
+    loop_lengths: list[int]  # see `machine_code`
 
     def as_json(self) -> dict[str, Any]:
         """A dict of numbers and strings."""
@@ -101,6 +102,8 @@ def _recording(capability: int) -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        # What is not asked for changes with the release (`_host.LAUNCH_OPTIONS`).
+        assert kwargs.get("enable_fp_fusion"), f"{self.fn.__name__} leaves fusion to the compiler"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         launched.append((kernel, tuple(grid)))
         return kernel
@@ -133,10 +136,8 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
             capture_output=True,
             text=True,
         ).stdout
-        has_wgmma = "wgmma.mma_async" in ptx
-        num_inputs, overwritten = (
-            overwritten_inputs(disassemble(Path(cubin.name))) if has_wgmma else (0, [])
-        )
+        code = disassemble(Path(cubin.name))
+    num_inputs, overwritten = overwritten_inputs(code)
     first_access = re.search(r"\b(ld|st|atom|red|cp\.async)\S*\.global", ptx)
     assert first_access is not None
     numbers = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED):(\d+)", usage)}
@@ -160,4 +161,5 @@ def _read(kernel: Any, capability: int, grid: tuple[int, ...]) -> CompiledKernel
         waits_first="griddepcontrol.wait" in ptx[: first_access.start()],
         num_register_inputs=num_inputs,
         overwritten_inputs=overwritten,
+        loop_lengths=loop_lengths(code),
     )

@@ -1,4 +1,4 @@
-"""Reads machine code of Hopper for one fault of its assembler.
+"""Reads machine code: for one fault of Hopper's assembler, and for the length of loops.
 
 A matrix product of a warp group runs while the instructions behind it are issued, and may take its
 first factor from registers: then these must keep their numbers until the product has been waited
@@ -67,6 +67,21 @@ def overwritten_inputs(code: Code) -> tuple[int, list[str]]:
             if writer := _first_writer(code, number + 1, inputs):
                 faults.append(f"{instruction}  <-  {writer}")
     return num_products, faults
+
+
+def loop_lengths(code: Code) -> list[int]:
+    """Instructions of each loop with two global loads and no shuffle, from the target of a backward
+    branch to the branch: such are the draw's, which go over a row of logits in search of a
+    threshold."""
+    lengths = []
+    for number, instruction in enumerate(code.instructions):
+        jump = _JUMP.search(instruction)
+        if jump and (first := code.labels[jump[1]]) <= number:
+            body = code.instructions[first : number + 1]
+            names = [re.split(r"[ .]", _GUARD.sub("", each))[0] for each in body]
+            if names.count("LDG") == 2 and "SHFL" not in names:
+                lengths.append(len(body))
+    return lengths
 
 
 def _first_writer(code: Code, start: int, inputs: set[int]) -> str | None:

@@ -10,9 +10,9 @@ from kernels.paged import PagedCache, assert_attention_close, attention_oracle, 
 
 from inflight_kernels import _host, reference
 from inflight_kernels.paged_attention_generation import (
-    choose_splits,
+    GenerationTile,
     paged_attention_generation,
-    workspace_size,
+    plan_generation,
 )
 
 _FP8 = torch.float8_e4m3fn
@@ -239,17 +239,25 @@ def test_a_gpu_without_fp8_refuses_its_cache(monkeypatch: pytest.MonkeyPatch) ->
         paged_attention_generation(query, cache, cache, tables, lengths, 1.0)
 
 
-def test_workspace_of_the_caller(device: torch.device, generator: torch.Generator) -> None:
+def test_one_plan_serves_all_layers(device: torch.device, generator: torch.Generator) -> None:
+    """And rows of one split lie beside those of several, in the list and in the answer."""
     cache = make_cache(
-        generator, [400], num_kv_heads=1, head_dim=64, tokens_per_block=64, device=device
+        generator, [400, 7, 0, 900], num_kv_heads=1, head_dim=64, tokens_per_block=64, device=device
     )
-    query = torch.randn(1, 2, 64, generator=generator).to(device)
-    arguments = (query, *cache.memory, cache.lengths, 0.125)
-    workspace = torch.full((workspace_size(1, 2, 64, 3),), float("nan"), device=device)
-    out = paged_attention_generation(*arguments, workspace=workspace, num_splits=3)
-    assert_attention_close(out, expected_rows(query, cache, 0.125))
-    with pytest.raises(ValueError, match="workspace: needs 390 elements"):
-        paged_attention_generation(*arguments, workspace=workspace[:-1], num_splits=3)
+    work = plan_generation(2, *cache.memory[::2], cache.lengths)
+    for _ in range(2):
+        query = torch.randn(4, 2, 64, generator=generator).to(device)
+        out = paged_attention_generation(query, *cache.memory, cache.lengths, 0.125, work=work)
+        assert_attention_close(out, expected_rows(query, cache, 0.125))
+    with pytest.raises(ValueError, match="work: made for tiles of 32 tokens, not 64"):
+        paged_attention_generation(
+            query,
+            *cache.memory,
+            cache.lengths,
+            0.125,
+            work=work,
+            tile=GenerationTile(64, 3, 4),
+        )
 
 
 def cut(width: int, first: int) -> dict[str, torch.Tensor]:
@@ -296,17 +304,68 @@ def test_refuses_what_does_not_fit(change: dict[str, object], message: str) -> N
         paged_attention_generation(**{**arguments, **change})  # type: ignore[arg-type]
 
 
-def test_splits_fill_the_machine_and_cut_long_rows() -> None:
-    """Batch 1 spreads over the multiprocessors; a full batch keeps room for long rows only, and
-    for very long ones when it fills the machine many times: then most models need no combining."""
-    assert choose_splits(1, 8, 132, 131072) == (66, 66)
-    assert choose_splits(1, 8, 132, 1024) == (8, 8)
-    assert choose_splits(8, 8, 132, 16384) == (8, 8), "512 programs, not 576: 528 are resident"
-    assert choose_splits(64, 8, 132, 1024) == (1, 1), "512 programs need no combining"
-    assert choose_splits(256, 8, 132, 131072) == (8, 1)
-    assert choose_splits(256, 8, 132, 1024) == (1, 1)
-    assert choose_splits(96, 8, 132, 8192) == (4, 1)
-    assert choose_splits(128, 8, 132, 8192) == (1, 1)
-    assert choose_splits(256, 8, 132, 8192) == (1, 1)
-    assert choose_splits(256, 8, 132, 16384) == (2, 1)
-    assert choose_splits(1024, 40, 132, 4096) == (1, 1)
+def planned_splits(
+    device: torch.device,
+    lengths: list[int],
+    room: int,
+    window: int | None = None,
+    num_splits: int | None = None,
+) -> list[int]:
+    """Splits of each row as they are planned for 8 KV heads and tables of ``room`` tokens, after a
+    look at the whole plan: all is done once, in order, and what is left over is marked."""
+    cache = torch.empty(1, 64, 8, 128, dtype=torch.bfloat16, device=device)
+    tables = torch.empty(len(lengths), room // 64, dtype=torch.int32, device=device)
+    row_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    work = plan_generation(32, cache, tables, row_lengths, window, num_splits=num_splits)
+    items, entries = work.items.tolist(), work.split_rows.tolist()
+    made = [item for item in items if item[0] >= 0]
+    assert items[: len(made)] == made, "what is left over lies behind"
+    splits = []
+    for row, length in enumerate(lengths):
+        mine = [item for item in made if item[0] == row]
+        assert [item[3] for item in mine] == [len(mine)] * len(mine)
+        first = max(length - window, 0) if window else 0
+        begins, ends = [item[1] * 64 for item in mine], [item[2] for item in mine]
+        assert (begins[0], ends[-1]) == (first // 64 * 64, length)
+        assert begins[1:] == ends[:-1]
+        splits.append(len(mine))
+    places = [item[0] for item in made]
+    split_rows = [[row, places.index(row), n] for row, n in enumerate(splits) if n > 1]
+    assert entries[: len(split_rows)] == split_rows
+    assert all(entry[0] == -1 for entry in entries[len(split_rows) :])
+    return splits
+
+
+@pytest.mark.parametrize("room", [16_384, 131_072])
+@pytest.mark.parametrize(
+    ("lengths", "splits"),
+    [
+        ([16_384], [64]),
+        ([1024], [8]),
+        ([16_384] * 8, [8] * 8),  # 512 programs, of 528 that fill 132 multiprocessors
+        ([1024] * 40, [2] * 40),
+        ([1024] * 64, [1] * 64),
+        ([1024] * 256, [1] * 256),
+        ([16_384, *[1024] * 255], [4, *[1] * 255]),  # alone at the end, it would be waited for
+        ([16_384, *[256] * 99], [26, *[1] * 99]),
+        ([0, 5, 0], [1, 1, 1]),
+    ],
+)
+def test_splits_fill_the_machine_by_the_lengths_that_there_are(
+    device: torch.device, lengths: list[int], splits: list[int], room: int
+) -> None:
+    """Whatever the tables have room for: eight splits of every row were launched for that."""
+    if _host.num_sms(device) != 132:
+        pytest.skip("splits are those of 132 multiprocessors")
+    assert planned_splits(device, lengths, room) == splits
+
+
+def test_plans_of_any_lengths_fit_their_list(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    for number in range(12):
+        size = (1, 3, 65, 300)[number % 4]
+        lengths = (8192 * torch.rand(size, generator=generator) ** 3).long().tolist()
+        planned_splits(device, lengths, 8192)
+        planned_splits(device, lengths, 8192, num_splits=16)
+        planned_splits(device, lengths, 8192, window=(100, 1024, 5000)[number % 3])

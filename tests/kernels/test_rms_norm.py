@@ -61,6 +61,27 @@ def test_quantised(device: torch.device, generator: torch.Generator, dtype: torc
     assert_close(new_residual, expected_residual)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_product_that_lacks_its_scales(
+    device: torch.device, generator: torch.Generator, dtype: torch.dtype
+) -> None:
+    """It is what the product scaled before would give, bit by bit."""
+    x, residual, weight = make(generator, device, (4, 1536), dtype)
+    tokens = torch.rand(4, 1, generator=generator).to(device)
+    columns = torch.rand(1536, 1, generator=generator).to(device)
+    scaled = (x.float() * tokens * columns.t()).to(dtype)
+    scales = (tokens, columns)
+    for op in (add_rms_norm, add_rms_norm_fp8):
+        found = op(x.float(), residual, weight, 1e-5, scales)
+        for one, other in zip(found, op(scaled, residual, weight, 1e-5), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one.float(), other.float())
+    with pytest.raises(ValueError, match="x: dtype"):
+        add_rms_norm(x, residual, weight, 1e-5, scales)
+    with pytest.raises(ValueError, match="column scales: shape"):
+        add_rms_norm(x.float(), residual, weight, 1e-5, (tokens, columns[1:]))
+
+
 def test_rows_may_be_strided(device: torch.device, generator: torch.Generator) -> None:
     x, _, weight = make(generator, device, (3, 64), torch.float32)
     wide = torch.cat((x, x), dim=1)[:, :64]

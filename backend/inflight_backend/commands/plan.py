@@ -47,8 +47,8 @@ def plan(
     max_seq_len: Annotated[int | None, typer.Option(min=2, max=_MAX_TOKENS)] = None,
     reserve: Annotated[
         str,
-        typer.Option(help="Assumed for the CUDA context, the largest step and recorded steps."),
-    ] = "1GiB",
+        typer.Option(help="Assumed for the CUDA context, workspaces and recorded steps."),
+    ] = "0.5GiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a checkpoint needs and how many requests fit. Nothing is loaded."""
@@ -126,6 +126,8 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         ),
     ]
     if made.free_bytes is not None:
+        step = f"{format_size(made.step_bytes)} ({made.max_num_tokens:,} tokens)"
+        facts.append(("largest step", step))
         facts.append(("left on the GPU", format_size(made.free_bytes)))
     facts += [
         ("KV per token", format_size(made.kv_bytes_per_token)),
@@ -162,8 +164,8 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
     if any(row.prompt_len + row.max_new_tokens - 1 > made.max_num_tokens for row in rows):
         lines += [
             "",
-            f"max_num_tokens is {made.max_num_tokens:,}: a longer prompt is refused without",
-            "enable_chunked_context, and under max_utilization so is more than that of prompt +",
-            "new tokens - 1 (after a pause all of it is prompt).",
+            f"max_num_tokens is {made.max_num_tokens:,}: a longer prompt takes several iterations.",
+            "With enable_chunked_context set to false it is refused, and under max_utilization so",
+            "is more than that of prompt + new tokens - 1 (after a pause all of it is prompt).",
         ]
     return "\n".join(lines)

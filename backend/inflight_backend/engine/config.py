@@ -14,10 +14,14 @@ from inflight_backend.engine.model_limits import (
     MAX_HEAD_DIM,
     check_fp8_linears,
     check_rows,
+    choose_num_tokens,
     choose_seq_len,
     has_attention_kernels,
 )
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.private_log import get_logger
+
+_logger = get_logger(__name__)
 
 _DEVICES = ("auto", "cpu", "cuda")
 _NAME_TO_DTYPE = {
@@ -25,7 +29,6 @@ _NAME_TO_DTYPE = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_DEFAULT_NUM_TOKENS = 8192
 MAX_BEAM_WIDTH = 64
 _FP8 = "fp8"
 _FP8_CAPABILITY = (8, 9)
@@ -36,7 +39,9 @@ class EngineConfig:
     """How a checkpoint is run; see `resolve` for what the defaults become.
 
     ``max_batch_size`` requests of up to ``max_beam_width`` beams run at once, ``max_num_tokens``
-    bounds the tokens of one step, ``max_seq_len`` prompt plus new tokens of a request.
+    bounds the tokens of one step, ``max_seq_len`` prompt plus new tokens of a request. Without
+    ``enable_chunked_context`` a step has room for the longest one, unless ``max_num_tokens`` says
+    otherwise.
     The KV pool is described in `kv_pool`.
     ``quantization`` fp8 quantises the linears' weights at load, one scale per row, and what they
     read, one scale per token; ``kv_cache_dtype`` fp8 stores KV in e4m3 without a scale.
@@ -52,6 +57,7 @@ class EngineConfig:
     max_batch_size: int = 256
     max_beam_width: int = 1
     max_num_tokens: int | None = None
+    enable_chunked_context: bool = True
     max_seq_len: int | None = None
     tokens_per_block: int = 32
     max_tokens_in_paged_kv_cache: int | None = None
@@ -116,7 +122,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """A copy without "auto" and None, except ``max_tokens_in_paged_kv_cache``.
 
     device: CUDA if there is one. dtype: the checkpoint's on a GPU, float32 on a CPU. max_seq_len:
-    the checkpoint's positions, and not more. max_num_tokens: the larger of 8192 and max_seq_len.
+    the checkpoint's positions, and not more. max_num_tokens: `choose_num_tokens`.
     attention_backend: triton on CUDA where it can be imported and has kernels for the model's
     heads, else torch.
     """
@@ -136,12 +142,20 @@ def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
             check_rows(config.num_slots)
         if config.quantization == _FP8:
             check_fp8_linears(model, dtype)
+    if config.kv_cache_dtype == _FP8 and model.has_qkv_bias:
+        _logger.warning(
+            "kv_cache_dtype is fp8, which holds numbers up to 448, without a scale: the keys of a "
+            "model with biases (%s) may be larger and are cut; compare its answers with auto",
+            model.architecture,
+        )
     return replace(
         config,
         device=device,
         dtype=dtype,
         max_seq_len=max_seq_len,
-        max_num_tokens=config.max_num_tokens or max(_DEFAULT_NUM_TOKENS, max_seq_len),
+        max_num_tokens=choose_num_tokens(
+            config.max_num_tokens, max_seq_len, may_chunk=config.enable_chunked_context
+        ),
         attention_backend=backend,
     )
 

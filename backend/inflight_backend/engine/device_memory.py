@@ -40,12 +40,14 @@ class CudaMemory:
         return int(free_bytes)
 
     def start_peak(self) -> None:
-        """Waits for the device."""
+        """Waits for the device. Measured is what torch takes from it: segments, and the holes that
+        steps of different sizes leave in them, not only what tensors hold."""
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        self._bytes_before = torch.cuda.memory_allocated()
+        self._bytes_before = torch.cuda.memory_reserved()
 
     def peak_bytes(self) -> int:
         """Waits for the device."""
         torch.cuda.synchronize()
-        return int(torch.cuda.max_memory_allocated()) - self._bytes_before
+        return int(torch.cuda.max_memory_reserved()) - self._bytes_before

@@ -27,7 +27,7 @@ from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory, reserved_bytes
 from inflight_backend.engine.drawing import HostRules, edit_logits, restrict, send_masks
-from inflight_backend.engine.first_steps import run_first_steps
+from inflight_backend.engine.first_steps import run_first_steps, thread_step
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
 from inflight_backend.engine.kv_pool import choose_num_blocks, resident_memory
 from inflight_backend.engine.largest_step import largest_batch
@@ -256,7 +256,7 @@ class Engine:
         rules, self._rules = self._rules, HostRules()
         words = self._buffer.send(batch)
         if batch.block_copies:
-            self._pool.copy(words.copy_sources.long(), words.copy_destinations.long())
+            self._pool.copy(words.copy_sources, words.copy_destinations)
         if batch.new_blocks and self._attention.reads_past_the_end:
             self._pool.clean(words.block_ids.long())
         if batch.beam_moves:
@@ -287,6 +287,15 @@ class Engine:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
         sampling = self._slots.begin_draw(batch, words)
         return self._finish(hidden, sampling, drawing_slots(batch), rules)
+
+    def prepare_thread(self) -> None:
+        """First of all in the thread that runs the steps, if another one has loaded: on CUDA a step
+        that is not recorded. torch's libraries keep a handle and a workspace for each thread
+        (cuBLAS on Hopper: 32 MiB), which no request should wait for."""
+        if self.config.device == "cuda":
+            recordings, self._recordings = self._recordings, Recordings()
+            self.execute(thread_step(self.config))
+            self._recordings = recordings
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""

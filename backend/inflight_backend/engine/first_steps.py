@@ -9,6 +9,7 @@ each. What they compute does not matter: all write to block 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from inflight_backend.engine.config import EngineConfig
 from inflight_backend.step_outputs import MaskSource, TokenMasks
 from inflight_scheduler import (
     BlockAssignment,
+    BlockCopy,
     ContextChunk,
     SamplingParams,
     ScheduledBatch,
@@ -67,11 +69,20 @@ def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
         engine.enqueue(batch)
 
 
+def thread_step(config: EngineConfig) -> ScheduledBatch:
+    """A prompt in block 0 and a draw, for `Engine.prepare_thread`."""
+    return replace(
+        _context(_PLAIN, min(config.tokens_per_block, config.num_tokens_limit)),
+        new_blocks=(BlockAssignment(0, 0, 0),),
+    )
+
+
 def _batches(config: EngineConfig) -> Iterator[ScheduledBatch]:
     """Plans for slot 0."""
     longest = min(_LONGEST, config.seq_len_limit)
     num_blocks = -(-longest // config.tokens_per_block)
-    yield ScheduledBatch(0, new_blocks=tuple(BlockAssignment(0, i, 0) for i in range(num_blocks)))
+    blocks = tuple(BlockAssignment(0, i, 0) for i in range(num_blocks))
+    yield ScheduledBatch(0, new_blocks=blocks, block_copies=(BlockCopy(0, 0),))
     most_tokens = min(longest, config.num_tokens_limit)
     lengths = [2**power for power in range(most_tokens.bit_length())]
     for length in {*lengths, most_tokens}:

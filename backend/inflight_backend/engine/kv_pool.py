@@ -9,7 +9,9 @@ the available memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +20,10 @@ from inflight_backend.errors import ConfigurationError
 
 _CPU_DEFAULT_TOKENS = 65_536
 _CPU_MEMORY_SHARE = 0.25
+
+CopyBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Source and destination [num_layers, num_blocks, ...], and the ids of pairs of blocks: see
+`inflight_kernels.copy_blocks`."""
 
 
 class KvPool:
@@ -35,7 +41,10 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: str,
+        copy_blocks: CopyBlocks | None = None,
     ) -> None:
+        """Blocks are copied by ``copy_blocks``; None: by torch, which takes tens of launches where
+        a pool has more than 2^31 numbers."""
         shape = (num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim)
         try:
             self._memory = torch.zeros(shape, dtype=dtype, device=device)
@@ -44,6 +53,7 @@ class KvPool:
                 f"no memory on {device} for {num_blocks} KV blocks; "
                 "lower max_tokens_in_paged_kv_cache"
             ) from None
+        self._copy_blocks = copy_blocks
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
         self._layers = [(layer[0], layer[1]) for layer in self._memory]
@@ -53,11 +63,20 @@ class KvPool:
         return self._layers[index]
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Blocks ``destinations`` [n] get what ``sources`` [n] hold; all are read before any is
-        written."""
+        """Blocks ``destinations`` [n] int32 get what ``sources`` [n] hold; all are read before any
+        is written."""
         # FP8 travels as bytes: torch has few operations on it.
         memory = self._memory.view(torch.uint8) if self._memory.itemsize == 1 else self._memory
-        memory.index_copy_(2, destinations, memory.index_select(2, sources))
+        if self._copy_blocks is None:
+            memory.index_copy_(2, destinations.long(), memory.index_select(2, sources.long()))
+            return
+        memory = memory.flatten(0, 1)
+        staging = torch.empty(
+            (len(memory), len(sources), *memory.shape[2:]), dtype=memory.dtype, device=memory.device
+        )
+        places = torch.arange(len(sources), dtype=sources.dtype, device=sources.device)
+        self._copy_blocks(memory, staging, sources, places)
+        self._copy_blocks(staging, memory, places, destinations)
 
     def clean(self, block_ids: Tensor) -> None:
         """Replace NaN and infinities in these blocks [n] by numbers; all else stays."""

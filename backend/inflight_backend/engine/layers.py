@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-from typing import NamedTuple, TypeAlias
+from functools import cache
+from typing import NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from inflight_backend.private_log import get_logger
 
 _logger = get_logger(__name__)
 
-_MANY_TOKENS = 512
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0  # largest finite float8_e4m3fn
 
@@ -29,6 +28,15 @@ class Quantized(NamedTuple):
 
     values: Tensor
     scales: Tensor
+
+
+class Unscaled(NamedTuple):
+    """A product in FP8 before its scales: ``values`` [T, rows] float32, to be multiplied by those
+    of tokens [T, 1] and those of the weight's rows [rows, 1], float32."""
+
+    values: Tensor
+    token_scales: Tensor
+    row_scales: Tensor
 
 
 Activation: TypeAlias = Tensor | Quantized
@@ -49,35 +57,34 @@ Parameter: TypeAlias = Tensor | Fp8Weight
 class Linear:
     """``x @ weight.T + bias`` for x [num_tokens, columns] and weight [rows, columns].
 
-    On a CPU in float32 the weight is kept in oneDNN's blocked layout: products with few tokens are
-    1.1 to 1.6 times as fast, since nothing has to be rearranged first. With many tokens the plain
-    product is faster by a tenth or two, which more than pays for a plain copy made on the fly.
+    On a CPU the weight is kept in oneDNN's blocked layout, so that no product has to rearrange it
+    first (`benchmarks/cpu_steps.py` measures what that gives).
     """
 
     __slots__ = ("_bias", "_is_packed", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        is_float32_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._is_packed = is_float32_on_cpu and _can_pack()
+        self._is_packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         self._weight = _pack(weight) if self._is_packed else weight
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [num_tokens, columns] -> [num_tokens, rows]."""
         if self._is_packed:
-            if len(x) < _MANY_TOKENS:
-                return _packed_linear(x, self._weight, self._bias)
-            return functional.linear(x, self._weight.to_dense(), self._bias)
+            return _packed_linear(x, self._weight, self._bias)
         return functional.linear(x, self._weight, self._bias)
 
 
-@lru_cache(maxsize=1)
-def _can_pack() -> bool:
-    """True if this torch has the operators of its own compiler for packed weights.
+@cache
+def _can_pack(dtype: torch.dtype) -> bool:
+    """True if this torch has the operators of its own compiler for packed weights of ``dtype``.
 
-    They are not public, so they must prove that they still do what they did.
+    They are not public, and not every CPU has them in bfloat16, so they must prove that they do
+    what they did.
     """
-    x, weight = torch.ones(2, 3), torch.arange(12.0).view(4, 3)
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    x, weight = torch.ones(2, 3, dtype=dtype), torch.arange(12.0).view(4, 3).to(dtype)
     try:
         answer = _packed_linear(x, _pack(weight), None)
     except (AttributeError, RuntimeError):
@@ -105,7 +112,7 @@ class Fp8Linear:
 
     A library may have no product with a scale per row for some shapes: cuBLAS on Hopper is known to
     refuse few tokens with many columns (pytorch/ao issue 4582: 256 and 9,216). Then both scales
-    are multiplied in behind it.
+    are multiplied in behind it, by whoever reads the answer where that is a norm (`for_norm`).
     """
 
     __slots__ = ("_bias", "_dtype", "_weight")
@@ -125,14 +132,27 @@ class Fp8Linear:
         product = functional.linear(x.values.float(), weight.float()) * x.scales * scales.t()
         return (product if self._bias is None else product + self._bias).to(self._dtype)
 
-    def _product(self, x: Quantized) -> Tensor:
+    def for_norm(self, x: Quantized) -> Tensor | Unscaled:
+        """The same for a norm that multiplies the scales in itself: it reads the numbers anyway,
+        and they cost a product of few tokens two small launches."""
+        if x.values.is_cuda and self._bias is None:
+            return self._product(x, may_be_unscaled=True)
+        return self(x)
+
+    @overload
+    def _product(self, x: Quantized) -> Tensor: ...
+
+    @overload
+    def _product(self, x: Quantized, *, may_be_unscaled: bool) -> Tensor | Unscaled: ...
+
+    def _product(self, x: Quantized, *, may_be_unscaled: bool = False) -> Tensor | Unscaled:
         """The library's. Refusing is its choice of a kernel: nothing has been launched then, and
         what is recorded has run before, so a recording never holds a refusal."""
         weight, scales = self._weight
         rows, columns = weight.shape
         shape = (len(x.values), rows, columns)
         if shape in _refused or not _takes_row_scales(weight.device):
-            return self._scaled_apart(x)
+            return self._scaled_apart(x, may_be_unscaled)
         try:
             # Row-major times column-major, as the tensor cores want it.
             return torch._scaled_mm(
@@ -154,9 +174,9 @@ class Fp8Linear:
                     *shape,
                 )
             _refused.add(shape)
-        return self._scaled_apart(x)
+        return self._scaled_apart(x, may_be_unscaled)
 
-    def _scaled_apart(self, x: Quantized) -> Tensor:
+    def _scaled_apart(self, x: Quantized, may_be_unscaled: bool) -> Tensor | Unscaled:
         weight, scales = self._weight
         one = _one(weight.device)
         product = torch._scaled_mm(
@@ -167,6 +187,8 @@ class Fp8Linear:
             out_dtype=torch.float32,
             use_fast_accum=True,
         )
+        if may_be_unscaled:
+            return Unscaled(product, x.scales, scales)
         product *= x.scales
         if self._bias is not None:
             return (product * scales.t() + self._bias).to(self._dtype)

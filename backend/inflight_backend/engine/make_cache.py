@@ -7,7 +7,7 @@ from torch import Tensor
 from inflight_backend.engine.attention import AttentionBackend
 from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
 from inflight_backend.engine.config import EngineConfig
-from inflight_backend.engine.kv_pool import KvPool
+from inflight_backend.engine.kv_pool import CopyBlocks, KvPool
 from inflight_backend.engine.model_config import ModelConfig
 
 
@@ -23,6 +23,15 @@ def make_cache(
         model.head_dim,
         config.kv_dtype,
         config.device,
+        _find_copy(config),
     )
     backend = ATTENTION_BACKENDS[config.attention_backend]
     return pool, backend(pool, model, cos_sin, is_deterministic=config.deterministic_mode)
+
+
+def _find_copy(config: EngineConfig) -> CopyBlocks | None:
+    if config.attention_backend != "triton":
+        return None
+    from inflight_kernels.copy_blocks import copy_blocks  # needs triton
+
+    return copy_blocks

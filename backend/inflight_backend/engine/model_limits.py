@@ -9,6 +9,7 @@ from inflight_backend.errors import ConfigurationError
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 _MAX_ROWS = 2**16 - 1  # along the second and third dimension of a launch
 _LINEAR_STEP = 16
+DEFAULT_NUM_TOKENS = 8192
 
 
 def choose_seq_len(max_seq_len: int | None, model: ModelConfig) -> int:
@@ -26,6 +27,11 @@ def choose_seq_len(max_seq_len: int | None, model: ModelConfig) -> int:
 def has_attention_kernels(model: ModelConfig) -> bool:
     """Whether the Triton kernels take the model's heads."""
     return model.head_dim % HEAD_DIM_STEP == 0 and model.head_dim <= MAX_HEAD_DIM
+
+
+def choose_num_tokens(setting: int | None, max_seq_len: int, *, may_chunk: bool) -> int:
+    """``max_num_tokens``: 8192, or where contexts are computed whole the longest one's."""
+    return setting or (DEFAULT_NUM_TOKENS if may_chunk else max(DEFAULT_NUM_TOKENS, max_seq_len))
 
 
 def check_rows(num_slots: int) -> None:

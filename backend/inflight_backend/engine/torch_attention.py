@@ -44,15 +44,16 @@ class TorchAttention:
             )
             for window in set(self._windows)
         }
-        return _TorchStep(self, plans, inputs)
+        keys, _ = self._pool.layer(0)
+        angles = reference.rope_angles(self._cos_sin, inputs.positions, keys.dtype)
+        return _TorchStep(self, plans, angles, inputs.slot_mapping)
 
     def attend(
         self,
         layer: int,
         heads: tuple[Tensor, Tensor, Tensor],
         norms: HeadNorms,
-        plans: dict[int | None, reference.AttentionPlan],
-        inputs: AttentionInputs,
+        step: _TorchStep,
     ) -> Tensor:
         """One layer; ``heads`` are query, key and value."""
         query, key, value = heads
@@ -60,18 +61,19 @@ class TorchAttention:
         if norms is not None:
             query = reference.rms_norm(query, norms[0], self._eps)
             key = reference.rms_norm(key, norms[1], self._eps)
-        query, key = reference.apply_rope(query, key, self._cos_sin, inputs.positions)
-        reference.write_kv(key, value, keys, values, inputs.slot_mapping)
-        return plans[self._windows[layer]].attend(query, keys, values, self._scale)
+        query, key = reference.rotate(query, step.angles), reference.rotate(key, step.angles)
+        reference.write_kv(key, value, keys, values, step.slot_mapping)
+        return step.plans[self._windows[layer]].attend(query, keys, values, self._scale)
 
 
 @dataclass(frozen=True, slots=True)
 class _TorchStep:
     backend: TorchAttention
     plans: dict[int | None, reference.AttentionPlan]
-    inputs: AttentionInputs
+    angles: tuple[Tensor, Tensor]
+    slot_mapping: Tensor
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
     ) -> Tensor:
-        return self.backend.attend(layer, (query, key, value), norms, self.plans, self.inputs)
+        return self.backend.attend(layer, (query, key, value), norms, self)

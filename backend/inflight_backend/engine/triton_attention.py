@@ -20,8 +20,12 @@ from inflight_backend.engine.attention import (
 )
 from inflight_backend.engine.kv_pool import KvPool
 from inflight_backend.engine.model_config import ModelConfig
+from inflight_kernels._generation_work import GenerationWork
 from inflight_kernels.paged_attention_context import paged_attention_context
-from inflight_kernels.paged_attention_generation import paged_attention_generation
+from inflight_kernels.paged_attention_generation import (
+    paged_attention_generation,
+    plan_generation,
+)
 from inflight_kernels.rope_write_kv import rope_write_kv
 
 DETERMINISTIC_SPLITS = 16
@@ -43,10 +47,12 @@ class TritonAttention:
         self._cos_sin = cos_sin
         self._eps = model.rms_norm_eps
         self._windows = model.sliding_windows
+        self._num_heads = model.num_heads
         self._scale = model.head_dim**-0.5
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
-        """Nothing is shared but views, and the longest chunk, a hint for the size of tiles."""
+        """Shared are views, the longest chunk, a hint for the size of tiles, and which program of
+        the generation attention does what."""
         count, longest = inputs.num_context_sequences, 1
         if count:
             assert inputs.host is not None, "only steps of fixed sizes can be captured"
@@ -60,7 +66,7 @@ class TritonAttention:
                 inputs.query_starts,
                 longest,
             ),
-            Generations(inputs.block_tables[count:], inputs.context_lengths[count:]),
+            self._generations(inputs.block_tables[count:], inputs.context_lengths[count:]),
             inputs.num_context_tokens,
         )
 
@@ -75,7 +81,26 @@ class TritonAttention:
                 inputs.query_starts,
                 len(inputs.positions),
             ),
-            Generations(inputs.generation_tables, inputs.generation_lengths),
+            self._generations(inputs.generation_tables, inputs.generation_lengths),
+        )
+
+    def _generations(self, tables: Tensor, lengths: Tensor) -> Generations:
+        """With the work of each kind of layer."""
+        windows = set(self._windows) if len(lengths) else ()
+        return Generations(
+            tables,
+            lengths,
+            {
+                window: plan_generation(
+                    self._num_heads,
+                    self._pool.layer(0)[0],
+                    tables,
+                    lengths,
+                    window,
+                    num_splits=self._num_splits,
+                )
+                for window in windows
+            },
         )
 
     def write(
@@ -125,7 +150,7 @@ class TritonAttention:
             generations.lengths,
             self._scale,
             self._windows[layer],
-            num_splits=self._num_splits,
+            work=generations.work.get(self._windows[layer]),
             out=out,
         )
 
@@ -151,10 +176,12 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Generations:
-    """Single tokens: block tables [B, max_blocks] and lengths [B], int32."""
+    """Single tokens: block tables [B, max_blocks] and lengths [B], int32, and by sliding window
+    (None: without one) which program of the attention does what."""
 
     tables: Tensor
     lengths: Tensor
+    work: dict[int | None, GenerationWork]
 
 
 @dataclass(frozen=True, slots=True)

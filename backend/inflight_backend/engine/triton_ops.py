@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from inflight_backend.engine.layers import Fp8Linear, Quantized
+from inflight_backend.engine.layers import Fp8Linear, Quantized, Unscaled
 from inflight_backend.engine.torch_ops import TORCH_OPS
 from inflight_kernels import adjust_logits as adjusting
 from inflight_kernels import ban_tokens as banning
@@ -36,10 +36,18 @@ def _rms_norm_fp8(x: Tensor, weight: Tensor, eps: float) -> Quantized:
 
 
 def _add_rms_norm_fp8(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor | Unscaled, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Quantized, Tensor]:
-    values, scales, residual = norms.add_rms_norm_fp8(x, residual, weight, eps)
+    x, x_scales = (x.values, x[1:]) if isinstance(x, Unscaled) else (x, None)
+    values, scales, residual = norms.add_rms_norm_fp8(x, residual, weight, eps, x_scales)
     return Quantized(values, scales), residual
+
+
+def _final_norm(
+    x: Tensor | Unscaled, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    x, x_scales = (x.values, x[1:]) if isinstance(x, Unscaled) else (x, None)
+    return norms.add_rms_norm(x, residual, weight, eps, x_scales)
 
 
 def _silu_mul_fp8(gate_up: Tensor) -> Quantized:
@@ -54,6 +62,8 @@ FP8_TRITON_OPS = replace(
     TRITON_OPS,
     rms_norm=_rms_norm_fp8,
     add_rms_norm=_add_rms_norm_fp8,
+    final_norm=_final_norm,
+    norms_scale=True,
     silu_mul=_silu_mul_fp8,
     to_activation=_quantize,
     make_linear=Fp8Linear,

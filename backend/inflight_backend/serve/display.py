@@ -74,6 +74,7 @@ inflight is ready{note}
   KV cache   {fields["num_blocks"]} blocks x {fields["tokens_per_block"]} = {tokens} tokens
   scheduler  {scheduler}, max batch {fields["max_batch_size"]}, \
 up to {fields["max_seq_len"]} tokens per request
+             and {fields["max_num_tokens"]} tokens per iteration
 
 {_next_steps(settings, http)}
 Ctrl-C stops the server."""

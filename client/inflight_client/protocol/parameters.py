@@ -43,7 +43,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "max_num_tokens",
         "int",
         "",
-        "tokens per iteration; default: max(8192, max_seq_len)",
+        "tokens per iteration; default: 8192, without chunked context max_seq_len if that is more",
         minimum=1,
         maximum=2**20,
     ),
@@ -178,7 +178,11 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ),
     ParameterSpec("record_file", "str", "", "file in which all scheduling is recorded"),
     ParameterSpec(
-        "enable_chunked_context", "bool", "false", "a prompt may be computed in several iterations"
+        "enable_chunked_context",
+        "bool",
+        "",
+        "a prompt may be computed in several iterations; default: where max_seq_len is above "
+        "max_num_tokens, but not with V1 or deterministic_mode",
     ),
     ParameterSpec(
         "context_chunking_policy",

@@ -26,6 +26,8 @@ from inflight_kernels.reference.elementwise import (
     add_rms_norm,
     apply_rope,
     rms_norm,
+    rope_angles,
+    rotate,
     silu_mul,
 )
 from inflight_kernels.reference.masking import mask_logits
@@ -58,6 +60,8 @@ __all__ = [
     "paged_attention_generation",
     "plan_attention",
     "rms_norm",
+    "rope_angles",
+    "rotate",
     "sample",
     "sample_with_log_probs",
     "silu_mul",

@@ -39,14 +39,21 @@ def apply_rope(
     Dimension ``i`` turns together with ``i + D/2``. Products are taken in the dtype of the query,
     as the checkpoints' own code does.
     """
-    cos, sin = cos_sin[positions].to(query.dtype)[:, None].chunk(2, dim=-1)  # [T, 1, D/2]
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    angles = rope_angles(cos_sin, positions, query.dtype)
+    return rotate(query, angles), rotate(key, angles)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    half = x.shape[-1] // 2
-    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
-    return rotated
+def rope_angles(cos_sin: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `rotate` needs of ``positions`` [T], the same for all layers of a step.
+
+    The cosines [T, 1, D] that the dimensions are multiplied by, and the sines [T, 1, D], with their
+    signs, of the dimensions that these turn together with.
+    """
+    cos, sin = cos_sin[positions].to(dtype)[:, None].chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Heads x [T, H, D] turned by the angles of `rope_angles`."""
+    cos, sin = angles
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -32,8 +32,23 @@ def test_defaults_on_a_cpu(model: ModelConfig) -> None:
     assert (config.max_seq_len, config.max_num_tokens) == (256, 8192)
     assert config.attention_backend == "torch"
     assert config.torch_dtype == torch.float32
+    long = replace(model, max_position_embeddings=131_072)
+    assert resolve(EngineConfig(device="cpu"), long).max_num_tokens == 8192
+    whole = EngineConfig(device="cpu", enable_chunked_context=False)
+    assert resolve(whole, long).max_num_tokens == 131_072
+    assert resolve(replace(whole, max_num_tokens=50), long).max_num_tokens == 50
     chosen = resolve(EngineConfig(device="cpu", max_seq_len=100, max_num_tokens=50), model)
     assert (chosen.max_seq_len, chosen.max_num_tokens) == (100, 50)
+
+
+@pytest.mark.parametrize(("cache", "has_bias"), [("fp8", True), ("fp8", False), ("auto", True)])
+def test_an_fp8_cache_of_keys_with_biases_is_warned_of(
+    model: ModelConfig, cache: str, has_bias: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no scale, and such keys are known to come near 448."""
+    config = EngineConfig(device="cpu", kv_cache_dtype=cache, attention_backend="triton")
+    resolve(config, replace(model, has_qkv_bias=has_bias, head_dim=16))
+    assert ("up to 448" in caplog.text) == (cache == "fp8" and has_bias)
 
 
 @pytest.mark.parametrize(
@@ -149,17 +164,22 @@ def test_cleaning_keeps_numbers() -> None:
     assert values.isfinite().all()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 511, 512])
-@pytest.mark.parametrize("has_bias", [True, False])
-def test_packed_linear(num_tokens: int, has_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 2e-3)]
+)
+@pytest.mark.parametrize(("num_tokens", "has_bias"), [(1, True), (3, False), (600, True)])
+def test_linear_in_every_dtype(
+    dtype: torch.dtype, tolerance: float, num_tokens: int, has_bias: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(num_tokens, 24, generator=generator)
-    weight = torch.randn(40, 24, generator=generator)
-    bias = torch.randn(40, generator=generator) if has_bias else None
+    x = torch.randn(num_tokens, 24, generator=generator).to(dtype)
+    weight = torch.randn(40, 24, generator=generator).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     with torch.inference_mode():
         answer = Linear(weight, bias)(x)
-    torch.testing.assert_close(answer.double(), expected, atol=1e-5, rtol=1e-5)
+    assert answer.dtype == dtype
+    torch.testing.assert_close(answer.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

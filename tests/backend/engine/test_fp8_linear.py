@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partialmethod
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from inflight_backend.engine import layers
-from inflight_backend.engine.layers import Fp8Linear, is_scaled_apart, quantize
+from inflight_backend.engine.decoder import Decoder
+from inflight_backend.engine.layers import Fp8Linear, Parameter, is_scaled_apart, quantize
+from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.engine.parameters import decoder_parameters
+from inflight_backend.engine.triton_ops import FP8_TRITON_OPS
 
 ROWS, COLUMNS = 48, 96
 
@@ -78,6 +85,35 @@ def test_scales_are_multiplied_in_behind_what_is_refused(
     assert is_scaled_apart(5, ROWS, COLUMNS)
     assert not is_scaled_apart(9, ROWS, COLUMNS)
     assert caplog.text.count("no FP8 product") == 1
+
+
+def test_a_norm_takes_what_is_refused_without_its_scales(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[..., Path]
+) -> None:
+    """The layers of a decoder, products as on a GPU: with every shape refused nothing multiplies
+    scales but the norms, and the answer is the one of a library that takes them."""
+    model = ModelConfig.from_folder(checkpoint(head_dim=16, intermediate_size=64))
+    monkeypatch.setattr(Fp8Linear, "__call__", Fp8Linear._product)
+    on_gpu = partialmethod(Fp8Linear._product, may_be_unscaled=True)
+    monkeypatch.setattr(Fp8Linear, "for_norm", on_gpu)
+    attention = SimpleNamespace(attend=lambda _, query, *__: query.clone())
+
+    def forward(library: Library) -> Tensor:
+        layers._refused.clear()
+        monkeypatch.setattr(torch, "_scaled_mm", library)
+        torch.manual_seed(0)
+        parameters: dict[str, Parameter] = {
+            spec.name: torch.randn(spec.shape, dtype=torch.bfloat16) / 8
+            for spec in decoder_parameters(model)
+        }
+        decoder = Decoder(model, parameters, FP8_TRITON_OPS)
+        tokens, rows = torch.arange(5), torch.tensor([1, 4])
+        return decoder.forward(tokens, attention, rows)
+
+    library = Library(most_refused=8)
+    expected, found = forward(Library(most_refused=0)), forward(library)
+    assert library.num_tensor_wise == 4 * model.num_layers
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_other_errors_of_the_device_stay_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ the device has left. (Tests marked `on_both_devices` in the other files run ther
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from manager_harness import Recorder, request, running
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SlotTable
 from inflight_backend.engine.token_reader import TokenReader
@@ -146,6 +149,27 @@ def test_the_pool_is_a_share_of_what_the_device_has_left(folder: Path, fake: Fak
     assert usage.gpu == RESERVED_BYTES
     words = max_words(2, 16, engine.max_seq_len // config.tokens_per_block)
     assert usage.pinned == 2 * (4 * words + 8 * 16), "two buffers of words, two of tokens"
+
+
+@on_the_device
+def test_the_thread_that_runs_steps_has_run_products_before_a_request(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuBLAS makes a handle and a workspace for a thread at its first product: not one of those
+    that recordings hold."""
+    engine = Engine.load(folder, CUDA)
+    threads: list[str] = []
+    forward = Decoder.forward
+
+    def noted(*args: Any) -> Tensor:
+        threads.append(threading.current_thread().name)
+        return forward(*args)
+
+    monkeypatch.setattr(Decoder, "forward", noted)
+    params = TrtGptModelOptionalParams(max_batch_size=CUDA.max_batch_size)
+    with running(Recorder(), engine, params=params):
+        assert threads == ["GptManager"]
+        assert engine.num_recordings > 0
 
 
 @on_the_device

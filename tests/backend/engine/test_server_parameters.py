@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from inflight_backend.engine import Engine
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.inflight_batcher import load_engine
 from inflight_backend.optional_params import TrtGptModelOptionalParams
@@ -31,7 +33,9 @@ def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path
     }
     params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
     assert params.overlap_scheduler is OverlapScheduler.ON
-    config = load_engine(folder, params).config
+    engine = load_engine(folder, params)
+    assert isinstance(engine, Engine)
+    config = engine.config
     assert (config.attention_backend, config.quantization) == ("triton", "fp8")
     assert (config.kv_cache_dtype, config.cuda_graph_mode) == ("fp8", False)
     assert config.cuda_graph_mixed_tokens == 96
@@ -46,6 +50,7 @@ def test_the_plain_loop_is_the_default_where_nothing_runs_aside(
     params = TrtGptModelOptionalParams.from_parameters(parse_parameters(raw))
     engine = load_engine(folder, params)
     assert not params.overlap_scheduler.is_on(engine)
+    assert isinstance(engine, Engine)
     assert engine.config.cuda_graph_mode, "for the day there is a GPU"
 
 
@@ -53,3 +58,21 @@ def test_an_unknown_kind_is_refused_with_the_choices(checkpoint: Callable[..., P
     raw = {**SMALL, "gpt_model_path": str(checkpoint()), "quantization": "int3"}
     with pytest.raises(ConfigurationError, match=r"Invalid quantization 'int3'.*none, fp8"):
         parse_parameters(raw)
+
+
+@pytest.mark.parametrize("setting", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_a_gpu_comes_in_segments_that_grow_unless_the_user_says_otherwise(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, setting: str | None
+) -> None:
+    """torch reads it when it first takes memory of a GPU: before the first engine."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        if name != setting:
+            monkeypatch.delenv(name)
+    params = TrtGptModelOptionalParams.from_parameters(
+        parse_parameters({**SMALL, "gpt_model_path": "unused"})
+    )
+    load_engine(checkpoint(), params)
+    expected = "expandable_segments:True" if setting is None else "max_split_size_mb:64"
+    assert os.environ[setting or "PYTORCH_CUDA_ALLOC_CONF"] == expected
+    assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ)) == 1

@@ -23,6 +23,7 @@ READY = ModelStatus(
         "policy": "guaranteed_no_evict",
         "max_batch_size": 256,
         "max_seq_len": 512,
+        "max_num_tokens": 8192,
     },
 )
 

@@ -61,6 +61,7 @@ READY = {
     "policy": "p",
     "max_batch_size": 1,
     "max_seq_len": 1,
+    "max_num_tokens": 1,
 }
 
 

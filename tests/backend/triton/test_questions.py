@@ -207,7 +207,12 @@ def test_describe_tells_every_end_of_the_checkpoint(
     [
         (8, {}, 32),
         (64, {}, 256),
-        (64, {"batch_scheduler_policy": "max_utilization"}, 61),
+        (64, {"batch_scheduler_policy": "max_utilization"}, 256),
+        (
+            64,
+            {"batch_scheduler_policy": "max_utilization", "enable_chunked_context": "false"},
+            61,
+        ),
     ],
 )
 def test_what_is_told_to_fit_fits_and_no_token_more(

@@ -1,0 +1,230 @@
+"""Milliseconds of a prefill and of a decode step on a CPU: this checkout beside another one.
+
+    python benchmarks/cpu_steps.py --before FOLDER
+
+``FOLDER`` is a checkout of the commit to compare with. Models with random weights (the same for
+both, of the shapes of real small ones) get 1, 8 and 32 prompts of 128 tokens in one step and then
+decode greedily. This checkout runs twice: with OpenMP threads that sleep at once, as that of the
+other checkout, and with the settings of `inflight serve` (``GOMP_SPINCOUNT``). Each of the three
+has a process of its own for each model and dtype; they take turns, one round each, and every
+figure is the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("backend", "scheduler", "kernels", "client", "benchmarks")
+_BLOCK_SIZE = 32
+
+# Keys of a Llama's config.json; the vocabulary comes first.
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "tie_word_embeddings": True,
+    },
+    "SmolLM2-360M": {
+        "vocab_size": 49_152, "hidden_size": 960, "intermediate_size": 2560,
+        "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
+        "tie_word_embeddings": True,
+    },
+    "TinyLlama-1.1B": {
+        "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+# Engine of a row: whether it is this checkout, and the settings of its process.
+_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+ENGINES = {
+    "before": (False, _SLEEPING),
+    "packed": (True, _SLEEPING),
+    "after": (True, {**_SLEEPING, "GOMP_SPINCOUNT": "5000"}),
+}
+_Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure, print each round, write the JSON."""
+    options = _parse()
+    if options.worker:
+        _work(options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = list(_measure(options, Path(folder)))
+    medians = list(_medians(rounds))
+    for row in medians:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    sys.path[:0] = [str(ROOT / package) for package in _PACKAGES]
+    from report import describe_run, write_result
+
+    result = {
+        **describe_run("torch", "numpy"),
+        "before": _commit(options.before),
+        "load_average": os.getloadavg(),
+        "engines": {name: environment for name, (_, environment) in ENGINES.items()},
+        "prompt_tokens": options.input,
+        "decode_steps": options.output,
+        "medians": medians,
+        "rounds": rounds,
+    }
+    print(f"written: {write_result('cpu_steps', result, options.write_to)}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--before", type=Path, default=ROOT, help="checkout to compare with")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--input", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=16, help="decode steps of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write-to", type=Path, help="JSON file; default: the committed result")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # checkpoint folder, dtype
+    return parser.parse_args()
+
+
+def _measure(options: argparse.Namespace, folder: Path) -> Iterator[_Row]:
+    for model in options.models:
+        checkpoint = folder / model
+        _write_checkpoint(model, checkpoint)
+        for dtype in options.dtypes:
+            workers = {name: _start(name, checkpoint, dtype, options) for name in ENGINES}
+            for number in range(-1, options.rounds):  # the first one warms up
+                for count in options.requests:
+                    for name in workers:
+                        row = {
+                            "model": model, "dtype": dtype, "requests": count, "round": number,
+                            "engine": name, **_ask(workers[name], count),
+                        }  # fmt: skip
+                        if number >= 0:
+                            print("  ".join(f"{key}={row[key]}" for key in row), flush=True)
+                            yield row
+            for worker in workers.values():
+                worker.communicate(timeout=60)
+
+
+def _write_checkpoint(model: str, folder: Path) -> None:
+    sys.path[:0] = [str(ROOT / "benchmarks")]
+    from random_llama import random_llama
+
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    random_llama(**MODELS[model]).save_pretrained(folder)
+
+
+def _start(
+    name: str, checkpoint: Path, dtype: str, options: argparse.Namespace
+) -> subprocess.Popen[str]:
+    is_ours, environment = ENGINES[name]
+    checkout = ROOT if is_ours else options.before
+    paths = os.pathsep.join(str(checkout.resolve() / package) for package in _PACKAGES)
+    command = [
+        sys.executable, str(Path(__file__).resolve()), "--worker", str(checkpoint), dtype,
+        "--input", str(options.input), "--output", str(options.output),
+        "--requests", *map(str, options.requests),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment, "PYTHONPATH": paths},
+    )
+
+
+def _ask(worker: subprocess.Popen[str], count: int) -> _Row:
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(f"{count}\n")
+    worker.stdin.flush()
+    row: _Row = json.loads(worker.stdout.readline())
+    return row
+
+
+def _work(options: argparse.Namespace) -> None:
+    """A worker: for each count that it reads, one round of that many requests, as a JSON line."""
+    from inflight_backend.engine import Engine, EngineConfig
+
+    most = max(options.requests)
+    num_blocks = most * -(-(options.input + options.output + 1) // _BLOCK_SIZE)
+    checkpoint, dtype = options.worker
+    config = EngineConfig(
+        device="cpu",
+        dtype=dtype,
+        max_batch_size=most,
+        tokens_per_block=_BLOCK_SIZE,
+        max_tokens_in_paged_kv_cache=num_blocks * _BLOCK_SIZE,
+    )
+    engine = Engine.load(Path(checkpoint), config)
+    for line in sys.stdin:
+        print(json.dumps(_round(engine, int(line), options)), flush=True)
+
+
+def _round(engine: Any, count: int, options: argparse.Namespace) -> _Row:
+    import torch
+
+    from inflight_scheduler import BatchPlanner, BlockManager, LlmRequest, make_scheduler
+    from inflight_scheduler import CapacitySchedulerPolicy as Policy
+
+    generator = torch.Generator().manual_seed(count)
+    shape = (count, options.input)
+    prompts = torch.randint(engine.vocab_size, shape, generator=generator).tolist()
+    blocks = BlockManager(engine.num_blocks, engine.tokens_per_block)
+    planner = BatchPlanner(blocks, engine.config.max_batch_size)
+    scheduler = make_scheduler(
+        Policy.GUARANTEED_NO_EVICT,
+        blocks,
+        max_batch_size=engine.config.max_batch_size,
+        max_num_tokens=engine.max_num_tokens,
+    )
+    active = [LlmRequest(i, prompt, options.output + 1) for i, prompt in enumerate(prompts, 1)]
+    milliseconds = []
+    while active:
+        batch = planner.plan(*scheduler.schedule_request(active, ()))
+        start = time.perf_counter()
+        tokens = engine.execute(batch)
+        milliseconds.append(1e3 * (time.perf_counter() - start))
+        for request in planner.update(batch, tokens):
+            if request.is_finished:
+                planner.release(request)
+        active = [request for request in active if not request.is_finished]
+    assert len(milliseconds) == options.output + 1, "all prompts fit one step"
+    prefill, *decode = milliseconds
+    return {
+        "prefill_ms": round(prefill, 2),
+        "decode_ms": round(statistics.median(decode), 2),
+    }
+
+
+def _medians(rounds: list[_Row]) -> Iterator[_Row]:
+    keys = list(dict.fromkeys((row["model"], row["dtype"], row["requests"]) for row in rounds))
+    for key in keys:
+        same = [row for row in rounds if (row["model"], row["dtype"], row["requests"]) == key]
+        row: _Row = dict(zip(("model", "dtype", "requests"), key, strict=True))
+        for phase in ("prefill_ms", "decode_ms"):
+            row[phase] = {
+                engine: statistics.median(each[phase] for each in same if each["engine"] == engine)
+                for engine in ENGINES
+            }
+        yield row
+
+
+def _commit(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
