@@ -75,6 +75,7 @@ class ServerParameters:
     guided_decoding_backend: str
     logits_processors: str | None
     normalize_log_probs: bool
+    out_of_vocabulary: str
     speculative_decoding_mode: str
     max_draft_len: int
     max_matching_ngram_size: int

@@ -121,6 +121,11 @@ def test_what_fills_the_peers_templates_is_told_what_it_is_here() -> None:
             {"": False, "true": True},
         ),
         (
+            "out_of_vocabulary",
+            lambda params: params.out_of_vocabulary,
+            {"": "refuse", "fold": "fold"},
+        ),
+        (
             "guided_decoding_backend",
             lambda params: params.guided_decoding_config.backend,
             {"": "auto", "none": "none", "llguidance": "llguidance"},
