@@ -49,15 +49,23 @@ _FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence
 
 
 def read_inputs(triton_request: Any) -> dict[str, Array]:
-    """Every tensor of the request by name, as numpy; `InvalidRequest` for one in a GPU's memory."""
+    """Every tensor of the request by name, as numpy; `InvalidRequest` for one in a GPU's memory.
+
+    UINT32, which `repository.UINT32_INPUTS` may be, becomes INT32 bit by bit, as in the peer: -1
+    stays -1.
+    """
     tensors = triton_request.inputs()
     try:
-        return {tensor.name(): tensor.as_numpy() for tensor in tensors}
+        return {tensor.name(): _signed(tensor.as_numpy()) for tensor in tensors}
     except Exception:
         for tensor in tensors:
             if not tensor.is_cpu():
                 raise InvalidRequest(_on_gpu(tensor.name())) from None
         raise
+
+
+def _signed(tensor: Array) -> Array:
+    return tensor.view(np.int32) if tensor.dtype == np.uint32 else tensor
 
 
 def _on_gpu(name: str) -> str:
