@@ -103,6 +103,14 @@ class BeamStream:
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
         """Send ``extras``, all that is known of the beams; ``ids`` is empty. False, always: words
         that end an answer are found by the search."""
+        self.stream.send(self._make(extras, is_final), is_final=is_final)
+        return False
+
+    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
+        """The last response, for who has something to do before it is sent."""
+        return self._make(extras, True)
+
+    def _make(self, extras: Mapping[str, Array], is_final: bool) -> dict[str, Array]:
         tensors = dict(extras)
         if self.texts is not None:
             beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
@@ -115,11 +123,7 @@ class BeamStream:
         if is_final and self.zeros is not None and "output_ids" in tensors:
             tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
-        self.stream.send(
-            {name: tensor for name, tensor in tensors.items() if name in outputs},
-            is_final=is_final,
-        )
-        return False
+        return {name: tensor for name, tensor in tensors.items() if name in outputs}
 
 
 def has_beams(inputs: Mapping[str, Array]) -> bool:

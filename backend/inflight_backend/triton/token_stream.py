@@ -132,6 +132,21 @@ class TokenStream:
 
         True: the text has come to a stop word just now, and the request should be stopped.
         """
+        tensors, is_hit = self._make(ids, extras, is_final)
+        if tensors is not None:
+            self.stream.send(tensors, is_final=is_final)
+        return is_hit
+
+    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
+        """The last response, for who has something to do before it is sent."""
+        tensors, _ = self._make(ids, extras, True)
+        assert tensors is not None, "the last one always says something"
+        return tensors
+
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array] | None, bool]:
+        """The response, None if there is nothing to say yet, and whether to stop the request."""
         was_stopped, text = self.is_stopped, ""
         if was_stopped:  # these were generated before the stop could be heard
             self.num_left_out += len(ids)
@@ -151,13 +166,12 @@ class TokenStream:
             self.ids.extend(ids)
             self.texts.append(text)
             if not is_final:
-                return is_hit
+                return None, is_hit
             ids, text, extras = self.ids, "".join(self.texts), self.extras.joined()
         tensors = self._tensors(ids, text, extras, is_final)
         # A stream of text alone has nothing to say while a token completes no character.
-        if text or is_final or tensors.keys() - self.constants.keys() != {"text_output"}:
-            self.stream.send(tensors, is_final=is_final)
-        return is_hit
+        says_nothing = tensors.keys() - self.constants.keys() == {"text_output"} and not text
+        return (None if says_nothing and not is_final else tensors), is_hit
 
     def _tensors(
         self, ids: Sequence[int], text: str, extras: Mapping[str, Array], is_final: bool
