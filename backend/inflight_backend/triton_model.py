@@ -22,7 +22,12 @@ from typing import Any
 from inflight_backend.errors import ServingError
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.parameters import ServerParameters, parse_parameters, set_or_empty
+from inflight_backend.parameters import (
+    ServerParameters,
+    parse_parameters,
+    read_raw,
+    set_or_empty,
+)
 from inflight_backend.private_log import get_logger
 from inflight_backend.request_validation import longest_text
 from inflight_backend.status import StatusWriter, stop_file_of
@@ -78,7 +83,7 @@ class TritonPythonModel:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         _honour_pythonpath()
         config = json.loads(args["model_config"])
-        raw = {key: value["string_value"] for key, value in config["parameters"].items()}
+        raw = read_raw(args["model_config"])
         status = StatusWriter(set_or_empty(raw.get("status_file", "")))
         try:
             with status.beating(BEAT_SECONDS):
