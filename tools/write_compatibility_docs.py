@@ -54,12 +54,23 @@ row has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md
 `output_log_probs` were those among what the filters left, 0 for every token of a greedy answer. For
 clients that count on that: `--set normalize_log_probs=true`.
 
-**Clients of before v0.14.** Those of v0.5 and v0.6 send lengths and ids as UINT32; Triton refuses
-them, and names the type. Some of later ones read what they do not ask for: log probabilities
-without `return_log_probs` (`end_to_end_test.py`, `e2e_grpc_speculative_decoding_client.py`; the
-peer sent zeros), and `batch_index` of every response of a stream with one row
-(`end_to_end_grpc_client.py --streaming` of v0.12 and v0.13; here a stream through `ensemble` says
-it with its last response, and one of several rows with each). Take those of v0.14 or newer.
+**Clients by tag.** They run as they are, from v0.5 on. Below, what those of a tag need, where not
+all do, and the test of `tests/e2e/test_old_clients.py` that does what they do:
+
+| tag | its clients | test |
+| --- | --- | --- |
+| v0.5, v0.6 | send lengths and ids as UINT32, and Triton takes one type of a tensor: `--set uint32_inputs=true`, with which clients that send INT32 (all later ones, and ours) are for another server | `test_the_clients_with_uint32`, `test_end_to_end_streaming_client`, `test_inflight_batcher_llm_client_streams_with_uint32` |
+| v0.5 | name no length to `postprocessing` | `test_the_clients_with_uint32` |
+| v0.6 to v0.13 | read `cum_log_probs` and `output_log_probs` that they have not asked for, from v0.8 on `context_logits` and `generation_logits`, and hand them to `postprocessing`, which hands them back | `test_end_to_end_test`, `test_e2e_grpc_speculative_decoding_client` |
+| v0.12, v0.13 | read `batch_index` of every response | `test_end_to_end_grpc_client_streams`, `test_end_to_end_grpc_client` |
+| v0.6 and later | draw ids up to 2147483647 (`benchmark_core_model.py token-norm-dist`, `token-from-histogram`): `--set out_of_vocabulary=fold`, else an id outside the vocabulary is refused | `test_benchmark_core_model` |
+| all | stop, stream and read ids | `test_inflight_batcher_llm_client_streams` |
+
+So a request that names no outputs has `batch_index` in every response and, in the last one, zeros
+in place of log probabilities (one for each new token) and logits (one) that it has not asked for;
+through `ensemble`, which names them all, every request has. Who names outputs of `tensorrt_llm` or
+`tensorrt_llm_bls` gets just those. An `end_id` outside the vocabulary ends nothing, as with the
+peer (SGLang's benchmark sends 1048576).
 """
 
 

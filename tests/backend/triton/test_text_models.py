@@ -155,7 +155,13 @@ def test_what_comes_beside_the_tokens_of_older_clients_comes_back() -> None:
     }
     out = POSTPROCESS({"TOKENS_BATCH": tokens([ids("12")]), **passed})
     assert out.pop("OUTPUT").tolist() == [b"12"]
-    assert out == {f"OUT_{name}": tensor for name, tensor in passed.items()}
+    assert out == {
+        "OUT_CUM_LOG_PROBS": passed["CUM_LOG_PROBS"],
+        "OUT_OUTPUT_LOG_PROBS": passed["OUTPUT_LOG_PROBS"],
+        "OUT_CONTEXT_LOGITS": passed["CONTEXT_LOGITS"],
+        "OUT_GENERATION_LOGITS": passed["GENERATION_LOGITS"],
+        "OUT_BATCH_INDEX": passed["BATCH_INDEX"],
+    }
     with pytest.raises(InvalidRequest, match="'TOKENS_BATCH' is missing"):
         POSTPROCESS(passed)
 
