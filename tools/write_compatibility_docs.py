@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from contract_metrics import METRIC_ROWS, MetricRow
-from contract_rows import MODELS, REFUSALS, ModelRows, Row
+from contract_rows import CLIENT_ROWS, MODELS, REFUSALS, ModelRows, Row
 from google.protobuf import text_format
 from page import ROOT, TESTS, all_tests, table, write_or_check
 from tritonclient.grpc import model_config_pb2
@@ -53,24 +53,20 @@ row has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md
 (its pull request 12366): log probabilities are the model's own. Before, it was true:
 `output_log_probs` were those among what the filters left, 0 for every token of a greedy answer. For
 clients that count on that: `--set normalize_log_probs=true`.
+"""
 
-**Clients by tag.** They run as they are, from v0.5 on. Below, what those of a tag need, where not
-all do, and the test of `tests/e2e/test_old_clients.py` that does what they do:
+CLIENTS = """\
+## Clients by tag
 
-| tag | its clients | test |
-| --- | --- | --- |
-| v0.5, v0.6 | send lengths and ids as UINT32, and Triton takes one type of a tensor: `--set uint32_inputs=true`, with which clients that send INT32 (all later ones, and ours) are for another server | `test_the_clients_with_uint32`, `test_end_to_end_streaming_client`, `test_inflight_batcher_llm_client_streams_with_uint32` |
-| v0.5 | name no length to `postprocessing` | `test_the_clients_with_uint32` |
-| v0.6 to v0.13 | read `cum_log_probs` and `output_log_probs` that they have not asked for, from v0.8 on `context_logits` and `generation_logits`, and hand them to `postprocessing`, which hands them back | `test_end_to_end_test`, `test_e2e_grpc_speculative_decoding_client` |
-| v0.12, v0.13 | read `batch_index` of every response | `test_end_to_end_grpc_client_streams`, `test_end_to_end_grpc_client` |
-| v0.6 and later | draw ids up to 2147483647 (`benchmark_core_model.py token-norm-dist`, `token-from-histogram`): `--set out_of_vocabulary=fold`, else an id outside the vocabulary is refused | `test_benchmark_core_model` |
-| all | stop, stream and read ids | `test_inflight_batcher_llm_client_streams` |
+The clients of `tensorrtllm_backend` run as they are, from v0.5 on. What those of a tag need where
+not all do, and the tests that do what they do:
+"""
 
+ANSWERS = """\
 So a request that names no outputs has `batch_index` in every response and, in the last one, zeros
 in place of log probabilities (one for each new token) and logits (one) that it has not asked for;
 through `ensemble`, which names them all, every request has. Who names outputs of `tensorrt_llm` or
-`tensorrt_llm_bls` gets just those. An `end_id` outside the vocabulary ends nothing, as with the
-peer (SGLang's benchmark sends 1048576).
+`tensorrt_llm_bls` gets just those.
 """
 
 
@@ -140,7 +136,8 @@ def render(old: str) -> str:
     problems = list(_problems())
     if problems:
         raise ValueError("\n".join(problems))
-    parts = [HEAD]
+    clients = ((row.tags, row.needs, _shown(row.tests)) for row in CLIENT_ROWS)
+    parts = [HEAD, CLIENTS, table(("tag", "its clients", "test"), clients), ANSWERS]
     for rows in MODELS:
         parts += _render_model(rows)
     parts.append("## Metrics\n")
@@ -187,7 +184,7 @@ def _is_there(row: MetricRow) -> bool:
 
 def _problems() -> Iterator[str]:
     """Honoured rows without a test that exists and speaks of them."""
-    for tests in REFUSALS.values():
+    for tests in (*REFUSALS.values(), *(row.tests for row in CLIENT_ROWS)):
         yield from _missing(tests)
     for rows in MODELS:
         for part in ("inputs", "outputs", "parameters"):
