@@ -8,7 +8,7 @@ from inflight_client.protocol import METRICS
 
 FAMILY_TO_LABELS = {family.name: {family.label: set(family.values)} for family in METRICS}
 
-_SELECTOR = re.compile(r"\b(nv_\w+|inflight_\w+_total)(?:\{([^}]*)\})?")
+_SELECTOR = re.compile(r"\b(nv_\w+|inflight_\w+_(?:total|reuse))(?:\{([^}]*)\})?")
 _OF_HISTOGRAM = re.compile(r"_(?:sum|count|bucket)$")
 _IGNORED = re.compile(r"\bignoring \(([^)]*)\)")
 

@@ -76,6 +76,15 @@ class ModelRows:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientRow:
+    """What clients of some ``tags`` do that others do not."""
+
+    tags: str
+    needs: str
+    tests: tuple[str, ...]
+
+
 def rows(names: str, *tests: str, note: str = "") -> tuple[Row, ...]:
     """Rows of names divided by blanks that the same tests show."""
     return tuple(Row(name, tests, note) for name in names.split())
@@ -344,6 +353,53 @@ _OTHER = (
 _PASSED = "CUM_LOG_PROBS OUTPUT_LOG_PROBS CONTEXT_LOGITS GENERATION_LOGITS BATCH_INDEX"
 _PASSED_OUT = " ".join(f"OUT_{name}" for name in _PASSED.split())
 _TO_V13 = "to v0.13, passed on unchanged"
+_COMES_BACK = (
+    f"{_T}test_text_models.py::test_what_comes_beside_the_tokens_of_older_clients_comes_back"
+)
+
+_OLD = "e2e/test_old_clients.py::test_"
+
+CLIENT_ROWS: tuple[ClientRow, ...] = (
+    ClientRow(
+        "v0.5, v0.6",
+        "send lengths and ids as UINT32, and a tensor has one type in Triton: `--set "
+        "uint32_inputs=true`. Clients that send INT32, all later ones and ours, need another server",
+        (
+            f"{_OLD}the_clients_with_uint32",
+            f"{_OLD}end_to_end_streaming_client",
+            f"{_OLD}inflight_batcher_llm_client_streams_with_uint32",
+        ),
+    ),
+    ClientRow(
+        "v0.5",
+        "name no length to `postprocessing`",
+        (f"{_OLD}the_clients_with_uint32",),
+    ),
+    ClientRow(
+        "v0.6 to v0.13",
+        "read `cum_log_probs` and `output_log_probs` that they have not asked for, from v0.8 on "
+        "`context_logits` and `generation_logits`, too, and hand them to `postprocessing`, which "
+        "hands them back",
+        (f"{_OLD}end_to_end_test", f"{_OLD}e2e_grpc_speculative_decoding_client"),
+    ),
+    ClientRow(
+        "v0.12, v0.13",
+        "read `batch_index` of every response",
+        (f"{_OLD}end_to_end_grpc_client_streams", f"{_OLD}end_to_end_grpc_client"),
+    ),
+    ClientRow(
+        "v0.6 and later",
+        "draw ids up to 2147483647 (`benchmark_core_model.py token-norm-dist`, "
+        "`token-from-histogram`): `--set out_of_vocabulary=fold`, else such ids are refused",
+        (f"{_OLD}benchmark_core_model",),
+    ),
+    ClientRow(
+        "any",
+        "an `end_id` outside the vocabulary ends nothing; SGLang's benchmark sends 1048576",
+        (f"{_OLD}an_end_id_that_no_vocabulary_has_ends_nothing",),
+    ),
+    ClientRow("any", "stop, stream and read ids", (f"{_OLD}inflight_batcher_llm_client_streams",)),
+)
 
 MODELS: tuple[ModelRows, ...] = (
     ModelRows("tensorrt_llm", _LLM_INPUTS, _LLM_OUTPUTS, _LLM_PARAMETERS),
@@ -380,8 +436,9 @@ MODELS: tuple[ModelRows, ...] = (
     ),
     ModelRows(
         "postprocessing",
-        rows("TOKENS_BATCH SEQUENCE_LENGTH", _DECODED, _CALLS) + rows(_PASSED, note=_TO_V13),
-        rows("OUTPUT", _DECODED, _CALLS) + rows(_PASSED_OUT, note=_TO_V13),
+        rows("TOKENS_BATCH SEQUENCE_LENGTH", _DECODED, _CALLS)
+        + rows(_PASSED, _COMES_BACK, note=_TO_V13),
+        rows("OUTPUT", _DECODED, _CALLS) + rows(_PASSED_OUT, _COMES_BACK, note=_TO_V13),
         (
             *rows("tokenizer_dir", _OTHER),
             *rows("tokenizer_type"),

@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from contract_metrics import METRIC_ROWS, MetricRow
-from contract_rows import MODELS, REFUSALS, ModelRows, Row
+from contract_rows import CLIENT_ROWS, MODELS, REFUSALS, ModelRows, Row
 from google.protobuf import text_format
 from page import ROOT, TESTS, all_tests, table, write_or_check
 from tritonclient.grpc import model_config_pb2
@@ -53,13 +53,20 @@ row has a test, below `tests/`. What the tensors mean: [protocol.md](protocol.md
 (its pull request 12366): log probabilities are the model's own. Before, it was true:
 `output_log_probs` were those among what the filters left, 0 for every token of a greedy answer. For
 clients that count on that: `--set normalize_log_probs=true`.
+"""
 
-**Clients of before v0.14.** Those of v0.5 and v0.6 send lengths and ids as UINT32; Triton refuses
-them, and names the type. Some of later ones read what they do not ask for: log probabilities
-without `return_log_probs` (`end_to_end_test.py`, `e2e_grpc_speculative_decoding_client.py`; the
-peer sent zeros), and `batch_index` of every response of a stream with one row
-(`end_to_end_grpc_client.py --streaming` of v0.12 and v0.13; here a stream through `ensemble` says
-it with its last response, and one of several rows with each). Take those of v0.14 or newer.
+CLIENTS = """\
+## Clients by tag
+
+The clients of `tensorrtllm_backend` run as they are, from v0.5 on. What those of a tag need where
+not all do, and the tests that do what they do:
+"""
+
+ANSWERS = """\
+So a request that names no outputs has `batch_index` in every response and, in the last one, zeros
+in place of log probabilities (one for each new token) and logits (one) that it has not asked for;
+through `ensemble`, which names them all, every request has. Who names outputs of `tensorrt_llm` or
+`tensorrt_llm_bls` gets just those.
 """
 
 
@@ -129,7 +136,8 @@ def render(old: str) -> str:
     problems = list(_problems())
     if problems:
         raise ValueError("\n".join(problems))
-    parts = [HEAD]
+    clients = ((row.tags, row.needs, _shown(row.tests)) for row in CLIENT_ROWS)
+    parts = [HEAD, CLIENTS, table(("tag", "its clients", "test"), clients), ANSWERS]
     for rows in MODELS:
         parts += _render_model(rows)
     parts.append("## Metrics\n")
@@ -176,7 +184,7 @@ def _is_there(row: MetricRow) -> bool:
 
 def _problems() -> Iterator[str]:
     """Honoured rows without a test that exists and speaks of them."""
-    for tests in REFUSALS.values():
+    for tests in (*REFUSALS.values(), *(row.tests for row in CLIENT_ROWS)):
         yield from _missing(tests)
     for rows in MODELS:
         for part in ("inputs", "outputs", "parameters"):

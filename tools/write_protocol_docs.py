@@ -42,7 +42,9 @@ def render() -> str:
             f"## Outputs of `{protocol.LLM_MODEL_NAME}`\n",
             "An output is sent only when the client asks for it; a client that names none gets "
             "`output_ids` and\n`sequence_length` for a prompt of ids, `text_output` for a prompt "
-            "of text. A request for nothing but\noutputs that are not sent yet is refused.\n",
+            "of text; with each response\n`batch_index`, and with the last one zeros for log "
+            "probabilities and logits that it has not asked\nfor, as clients of before v0.14 read "
+            "them. A request for nothing but outputs that are not sent yet is\nrefused.\n",
             _tensor_table(protocol.OUTPUTS),
             "## Inputs of `ensemble`\n",
             ensemble,

@@ -255,10 +255,9 @@ class GptManager:
         self.return_completed_requests()
         self.poll_stop_signals()
         self._batcher.recorder.finish_iteration()
+        self._stats = self._measure()
         if was_active:
             self.return_batch_manager_stats()
-        else:
-            self._stats = self._measure()
         if self._idle_check.finds_fault(self._batcher, is_running=self._steps.is_running):
             self._renew()
 
@@ -311,6 +310,8 @@ class GptManager:
 
         Responses leave their list one by one: whatever is raised here, the others are still there.
         """
+        if any(each.is_final for each in self._responses):
+            self._stats = self._measure()  # before somebody hears of an end and looks
         while self._responses:
             response = self._responses.popleft()
             request, is_final, error = response.request, response.is_final, response.error
@@ -339,8 +340,7 @@ class GptManager:
         self.return_completed_requests()
 
     def return_batch_manager_stats(self) -> None:
-        """Measure this iteration and hand the JSON to the statistics callback."""
-        self._stats = self._measure()
+        """Hand the JSON of this iteration to the statistics callback."""
         if self._stats_cb is not None:
             self._guard.call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
 

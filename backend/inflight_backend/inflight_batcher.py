@@ -394,6 +394,7 @@ class InflightBatcher:
             is_observable=self._take_outputs is not None,
             check_processor=self.rules.processors.check,
             max_beam_width=self.max_beam_width,
+            folds_ids=params.out_of_vocabulary == "fold",
             max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
             refusal_reason=partial(
                 refusal_reason,

@@ -47,6 +47,7 @@ class TrtGptModelOptionalParams:
     A request may ask for less (``max_queue_time_ms``, ``allotted_time_ms``), not for more.
     ``normalize_log_probs``: log probabilities are those among what the filters left, as
     TensorRT-LLM's default was until March 2026; by default they are the model's own.
+    ``out_of_vocabulary``: "refuse", or "fold" ids of prompts that are above the vocabulary into it.
     ``logits_processors``: those that requests may choose, by name (see `logits_processors`).
     """
 
@@ -70,6 +71,7 @@ class TrtGptModelOptionalParams:
     cuda_graph_mode: bool = True
     cuda_graph_mixed_tokens: int = 512
     normalize_log_probs: bool = False
+    out_of_vocabulary: str = "refuse"
     deterministic_mode: bool = False
     record_file: str | None = None
     guided_decoding_config: GuidedDecodingConfig = field(default_factory=GuidedDecodingConfig)
@@ -124,6 +126,7 @@ class TrtGptModelOptionalParams:
             cuda_graph_mode=parameters.cuda_graph_mode,
             cuda_graph_mixed_tokens=parameters.cuda_graph_mixed_tokens,
             normalize_log_probs=parameters.normalize_log_probs,
+            out_of_vocabulary=parameters.out_of_vocabulary,
             deterministic_mode=parameters.deterministic_mode,
             overlap_scheduler=OverlapScheduler(parameters.overlap_scheduler),
             record_file=parameters.record_file,

@@ -7,6 +7,8 @@ launcher and the model both come through `parse_parameters`, so they agree on wh
 from __future__ import annotations
 
 import difflib
+import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,6 +22,10 @@ from inflight_client.protocol import (
     ParameterSpec,
 )
 from inflight_client.protocol.elsewhere import TEMPLATE_HINTS
+
+PRIVATE_VARIABLE = "INFLIGHT_PRIVATE_PARAMETERS"
+"""Environment variable with parameters as a JSON object: whoever reaches Triton can read those of a
+model's configuration, so `inflight serve` hands paths to its models in this way."""
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TRUE = frozenset({"true", "1"})
@@ -75,6 +81,7 @@ class ServerParameters:
     guided_decoding_backend: str
     logits_processors: str | None
     normalize_log_probs: bool
+    out_of_vocabulary: str
     speculative_decoding_mode: str
     max_draft_len: int
     max_matching_ngram_size: int
@@ -98,6 +105,14 @@ def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
             "gpt_model_path is not set: give the folder of a Hugging Face checkpoint"
         )
     return ServerParameters(**values)
+
+
+def read_raw(model_config: str) -> dict[str, str]:
+    """The ``parameters`` block of a model's configuration, which is JSON; of those that the model
+    has, the ones in `PRIVATE_VARIABLE` count."""
+    private: dict[str, str] = json.loads(os.environ.get(PRIVATE_VARIABLE, "{}"))
+    block = json.loads(model_config)["parameters"]
+    return {key: private.get(key, value["string_value"]) for key, value in block.items()}
 
 
 def check_keys(raw: Mapping[str, str], known: Collection[str]) -> None:

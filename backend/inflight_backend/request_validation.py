@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 16
 """New tokens when a request names no number (the usual default of completion APIs)."""
 
-_INT32_MAX = 2**31 - 1
+_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
+_FOLD_HINT = "; a server with out_of_vocabulary=fold takes such ids, for benchmarks"
 
 
 def _has_none(request: InferenceRequest) -> None:
@@ -61,7 +62,8 @@ class RequestLimits:
     Seconds bound the waiting and the whole life of a request. ``start_guide`` compiles guides;
     ``guided_end_id`` and ``guided_more_end_ids`` end the answers of guided requests that send no
     ``end_id``. At most ``max_draft_len`` drafts may be sent. ``check_processor`` refuses logits
-    processors that are not there.
+    processors that are not there. ``folds_ids``: ids of a prompt that are above the vocabulary
+    stand for their remainder by its size.
     """
 
     vocab_size: int
@@ -79,6 +81,7 @@ class RequestLimits:
     guided_more_end_ids: tuple[int, ...] = ()
     max_draft_len: int = 0
     check_processor: Callable[[InferenceRequest], None] = _has_none
+    folds_ids: bool = False
 
 
 def longest_text(limits: RequestLimits) -> int:
@@ -180,12 +183,15 @@ def _make_llm_request(request: InferenceRequest, limits: RequestLimits) -> LlmRe
 
 
 def _read_end_id(request: InferenceRequest, limits: RequestLimits, *, is_guided: bool) -> int:
+    """-1 for none, which any id outside the vocabulary stands for, as in TensorRT-LLM."""
     default = limits.guided_end_id if is_guided else -1
-    end_id = integer(request, "end_id", default, -1, limits.vocab_size - 1)
+    end_id = integer(request, "end_id", default, _INT32_MIN, _INT32_MAX)
+    if not 0 <= end_id < limits.vocab_size:
+        end_id = -1
     if is_guided and end_id < 0:
         raise InvalidRequest(
-            f"'{TYPE_FIELD}' needs an 'end_id' of at least 0: it ends the answer where the grammar "
-            "allows that"
+            f"'{TYPE_FIELD}' needs an 'end_id' within the vocabulary: it ends the answer where the "
+            "grammar allows that"
         )
     return end_id
 
@@ -235,11 +241,14 @@ def _prompt(request: InferenceRequest, limits: RequestLimits) -> list[int]:
         raise InvalidRequest("'input_ids' is empty: a prompt needs at least one token")
     num_tokens = integer(request, "input_lengths", ids.size, 1, ids.size)
     ids = ids[:num_tokens]
+    if limits.folds_ids:
+        ids = np.where(ids < 0, ids, ids % limits.vocab_size)
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise InvalidRequest(
             f"'input_ids' holds {wrong}, outside the vocabulary 0..{limits.vocab_size - 1}"
+            f"{'' if wrong < 0 else _FOLD_HINT}"
         )
     tokens: list[int] = ids.tolist()
     return tokens

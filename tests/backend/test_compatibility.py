@@ -121,6 +121,11 @@ def test_what_fills_the_peers_templates_is_told_what_it_is_here() -> None:
             {"": False, "true": True},
         ),
         (
+            "out_of_vocabulary",
+            lambda params: params.out_of_vocabulary,
+            {"": "refuse", "fold": "fold"},
+        ),
+        (
             "guided_decoding_backend",
             lambda params: params.guided_decoding_config.backend,
             {"": "auto", "none": "none", "llguidance": "llguidance"},
@@ -138,9 +143,9 @@ def test_settings_reach_the_batch_manager(
 def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
     """Value by value: two that change places would be two true numbers under wrong names."""
     families = [*protocol.METRICS, *protocol.V1_METRICS]
-    ours = {("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "hit_rate")}
-    for family in (protocol.ERRORS, protocol.EVENTS):
-        ours |= {(family.name, family.label, value) for value in family.values}
+    own = (protocol.ERRORS, protocol.EVENTS, protocol.REUSE)
+    ours = {(family.name, family.label, value) for family in own for value in family.values}
+    assert all(family.name.startswith("inflight_") for family in own)
     there = {
         (family.name, family.label, value): key
         for family in families

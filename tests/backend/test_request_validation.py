@@ -62,7 +62,6 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
         ({"runtime_top_k": -1}, "'runtime_top_k' is -1, outside 0.."),  # 24
         ({"min_length": 5}, "'min_length' is 5, outside 0..4"),  # 26
         ({"min_tokens": -1}, "'min_tokens' is -1"),
-        ({"end_id": 100}, "'end_id' is 100, outside -1..99"),  # 31
         ({"pad_id": -2}, "'pad_id' is -2"),
         ({"beam_width": 2}, "'beam_width' is 2, more than max_beam_width = 1; ask for less"),  # 27
         ({"beam_width": 0}, "'beam_width' is 0, outside 1.."),
@@ -181,6 +180,30 @@ def test_accepted_values_arrive() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.25)
     assert (sampling.seed, sampling.min_length) == (-1, 2)  # the seed as a signed number
     assert llm_request.is_streaming
+
+
+@pytest.mark.case(31)
+@pytest.mark.parametrize("end_id", [-(2**31), -2, -1, 100, 1048576, 2**31 - 1])
+def test_an_end_id_outside_the_vocabulary_ends_nothing(end_id: int) -> None:
+    """As in TensorRT-LLM, whose benchmarks send one; a guided answer needs one that ends it."""
+    values = {"input_ids": [1], "end_id": end_id}
+    assert validate(InferenceRequest(1, make_inputs(values)), LIMITS).end_id == -1
+    values |= {"guided_decoding_guide_type": "json"}
+    with pytest.raises(InvalidRequest, match="needs an 'end_id' within the vocabulary"):
+        validate(InferenceRequest(1, make_inputs(values)), LIMITS)
+
+
+def test_ids_above_the_vocabulary_are_folded_where_that_is_set() -> None:
+    ids = [0, 99, 100, 250, 2**31 - 1]
+    request = InferenceRequest.from_tokens(1, ids, 1)
+    with pytest.raises(
+        InvalidRequest, match=r"outside the vocabulary 0\.\.99; .*out_of_vocabulary=fold"
+    ):
+        validate(request, LIMITS)
+    folding = replace(LIMITS, folds_ids=True)
+    assert validate(request, folding).tokens == [0, 99, 0, 50, 47]
+    with pytest.raises(InvalidRequest, match=r"'input_ids' holds -1, outside the vocabulary 0"):
+        validate(InferenceRequest.from_tokens(1, [5, -1], 1), folding)
 
 
 @pytest.mark.case(11, 13, 23)

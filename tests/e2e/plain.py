@@ -27,6 +27,7 @@ _ANSWER_SECONDS = 60.0
 _ABORT = "boost::interprocess::lock_exception"
 _KINDS = {
     "int32": "INT32",
+    "uint32": "UINT32",
     "uint64": "UINT64",
     "float32": "FP32",
     "bool": "BOOL",
@@ -137,7 +138,8 @@ def _make_inputs(**tensors: Any) -> list[grpcclient.InferInput]:
     inputs = []
     for name, value in tensors.items():
         array = np.asarray(value)
-        array = array.astype(_TYPES.get(array.dtype.kind, np.object_))
+        if array.dtype.name not in _KINDS:
+            array = array.astype(_TYPES.get(array.dtype.kind, np.object_))
         inputs.append(grpcclient.InferInput(name, list(array.shape), _KINDS[array.dtype.name]))
         inputs[-1].set_data_from_numpy(array)
     return inputs
@@ -156,6 +158,7 @@ def stream_infer(
     tensors: Mapping[str, Any],
     outputs: Sequence[str] = (),
     parameters: Mapping[str, Any] | None = None,
+    request_id: str = "",
 ) -> list[dict[str, Any]]:
     """The tensors of every response of a gRPC stream; an error ends them as ``{"error": text}``."""
     responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -168,6 +171,7 @@ def stream_infer(
             _make_inputs(**tensors),
             outputs=wanted,
             parameters=parameters,
+            request_id=request_id,
             enable_empty_final_response=True,
         )
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -10,8 +11,12 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from e2e.conftest import ServeFactory
 from e2e.harness import ServeProcess, assert_counts, stream_text
 from tritonclient.utils import InferenceServerException
+
+from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
+from inflight_backend.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 
@@ -56,10 +61,12 @@ def test_a_client_cannot_make_the_server_log_more(server: ServeProcess) -> None:
     """Verbose logging fills a disk."""
     url = f"{server.http_url}/v2/logging"
     answer = httpx.post(url, json={"log_verbose_level": 1}, timeout=60, trust_env=False)
+    reason = "the-log-is-set-where-inflight-serve-is-started"
     assert answer.status_code == 403
+    assert reason in answer.text
     with (
         grpcclient.InferenceServerClient(server.grpc_url) as client,
-        pytest.raises(InferenceServerException, match="restricted"),
+        pytest.raises(InferenceServerException, match=reason),
     ):
         client.update_log_settings({"log_verbose_level": 1})
 
@@ -69,12 +76,33 @@ def test_a_client_cannot_reach_the_memory_that_server_and_model_share(server: Se
     region = next(each for each in Path("/dev/shm").iterdir() if each.name.startswith("inflight-"))
     url = f"{server.http_url}/v2/systemsharedmemory/region/mine/register"
     body = {"key": f"/{region.name}", "offset": 0, "byte_size": 1024}
-    assert httpx.post(url, json=body, timeout=60, trust_env=False).status_code == 403
+    reason = "inflight-serve-has-no-shared-memory-for-clients.send-tensors-in-requests"
+    answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 403
+    assert reason in answer.text
     with (
         grpcclient.InferenceServerClient(server.grpc_url) as client,
-        pytest.raises(InferenceServerException, match="restricted"),
+        pytest.raises(InferenceServerException, match=reason),
     ):
         client.register_system_shared_memory("mine", f"/{region.name}", 1024)
+
+
+def test_no_path_of_the_machine_is_in_what_triton_tells_of_the_models(
+    serve: ServeFactory, tmp_path: Path
+) -> None:
+    """Anybody who reaches the server can read the configuration of a model."""
+    paths = {"record_file": tmp_path / "recording", "tokenizer_dir": DEMO_MODEL}
+    running = serve(options=[f"--add={name}" for name in OPTIONAL_MODELS], settings=paths)
+    for model in (*DEFAULT_MODELS, *OPTIONAL_MODELS):
+        for what in ("", "/config"):
+            url = f"{running.http_url}/v2/models/{model}{what}"
+            told = httpx.get(url, timeout=60, trust_env=False)
+            assert told.status_code == httpx.codes.OK
+            assert not re.search(r'"/|inflight-serve-|demo_model', told.text), told.text
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        pieces = stream_text(running, PROMPT, 20, model=model)
+        assert_counts(PROMPT, "".join(pieces), 20)
+    assert (tmp_path / "recording").exists()
 
 
 @pytest.mark.case(39)

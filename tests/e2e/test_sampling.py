@@ -140,9 +140,14 @@ def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
 def test_a_client_that_names_no_output_gets_what_it_asked_for(server: ServeProcess) -> None:
     values: dict[str, Any] = {"input_ids": [5, 6], "request_output_len": 3}
     (plain,) = infer(server, **values)
-    assert list(plain) == ["output_ids", "sequence_length"]
+    assert list(plain)[:3] == ["output_ids", "sequence_length", "batch_index"]
+    unasked = ("output_log_probs", "cum_log_probs", "context_logits", "generation_logits")
+    assert set(list(plain)[3:]) == set(unasked)
+    assert not any(plain[name].any() for name in unasked)
     (more,) = infer(server, **values, return_log_probs=True, return_num_output_tokens=True)
-    assert set(more) == {*plain, "output_log_probs", "cum_log_probs", "num_output_tokens"}
+    assert set(more) == {*plain, "num_output_tokens"}
+    assert more["output_log_probs"].all()
+    assert more["cum_log_probs"].all()
 
 
 def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:

@@ -35,7 +35,9 @@ def metrics_of(server: ServeProcess) -> str:
 
 def metric(page: str, label: str) -> float:
     """The value of the one metric that has this label."""
-    (value,) = re.findall(rf"^nv_trt_llm_\w+{{[^}}]*{label}[^}}]*}} (\S+)$", page, re.MULTILINE)
+    (value,) = re.findall(
+        rf"^(?:nv_trt_llm|inflight)_\w+{{[^}}]*{label}[^}}]*}} (\S+)$", page, re.MULTILINE
+    )
     return float(value)
 
 
@@ -117,7 +119,7 @@ def test_a_second_prompt_of_110_tokens_reuses_four_blocks_and_another_salt_none(
     assert_counts("125", answers[0], 24)
     page = metrics_of(server)
     assert metric(page, 'kv_cache_block_type="reused"') >= 4
-    assert 0 < metric(page, 'kv_cache_block_type="hit_rate"') < 1
+    assert 0 < metric(page, 'kv_cache_reuse_type="hit_rate"') < 1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from e2e.harness import HOST, ServeProcess, assert_counts, assert_counts_in_part
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_client import InflightClient
+from inflight_client import InflightClient, InflightError
 from inflight_client.protocol import ERRORS, METRICS
 from inflight_client.tensors import make_inputs
 
@@ -192,6 +192,28 @@ def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
     counts = [shown["nv_llm_output_token_len_bucket", le] for le in ("10", "50", "+Inf")]
     assert counts == sorted(counts)
     assert counts[1] > counts[0]  # 20 tokens
+
+
+def test_the_metrics_page_is_never_behind_an_answer_that_was_read(server: ServeProcess) -> None:
+    """Nor behind an error: it is read as soon as the client has the end of either."""
+    counted = ("nv_llm_output_token_len_count", "total_output_tokens")
+    refused, active = (ERRORS.name, "INVALID_ARG"), ("nv_trt_llm_request_metrics", "active")
+    shown = values_of(get(server.metrics_url).text)
+    num_answers, num_errors = shown[counted], shown[refused]
+    with InflightClient(server.grpc_url) as client:
+        for number in range(12):
+            if number % 4 == 3:
+                with pytest.raises(InflightError, match="temperature"):
+                    client.generate(PROMPT, 5, temperature=-1.0)
+                num_errors += 1
+            elif number % 2:
+                assert list(client.stream(PROMPT, 10 + number))
+                num_answers += 1
+            else:
+                client.generate(PROMPT, 10 + number)
+                num_answers += 1
+            shown = values_of(get(server.metrics_url).text)
+            assert (shown[counted], shown[refused], shown[active]) == (num_answers, num_errors, 0)
 
 
 # A start that cannot work: one line, exit code 1, nothing left.

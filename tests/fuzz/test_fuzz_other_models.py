@@ -93,7 +93,8 @@ def check_text_model(convert: Convert, config: Any, inputs: Tensors, good: Tenso
         dtype = DTYPE_TO_NUMPY[pb.DataType.Name(spec.data_type).removeprefix("TYPE_")]
         assert array.dtype == np.dtype(dtype)
         if spec.name == "OUTPUT":  # a text for each beam of each row, one after the other
-            assert array.shape == (inputs["SEQUENCE_LENGTH"].size,)
+            num_rows, num_beams, _ = inputs["TOKENS_BATCH"].shape
+            assert array.shape == (num_rows * num_beams,)
             continue
         assert (len(array), array.ndim) == (num_rows, 1 + len(spec.dims))
         assert all(dim in (-1, size) for dim, size in zip(spec.dims, array.shape[1:], strict=True))

@@ -10,12 +10,14 @@ workspace and its shared memory are removed, and that before signals act as usua
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from inflight_backend.parameters import PRIVATE_VARIABLE
 from inflight_backend.serve.checks import check_install, check_settings
 from inflight_backend.serve.display import LoadingDisplay, ready_block
 from inflight_backend.serve.install import TritonInstall, environment, locate, prepare_backends
@@ -24,7 +26,7 @@ from inflight_backend.serve.messages import occupy_standard_descriptors, say, sh
 from inflight_backend.serve.process import ServerProcess
 from inflight_backend.serve.repository import assemble
 from inflight_backend.serve.scratch import BackendScratch
-from inflight_backend.serve.settings import ServeSettings
+from inflight_backend.serve.settings import PATH_KEYS, ServeSettings
 from inflight_backend.serve.signals import StopSignals
 from inflight_backend.serve.supervisor import Attempt, RestartPolicy, Supervisor
 from inflight_backend.serve.vitals import Vitals
@@ -42,6 +44,13 @@ _KEEPALIVE_MS = 5_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
 
 
+_CLOSED = {
+    "logging": "the-log-is-set-where-inflight-serve-is-started",
+    "shared-memory": "inflight-serve-has-no-shared-memory-for-clients.send-tensors-in-requests",
+}
+"""Interface of Triton that nobody may use -> why, in characters of a header."""
+
+
 def run(settings: ServeSettings) -> None:
     """Serve until asked to stop; `ServingError` if starting fails or the server keeps failing."""
     occupy_standard_descriptors()
@@ -52,7 +61,7 @@ def run(settings: ServeSettings) -> None:
         check_install(install, env)
         with Workspace() as workspace:
             command = _prepare(settings, install, workspace)
-            env |= workspace.environment
+            env |= workspace.environment | _private_parameters(settings, workspace)
 
             def serve(attempt: Attempt) -> None:
                 log = shown() if settings.is_verbose else _log_in(workspace.log_file)
@@ -75,10 +84,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
     """Fill the workspace and return the command line of the server."""
     values = {
         **_run_limit(settings.max_connection_seconds),
-        **settings.parameters,
-        "gpt_model_path": str(settings.model),
-        "status_file": str(workspace.status_file),
-        "drain_file": str(workspace.drain_file),
+        **{key: value for key, value in settings.parameters.items() if key not in PATH_KEYS},
         "decoupled_mode": str(settings.is_decoupled).lower(),
     }
     assemble(workspace.models, values, settings.models)
@@ -99,6 +105,17 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
     ]
 
 
+def _private_parameters(settings: ServeSettings, workspace: Workspace) -> dict[str, str]:
+    """Environment of the models with the parameters that are paths: nobody else is to know them."""
+    paths = {key: value for key, value in settings.parameters.items() if key in PATH_KEYS}
+    paths |= {
+        "gpt_model_path": str(settings.model),
+        "status_file": str(workspace.status_file),
+        "drain_file": str(workspace.drain_file),
+    }
+    return {PRIVATE_VARIABLE: json.dumps(paths)}
+
+
 def _connection_age(seconds: float) -> tuple[str, ...]:
     """What ends a gRPC stream whose client never reads: nothing else in Triton notices."""
     milliseconds = round(1000 * seconds)
@@ -112,12 +129,14 @@ def _run_limit(connection_seconds: float) -> dict[str, str]:
 
 
 def _closed_interfaces() -> tuple[str, ...]:
-    """They take a password, which nobody knows. Verbose logging, which any client may turn on else,
+    """They take a password, which nobody knows, in a header whose name is all that Triton says to
+    who has none, so that this name says why. Verbose logging, which any client may turn on else,
     is 100 KB for a stream of 60 tokens. Who may register shared memory can write in what server and
     model share, once its name is known: since it has our prefix, no Triton refuses that by itself.
     """
-    rule = f"logging,shared-memory:inflight={secrets.token_hex(16)}"
-    return f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"
+    rules = [f"{name}:{reason}={secrets.token_hex(16)}" for name, reason in _CLOSED.items()]
+    options = ("--http-restricted-api", "--grpc-restricted-protocol")
+    return tuple(f"{option}={rule}" for option in options for rule in rules)
 
 
 class Run:

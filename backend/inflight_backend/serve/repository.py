@@ -7,6 +7,7 @@ folder that belongs to somebody (`inflight model-repository`) and may hold other
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,23 @@ OPTIONAL_MODELS = ("preprocessing", "postprocessing", "tensorrt_llm_bls", "vllm_
 
 DEFAULTS: Mapping[str, str] = {"triton_max_batch_size": "64", "decoupled_mode": "true"}
 """Values of the templates that are no parameters of the model."""
+
+UINT32_KEY = "uint32_inputs"
+"""Which integers have the type that the peer gave them to v0.6; Triton takes one type only."""
+
+UINT32_INPUTS = (
+    "request_output_len",
+    "max_tokens",
+    "end_id",
+    "pad_id",
+    "beam_width",
+    "runtime_top_k",
+    "top_k",
+    "min_length",
+    "prompt_vocab_size",
+    "REQUEST_OUTPUT_LEN",  # of preprocessing, which hands it on
+)
+_INTEGERS = re.compile(rf'(name: "(?:{"|".join(UINT32_INPUTS)})"\s+data_type: )TYPE_INT32')
 
 _PACKAGE = Path(__file__).parents[1]
 _NO_CACHE = "__pycache__"
@@ -45,7 +63,8 @@ def assemble(
 ) -> None:
     """Write ``models`` to ``target`` (new) with every ``${key}`` of ``values`` filled.
 
-    A key without a value stays ``${key}``, which the model takes as not set.
+    With `UINT32_KEY` set to true the integers of clients of v0.5 and v0.6 are UINT32, as they send
+    them. A key without a value stays ``${key}``, which the model takes as not set.
     """
     escaped = {key: escape(value) for key, value in {**DEFAULTS, **values}.items()}
     for model in models:
@@ -58,8 +77,10 @@ def assemble(
         if (version / "model.py").exists():
             (version / _NO_CACHE).touch()
         config = folder / "config.pbtxt"
-        template = Template(config.read_text(encoding="utf-8"))
-        config.write_text(_MARK + template.safe_substitute(escaped), encoding="utf-8")
+        text = config.read_text(encoding="utf-8")
+        if values.get(UINT32_KEY, "").lower() == "true":
+            text = _INTEGERS.sub(r"\1TYPE_UINT32", text)
+        config.write_text(_MARK + Template(text).safe_substitute(escaped), encoding="utf-8")
 
 
 def install(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.parameters import ServerParameters, parse_parameters, unknown_key_message
-from inflight_backend.serve.repository import DEFAULT_MODELS
-from inflight_client.protocol import PARAMETER_BY_NAME
+from inflight_backend.serve.repository import DEFAULT_MODELS, UINT32_KEY
+from inflight_client.protocol import LLM_MODEL_NAME, PARAMETER_BY_NAME
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
@@ -27,8 +27,9 @@ _TEXT_MODEL_KEYS = {
     "skip_special_tokens": ("postprocessing",),
     "accumulate_tokens": ("tensorrt_llm_bls",),
     _MODEL_NAME_KEY: ("tensorrt_llm_bls", "vllm_model"),
+    UINT32_KEY: (LLM_MODEL_NAME,),
 }
-"""Parameter of optional models, not of `tensorrt_llm` -> these models."""
+"""What is no parameter of `tensorrt_llm` -> the models that it is for."""
 
 _LOCAL_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address of all interfaces -> that of this machine."""

@@ -12,6 +12,7 @@ from inflight_backend.errors import UnsupportedRequest
 from inflight_backend.inference_request import Array, InferenceRequest
 from inflight_backend.response_tensors import finish_reason_tensor
 from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton.extras import Zeros
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
 from inflight_backend.triton.texts import add_words
@@ -76,7 +77,8 @@ class BeamStream:
     """The way back of one request with beams; as `TokenStream`, but nothing is put together.
 
     ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
-    last response, ``constants`` go with every one. ``texts`` is set when text is among them.
+    last response, ``constants`` go with every one and ``zeros`` with the last. ``texts`` is set
+    when text is among them.
     """
 
     stream: Stream
@@ -84,6 +86,7 @@ class BeamStream:
     texts: BeamTexts | None = None
     constants: Mapping[str, Array] = field(default_factory=dict)
     final_outputs: frozenset[str] = frozenset()
+    zeros: Zeros | None = None
     num_left_out: ClassVar[int] = 0
 
     def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
@@ -100,6 +103,14 @@ class BeamStream:
     def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
         """Send ``extras``, all that is known of the beams; ``ids`` is empty. False, always: words
         that end an answer are found by the search."""
+        self.stream.send(self._make(extras, is_final), is_final=is_final)
+        return False
+
+    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
+        """The last response, for who has something to do before it is sent."""
+        return self._make(extras, True)
+
+    def _make(self, extras: Mapping[str, Array], is_final: bool) -> dict[str, Array]:
         tensors = dict(extras)
         if self.texts is not None:
             beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
@@ -109,12 +120,10 @@ class BeamStream:
             tensors["text_output"] = np.array(texts, dtype=np.object_)
         tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
         tensors.update(self.constants)
+        if is_final and self.zeros is not None and "output_ids" in tensors:
+            tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
-        self.stream.send(
-            {name: tensor for name, tensor in tensors.items() if name in outputs},
-            is_final=is_final,
-        )
-        return False
+        return {name: tensor for name, tensor in tensors.items() if name in outputs}
 
 
 def has_beams(inputs: Mapping[str, Array]) -> bool:

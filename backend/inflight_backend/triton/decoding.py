@@ -18,6 +18,7 @@ from inflight_backend.triton.beam_stream import (
     has_beams,
     set_beam_tensors,
 )
+from inflight_backend.triton.extras import Zeros
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
 from inflight_backend.triton.texts import (
@@ -28,6 +29,7 @@ from inflight_backend.triton.texts import (
 )
 from inflight_backend.triton.token_stream import TextWriter, TokenStream
 from inflight_client import protocol
+from inflight_scheduler import OutputParams
 
 Array = npt.NDArray[Any]
 
@@ -37,6 +39,8 @@ _ANSWERS = frozenset({"stats", "why", "recording", "description"})
 _OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
 # Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
 _BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
+# Clients of tensorrtllm_backend up to v0.13 read it of every response and name no outputs.
+_ALWAYS = frozenset({"batch_index"})
 _BY_INPUT = _OUTPUTS - _TOKEN_OUTPUTS - _TEXT_OUTPUTS - _BY_NAME_ONLY
 _ENSEMBLE_OUTPUTS = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
 
@@ -45,15 +49,23 @@ _FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence
 
 
 def read_inputs(triton_request: Any) -> dict[str, Array]:
-    """Every tensor of the request by name, as numpy; `InvalidRequest` for one in a GPU's memory."""
+    """Every tensor of the request by name, as numpy; `InvalidRequest` for one in a GPU's memory.
+
+    UINT32, which `repository.UINT32_INPUTS` may be, becomes INT32 bit by bit, as in the peer: -1
+    stays -1.
+    """
     tensors = triton_request.inputs()
     try:
-        return {tensor.name(): tensor.as_numpy() for tensor in tensors}
+        return {tensor.name(): _signed(tensor.as_numpy()) for tensor in tensors}
     except Exception:
         for tensor in tensors:
             if not tensor.is_cpu():
                 raise InvalidRequest(_on_gpu(tensor.name())) from None
         raise
+
+
+def _signed(tensor: Array) -> Array:
+    return tensor.view(np.int32) if tensor.dtype == np.uint32 else tensor
 
 
 def _on_gpu(name: str) -> str:
@@ -171,13 +183,13 @@ def names_none(requested: frozenset[str]) -> bool:
 def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:
     """The tensors to send, as far as there are any: inputs like ``return_log_probs`` decide that.
 
-    A client that names none gets those of the kind of its prompt.
+    A client that names none gets those of the kind of its prompt, and which row each is of.
 
     A token prompt needs ``output_ids`` or ``text_output``; the peer's rule that ``output_ids`` and
     ``sequence_length`` come together holds for clients that name one of them.
     """
     if names_none(requested):
-        return (_TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS) | _BY_INPUT
+        return (_TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS) | _BY_INPUT | _ALWAYS
     if not requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS):
         raise InvalidRequest(
             "none of the requested outputs can be sent; request 'output_ids' with "
@@ -186,6 +198,19 @@ def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str
     if refused := sorted(requested - _OUTPUTS):
         raise InvalidRequest(f"output '{refused[0]}' cannot be requested here: it is not sent")
     return requested
+
+
+def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]:
+    """What a client that names no outputs is told though it has not asked for it: zeros."""
+    if not names_none(requested):
+        return frozenset()
+    asked = {
+        "cum_log_probs": outputs.log_probs,
+        "output_log_probs": outputs.log_probs,
+        "context_logits": outputs.context_logits,
+        "generation_logits": outputs.generation_logits,
+    }
+    return frozenset(name for name, is_asked in asked.items() if not is_asked)
 
 
 def make_token_stream(
@@ -211,20 +236,24 @@ def make_token_stream(
     if needs_codec and codec is None:
         name = "stop_words" if stop_words else "text_output"
         raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
+    # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
+    is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
+    includes_prompt = is_whole and not llm_request.exclude_input_in_output
+    unasked = _unasked(llm_request.outputs, requested)
+    zeros = Zeros(unasked, llm_request.prompt_len if includes_prompt else 0) if unasked else None
     if llm_request.beams is not None:
         if keeps_stop_word or not skips_special:
             name = "include_stop_str_in_output" if keeps_stop_word else "skip_special_tokens"
             raise UnsupportedRequest(f"'{name}' is not supported together with beams")
         beams = BeamStream(stream, outputs, constants=_FIRST)
         beams.final_outputs = final_outputs
+        beams.zeros = zeros
         if "text_output" in outputs and codec is not None:
             prompt = codec.decode(llm_request.tokens) if text is None else text
             beams.texts = BeamTexts.of(codec, llm_request, prompt, stop_words)
         return beams
-    # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
-    is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
-    includes_prompt = is_whole and not llm_request.exclude_input_in_output
     token_stream = TokenStream(stream, outputs, constants=_FIRST)
+    token_stream.zeros = zeros
     token_stream.final_outputs = final_outputs
     if is_whole and llm_request.is_streaming:
         token_stream.is_whole = True

@@ -19,13 +19,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from inflight_backend.errors import CapacityText, RefusalText
-from inflight_backend.inference_request import NamedTensor
+from inflight_backend.inference_request import Array, NamedTensor
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.beam_stream import BeamStream
 from inflight_backend.triton.pieces import Piece
@@ -55,6 +55,22 @@ class _Answer:
     stream: ResponseStream
     name: str
     text: str
+
+
+@dataclass(slots=True)
+class _Ending:
+    """The end of a request, before it is sent: an ``error``, else its last tensors."""
+
+    token_stream: TokenStream | BeamStream
+    error: str
+    tensors: dict[str, Array] = field(default_factory=dict)
+
+    def send(self) -> None:
+        """Nothing of the request comes behind it."""
+        if self.error:
+            self.token_stream.stream.send_error(self.error, _code_of(self.error))
+        else:
+            self.token_stream.stream.send(self.tensors, is_final=True)
 
 
 class _Call(Enum):
@@ -106,19 +122,22 @@ class ResponseDispatcher:
         self,
         stop_request: Callable[[int], None],
         on_end: Callable[[int, int], None] = lambda request_id, num_left_out: None,
+        before_ends: Callable[[], None] = lambda: None,
         *,
         merges: bool = True,
     ) -> None:
         """``stop_request``: called with the id of a request whose answers can no longer be sent.
 
-        ``on_end``: called with the id of a request that has got its end, and how many of its tokens
-        were left out of its answer.
+        ``on_end``: called with the id of a request that is about to get its end, and how many of
+        its tokens were left out of its answer. ``before_ends``: called when that was said of all
+        that end in a round, before their clients hear of it.
 
         ``merges`` False: a response for each that is handed over, for clients that count them;
         what a slow reader has no room for travels together all the same.
         """
         self._stop_request = stop_request
         self._on_end = on_end
+        self._before_ends = before_ends
         self._merges = merges
         self._queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._num_bytes = 0  # of what is in the queue or being sent
@@ -250,8 +269,8 @@ class ResponseDispatcher:
             self._give_up(item[0], token_stream)
             if item[2] or item[3]:
                 del self._streams[item[0]]
-                token_stream.stream.abandon(_NOT_SENT)
                 self._on_end(item[0], token_stream.num_left_out)
+                token_stream.stream.abandon(_NOT_SENT)
 
     def _send_round(self, items: Sequence[_Message | None]) -> int:
         """Merge per request and send; how many requests were served.
@@ -270,8 +289,15 @@ class ResponseDispatcher:
             elif item is not None:
                 self._merge(item)
         ready = [request_id for request_id in self._pieces if self._has_room(request_id)]
+        ends: list[tuple[int, Piece]] = []
         for request_id in ready:
-            self._send_piece(request_id, self._pieces.pop(request_id))
+            piece = self._pieces.pop(request_id)
+            if piece.is_final:
+                ends.append((request_id, piece))
+            else:
+                self._send_piece(request_id, piece)
+        if ends:
+            self._send_ends(ends)
         if stats or is_opening:
             self._send_stats(stats)
         return len(ready)
@@ -295,29 +321,55 @@ class ResponseDispatcher:
             self._give_up(request_id, self._streams.get(request_id))
 
     def _send_piece(self, request_id: int, piece: Piece) -> None:
+        """Send what is not the end of a request."""
         token_stream = self._streams.get(request_id)
         if token_stream is None:
             _logger.error("a response for the unknown request %d was dropped", request_id)
-            if piece.is_final:
-                self._on_end(request_id, 0)
             return
-        if piece.is_final:
-            del self._streams[request_id]
         try:
-            if piece.ids or not piece.error:
-                is_final = piece.is_final and not piece.error
-                if token_stream.send(piece.ids, piece.extras.joined(), is_final=is_final):
-                    self._stop_request(request_id)
-            if piece.error:
-                token_stream.stream.send_error(piece.error, _code_of(piece.error))
+            if token_stream.send(piece.ids, piece.extras.joined(), is_final=False):
+                self._stop_request(request_id)
         except BaseException:  # one client's stream may break, the others go on
             _logger.exception("sending a response of request %d failed", request_id)
             self._give_up(request_id, token_stream)
-            if piece.is_final:
-                token_stream.stream.abandon(_NOT_SENT)
-        if piece.is_final:
-            self._on_end(request_id, token_stream.num_left_out)
         self._progress.moved()
+
+    def _send_ends(self, ends: Sequence[tuple[int, Piece]]) -> None:
+        """Make the last responses, have them counted, and only then send them: who has read one
+        finds it on the page of metrics."""
+        made: list[tuple[int, _Ending]] = []
+        for request_id, piece in ends:
+            token_stream = self._streams.get(request_id)
+            if token_stream is None:
+                _logger.error("the end of the unknown request %d was dropped", request_id)
+            else:
+                made.append((request_id, self._make_end(request_id, token_stream, piece)))
+            self._on_end(request_id, token_stream.num_left_out if token_stream else 0)
+        self._before_ends()
+        for request_id, ending in made:
+            del self._streams[request_id]
+            try:
+                ending.send()
+            except BaseException:
+                _logger.exception("sending the end of request %d failed", request_id)
+                self._give_up(request_id, ending.token_stream)
+                ending.token_stream.stream.abandon(_NOT_SENT)
+            self._progress.moved()
+
+    def _make_end(
+        self, request_id: int, token_stream: TokenStream | BeamStream, piece: Piece
+    ) -> _Ending:
+        """What a request ends with; its last tokens leave now if that is an error."""
+        ending = _Ending(token_stream, piece.error)
+        try:
+            if not piece.error:
+                ending.tensors = token_stream.make_last(piece.ids, piece.extras.joined())
+            elif piece.ids:
+                token_stream.send(piece.ids, piece.extras.joined(), is_final=False)
+        except BaseException:
+            _logger.exception("the end of request %d could not be put together", request_id)
+            self._give_up(request_id, token_stream)
+        return ending
 
     def _give_up(self, request_id: int, token_stream: TokenStream | BeamStream | None) -> None:
         """Stop a request, whose end will be an error; never raises."""

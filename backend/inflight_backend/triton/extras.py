@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -81,3 +82,30 @@ def after_the_end(extras: Mapping[str, Array], last: Mapping[str, Array]) -> dic
     for name in _PER_TOKEN & kept.keys():
         kept[name] = kept[name][:, :, :0]
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """The tensors ``names`` of a request that asked for none of them, as the peer sends them.
+
+    Its clients up to v0.13 name no outputs, and read these in the last response all the same.
+    ``num_prompt_ids``: how many of the ids of that response are the prompt's.
+    """
+
+    names: frozenset[str]
+    num_prompt_ids: int = 0
+
+    def tensors(self, num_beams: int, num_ids: int) -> dict[str, Array]:
+        """Zeros of ``num_beams`` answers, of which the longest has ``num_ids`` with its prompt; of
+        logits one number."""
+        shapes = {
+            "cum_log_probs": (1, num_beams),
+            "output_log_probs": (1, num_beams, max(num_ids - self.num_prompt_ids, 0)),
+            "context_logits": (1, 1, 1),
+            "generation_logits": (1, 1, 1, 1),
+        }
+        return {
+            name: np.zeros(shape, dtype=np.float32)
+            for name, shape in shapes.items()
+            if name in self.names
+        }

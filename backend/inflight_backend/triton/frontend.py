@@ -87,6 +87,7 @@ class Frontend:
         self._is_decoupled = factory.is_decoupled
         self.progress = Progress()
         self.errors = Tally()  # by code: Triton counts these requests as successes
+        self._on_error: Callable[[], None] = lambda: None
         self._accepting = threading.Lock()  # Triton's thread and that of relayed requests
         self._factory = factory
         self._coded = CodedFactory(factory.pb_utils, factory.is_decoupled)
@@ -112,11 +113,14 @@ class Frontend:
         manager: GptManager,
         description: ModelDescription,
         why_not_ready: Callable[[], str] = str,
+        on_error: Callable[[], None] = lambda: None,
     ) -> None:
         """Connect to the batch manager; comes before the first request.
 
         ``why_not_ready`` says why requests sent now will not be served; "" if they will.
+        ``on_error`` is called when one more is among ``errors``, before its client hears of it.
         """
+        self._on_error = on_error
         self._why_not_ready = why_not_ready
         self._limits, self._wake = manager.limits, manager.wake
         self._max_num_sequences = manager.max_num_requests
@@ -136,7 +140,7 @@ class Frontend:
             head = read_head(triton_request)
             factory = self._coded if head.asks_for_codes else self._factory
             sender = triton_request.get_response_sender()
-            stream = ResponseStream(sender, factory, count_error=self.errors.add)
+            stream = ResponseStream(sender, factory, count_error=self._count_error)
             try:
                 head.refuse_settings(but=(STREAMING_PARAMETER, *SETTINGS))
                 inputs = with_settings(head, expand(read_inputs(triton_request)))
@@ -153,7 +157,7 @@ class Frontend:
         """`accept` a request of another model of ours."""
         with self._accepting, self.progress:
             stream = ResponseStream(
-                way_back, self._parts, lambda: way_back.is_behind, count_error=self.errors.add
+                way_back, self._parts, lambda: way_back.is_behind, count_error=self._count_error
             )
             try:
                 self._take("", expand(request.inputs), frozenset(request.requested), stream)
@@ -355,6 +359,10 @@ class Frontend:
         with suppress(ValueError):  # the watchdog may have ended it just now
             self._feeds.remove(feed)
         self._dispatcher.unsubscribe(feed)
+
+    def _count_error(self, code: str) -> None:
+        self.errors.add(code)
+        self._on_error()
 
     def _refuse(self, stream: ResponseStream, error: BaseException) -> None:
         if stream.has_ended:  # by the watchdog, which has told why

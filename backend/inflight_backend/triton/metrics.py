@@ -70,13 +70,25 @@ class TritonMetrics:
 
     def update(
         self,
-        stats_json: str,
+        stats_json: str | None,
         lengths: Iterable[tuple[int, int]] = (),
         counts: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
-        """Set every gauge whose value changed since the last call, now and then all of them; count
-        ``lengths``, the tokens of prompt and answer of requests that have ended since; add
-        ``counts``, by name of the family and value."""
+        """Set every gauge whose value changed since the last call, now and then all of them, unless
+        ``stats_json`` is None; count ``lengths``, the tokens of prompt and answer of requests that
+        have ended since; add ``counts``, by name of the family and value."""
+        if stats_json is not None:
+            self._set_gauges(stats_json)
+        for num_input, num_output in lengths:
+            leave_if_orphaned()
+            self._histograms[INPUT_LENGTHS.name].observe(num_input)
+            self._histograms[OUTPUT_LENGTHS.name].observe(num_output)
+        for name, numbers in counts.items():
+            for kind, number in numbers.items():
+                leave_if_orphaned()
+                self._counters[name, kind].increment(number)
+
+    def _set_gauges(self, stats_json: str) -> None:
         if (now := time.monotonic()) >= self._anew_at:
             self._anew_at = now + _ANEW_SECONDS
             self._last_values.clear()
@@ -87,14 +99,6 @@ class TritonMetrics:
                 leave_if_orphaned()
                 gauge.set(value)
                 self._last_values[key] = value
-        for num_input, num_output in lengths:
-            leave_if_orphaned()
-            self._histograms[INPUT_LENGTHS.name].observe(num_input)
-            self._histograms[OUTPUT_LENGTHS.name].observe(num_output)
-        for name, numbers in counts.items():
-            for kind, number in numbers.items():
-                leave_if_orphaned()
-                self._counters[name, kind].increment(number)
         if stats.get(_ITERATION) != self._last_iteration:
             self._last_iteration = stats.get(_ITERATION)
             self._logger.log_verbose(stats_json)

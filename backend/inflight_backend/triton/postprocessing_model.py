@@ -27,8 +27,18 @@ from inflight_backend.triton.text_model import (
 Array = npt.NDArray[Any]
 
 
+_PASSED_ON = (
+    "CUM_LOG_PROBS",
+    "OUTPUT_LOG_PROBS",
+    "CONTEXT_LOGITS",
+    "GENERATION_LOGITS",
+    "BATCH_INDEX",
+)
+"""What comes back as it is under the name ``OUT_...``: the peer's model had these to v0.13."""
+
+
 class Postprocessor:
-    """Decodes the first ``SEQUENCE_LENGTH`` ids of every beam."""
+    """Decodes the first ``SEQUENCE_LENGTH`` ids of every beam, all of them if that is not sent."""
 
     def __init__(self, codec: TextCodec, *, skips_special_tokens: bool) -> None:
         self._codec = codec
@@ -36,7 +46,11 @@ class Postprocessor:
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """See `inflight_backend.triton.text_model.Convert`."""
-        tokens, lengths = inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"]
+        if "TOKENS_BATCH" not in inputs:  # Triton only counts what came
+            raise InvalidRequest("'TOKENS_BATCH' is missing")
+        tokens = inputs["TOKENS_BATCH"]
+        whole = np.full(tokens.shape[:2], tokens.shape[2], dtype=np.int32)
+        lengths = inputs.get("SEQUENCE_LENGTH", whole)
         if tokens.shape[:2] != lengths.shape:
             raise InvalidRequest(
                 f"'SEQUENCE_LENGTH' has shape {list(lengths.shape)}, "
@@ -53,7 +67,8 @@ class Postprocessor:
                 raise InvalidRequest(f"'TOKENS_BATCH' holds an id outside 0..{highest}")
             text = self._codec.decode(ids.tolist(), skip_special_tokens=self._skips_special_tokens)
             texts[place] = text.encode()
-        return {"OUTPUT": texts.reshape(-1)}
+        passed_on = {f"OUT_{name}": inputs[name] for name in _PASSED_ON if name in inputs}
+        return {"OUTPUT": texts.reshape(-1), **passed_on}
 
 
 class TritonPythonModel:

@@ -32,9 +32,16 @@ class Preprocessor:
     """Turns the tensors of a request into those ``tensorrt_llm`` takes, row by row."""
 
     def __init__(
-        self, codec: TextCodec, *, adds_special_tokens: bool, num_embeddings: int = 0
+        self,
+        codec: TextCodec,
+        *,
+        adds_special_tokens: bool,
+        num_embeddings: int = 0,
+        length_type: type[np.generic] = np.int32,
     ) -> None:
-        """``num_embeddings``: the model's vocabulary, which may be larger than the tokenizer's."""
+        """``num_embeddings``: the model's vocabulary, which may be larger than the tokenizer's.
+        ``length_type``: of ``REQUEST_OUTPUT_LEN``, which is handed on."""
+        self._length_type = length_type
         self._vocab_size = max(codec.vocab_size, num_embeddings)
         self._codec = codec
         self._adds_special_tokens = adds_special_tokens
@@ -55,7 +62,7 @@ class Preprocessor:
             "BAD_WORDS_IDS": self._words(inputs, "BAD_WORDS_DICT", num_rows),
             "STOP_WORDS_IDS": self._words(inputs, "STOP_WORDS_DICT", num_rows),
             "EMBEDDING_BIAS": self._bias(inputs, num_rows),
-            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
+            "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].astype(self._length_type),
             "OUT_END_ID": _ids(inputs, "END_ID", num_rows, self._codec.end_id),
             "OUT_PAD_ID": pad_ids,
             "OUT_STOP_TOKEN_IDS": self._more_ends(num_rows, has_own="END_ID" in inputs),
@@ -125,6 +132,7 @@ class TritonPythonModel:
             load_codec(parameters),
             adds_special_tokens=read_switch(parameters, "add_special_tokens", True),
             num_embeddings=_read_num_embeddings(parameters.get("gpt_model_path", "")),
+            length_type=np.uint32 if "TYPE_UINT32" in args["model_config"] else np.int32,
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

@@ -95,7 +95,7 @@ class ResponseStream:
         count_error: Callable[[str], None] = lambda code: None,
     ) -> None:
         """``is_behind``: see `Stream.is_behind`. ``count_error``: called with the code of the error
-        that ends the stream, if one does."""
+        that ends the stream, if one does, before that is sent."""
         self._sender = sender
         self._is_behind = is_behind
         self._count_error = count_error

@@ -5,7 +5,6 @@ They are for clients that tokenise through the server; `tensorrt_llm` itself tak
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest, ServingError
-from inflight_backend.parameters import check_keys, set_or_empty
+from inflight_backend.parameters import check_keys, read_raw, set_or_empty
 from inflight_backend.private_log import get_logger
 from inflight_backend.text import TextCodec
 from inflight_backend.triton.coded_errors import CodedFactory
@@ -44,8 +43,8 @@ def parameters_of(args: Mapping[str, str], *known: str) -> dict[str, str]:
 
     `ConfigurationError` for one that is set and neither ``known`` nor Triton's own.
     """
-    config = json.loads(args["model_config"])
-    values = {key: set_or_empty(v["string_value"]) for key, v in config["parameters"].items()}
+    raw = read_raw(args["model_config"])
+    values = {key: set_or_empty(value) for key, value in raw.items()}
     check_keys(values, known)
     return values
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from inflight_backend.response_tensors import finish_reason_tensor, length_tensor
 from inflight_backend.small_tensors import INT32, OBJECT, row, scalar
 from inflight_backend.text import IncrementalDetokenizer
-from inflight_backend.triton.extras import Extras, after_the_end, without_last
+from inflight_backend.triton.extras import Extras, Zeros, after_the_end, without_last
 from inflight_backend.triton.stop_text import StopText, StopTokens
 from inflight_backend.triton.stream import Stream
 from inflight_scheduler import FinishReason
@@ -97,7 +97,8 @@ class TokenStream:
     ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
     last response; ``text`` is set when text is among them.
     ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
-    begin with the prompt if it is part of the answer. ``constants`` go with every response.
+    begin with the prompt if it is part of the answer. ``constants`` go with every response,
+    ``zeros`` with the last one.
     ``num_left_out``: tokens so far that were drawn behind a stop word.
     """
 
@@ -110,6 +111,7 @@ class TokenStream:
     texts: list[str] = field(default_factory=list)
     extras: Extras = field(default_factory=Extras)
     constants: Mapping[str, Array] = field(default_factory=dict)
+    zeros: Zeros | None = None
     is_stopped: bool = False
     num_left_out: int = 0
 
@@ -130,6 +132,21 @@ class TokenStream:
 
         True: the text has come to a stop word just now, and the request should be stopped.
         """
+        tensors, is_hit = self._make(ids, extras, is_final)
+        if tensors is not None:
+            self.stream.send(tensors, is_final=is_final)
+        return is_hit
+
+    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
+        """The last response, for who has something to do before it is sent."""
+        tensors, _ = self._make(ids, extras, True)
+        assert tensors is not None, "the last one always says something"
+        return tensors
+
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array] | None, bool]:
+        """The response, None if there is nothing to say yet, and whether to stop the request."""
         was_stopped, text = self.is_stopped, ""
         if was_stopped:  # these were generated before the stop could be heard
             self.num_left_out += len(ids)
@@ -149,13 +166,12 @@ class TokenStream:
             self.ids.extend(ids)
             self.texts.append(text)
             if not is_final:
-                return is_hit
+                return None, is_hit
             ids, text, extras = self.ids, "".join(self.texts), self.extras.joined()
         tensors = self._tensors(ids, text, extras, is_final)
         # A stream of text alone has nothing to say while a token completes no character.
-        if text or is_final or len(tensors) != 1 or "text_output" not in tensors:
-            self.stream.send(tensors, is_final=is_final)
-        return is_hit
+        says_nothing = tensors.keys() - self.constants.keys() == {"text_output"} and not text
+        return (None if says_nothing and not is_final else tensors), is_hit
 
     def _tensors(
         self, ids: Sequence[int], text: str, extras: Mapping[str, Array], is_final: bool
@@ -176,6 +192,8 @@ class TokenStream:
         for name, tensor in self.constants.items():
             if name in outputs:
                 tensors[name] = tensor
+        if is_final and self.zeros is not None:
+            tensors |= self.zeros.tensors(1, len(ids))
         return tensors
 
     def _finish_reason(self, extras: Mapping[str, Array], is_final: bool) -> Array:

@@ -21,6 +21,7 @@ from inflight_client.protocol.metrics import (
     INPUT_LENGTHS,
     METRICS,
     OUTPUT_LENGTHS,
+    REUSE,
     V1_METRICS,
     MetricFamilySpec,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "PARAMETERS",
     "PARAMETER_BY_NAME",
     "RENAMED_INPUTS",
+    "REUSE",
     "STREAMING_PARAMETER",
     "TRITON_PARAMETERS",
     "V1_METRICS",

@@ -30,7 +30,13 @@ INPUTS: tuple[TensorSpec, ...] = (
     scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids", 1),
     ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"),
     scalar("draft_acceptance_threshold", "FP32", "acceptance threshold of drafts"),
-    honoured(scalar("end_id", "INT32", "token that ends the answer; -1 = none")),
+    honoured(
+        scalar(
+            "end_id",
+            "INT32",
+            "token that ends the answer; -1, or one outside the vocabulary = none",
+        )
+    ),
     honoured(scalar("pad_id", "INT32", "token that pads beams of unequal length")),
     honoured(
         ragged("stop_words_list", "INT32", (2, -1), "stop words as token ids and end offsets")

@@ -55,8 +55,7 @@ _BLOCKS = MetricFamilySpec(
         "used": "Used KV cache blocks",
         "tokens_per": "Tokens per KV cache block",
         "fraction": "Fraction used KV cache blocks",
-        "reused": "Reused KV cache blocks",  # this and the next stay 0 without block reuse
-        "hit_rate": "KV cache hit rate",  # ours
+        "reused": "Reused KV cache blocks",  # stays 0 without block reuse
     },
     "Blocks of the KV cache",
 )
@@ -136,6 +135,14 @@ EVENTS = MetricFamilySpec(
 )
 """Ours: a gauge of the last iteration says 0 nearly whenever somebody looks."""
 
+REUSE = MetricFamilySpec(
+    "inflight_kv_cache_reuse",
+    "kv_cache_reuse_type",
+    {"hit_rate": "KV cache hit rate"},
+    "Share of the blocks of prompts that were found in the cache; 0 without block reuse",
+)
+"""Ours: tests of the peer know every series whose name begins as theirs do."""
+
 METRICS: tuple[MetricFamilySpec, ...] = (
     _REQUESTS,
     _MEMORY,
@@ -147,6 +154,7 @@ METRICS: tuple[MetricFamilySpec, ...] = (
     OUTPUT_LENGTHS,
     ERRORS,
     EVENTS,
+    REUSE,
 )
 """Of an in-flight batcher."""
 

@@ -247,6 +247,14 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "the model's own",
     ),
     ParameterSpec(
+        "out_of_vocabulary",
+        "choice",
+        "refuse",
+        "ids of a prompt above the vocabulary; fold: each stands for its remainder by the size of "
+        "the vocabulary, for benchmarks that draw ids up to 2147483647",
+        ("refuse", "fold"),
+    ),
+    ParameterSpec(
         "speculative_decoding_mode",
         "choice",
         "none",

@@ -152,6 +152,47 @@ def test_pauses_are_counted(
     wait_until(lambda: shown(EVENTS.name, "event=pause") == num_pauses)
 
 
+class LookingSender(FakeSender):
+    """Notes what the page says when Triton is handed the last response, which a client may read at
+    once: how many answers and errors it counts, and how many requests are active."""
+
+    def __init__(self, page: list[tuple[int, float, float | None]]) -> None:
+        super().__init__()
+        self._page = page
+
+    def send(self, response: FakeResponse | None = None, flags: int = 0) -> None:
+        if flags:
+            num_answers = len(FakePbUtils.families[OUTPUT_LENGTHS.name].observed)
+            active = shown("nv_trt_llm_request_metrics", "request_type=active")
+            self._page.append((num_answers, sum(counted().values()), active))
+        super().send(response, flags)
+
+
+def test_the_page_tells_of_a_request_before_its_client_hears_that_it_has_ended(
+    tokenizer: None, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakePbUtils, "families", {})
+    server = make_server(CountingEngine(), stats_check_period_ms="60000")
+    prompt: dict[str, Any] = {"input_ids": [4], "request_output_len": 20}
+    asked: list[tuple[dict[str, Any], int, int]] = [
+        (prompt, 1, 0),
+        (prompt | {"streaming": True}, 1, 0),
+        (prompt | {"stop_words": ["9 10"], "streaming": True}, 1, 0),
+        (prompt | {"temperature": -1.0}, 0, 1),
+        (prompt | {"num_return_sequences": 3}, 3, 0),
+        (prompt | {"stop_token_ids": [9]}, 1, 0),
+    ]
+    page: list[tuple[int, float, float | None]] = []
+    expected = []
+    num_answers = num_errors = 0
+    for values, answers, errors in asked:
+        sender = server.send(sender=LookingSender(page), **values)
+        assert sender.is_final.wait(10)
+        num_answers, num_errors = num_answers + answers, num_errors + errors
+        expected.append((num_answers, num_errors, 0))
+    assert page == expected
+
+
 def test_an_unloaded_model_has_counted_all_and_tells_no_time(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +202,6 @@ def test_an_unloaded_model_has_counted_all_and_tells_no_time(
     wait_until(lambda: shown("nv_trt_llm_general_metrics", "general_type=timestamp") is not None)
     server.ask(input_ids=[1], request_output_len=3)
     server.ask(input_ids=[1], request_output_len=3, temperature=-1.0)
-    assert FakePbUtils.families["nv_llm_output_token_len"].observed == []
     server.model.finalize()
     assert FakePbUtils.families["nv_llm_output_token_len"].observed == [3]
     assert counted() == {"INVALID_ARG": 1}

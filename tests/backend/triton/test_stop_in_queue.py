@@ -53,6 +53,7 @@ def tensors_of(sender: FakeSender) -> dict[str, Any]:
         {"return_generation_logits": True},
         {"return_finish_reason": True},
         {"return_log_probs": True, "return_perf_metrics": True, "beam_width": 3},
+        {"beam_width": 3},
         {"return_log_probs": True, "return_num_output_tokens": True, "stop_words": ["9 1"]},
     ],
     ids=lambda wants: "-".join(wants),
@@ -79,11 +80,14 @@ def test_it_has_every_output_it_asked_for(
     num_beams = wants.get("beam_width", 1)
     assert sent["output_ids"].tolist() == [[PROMPT] * num_beams], "as of any whole answer"
     assert sent["sequence_length"].tolist() == [[len(PROMPT)] * num_beams]
-    if "output_log_probs" in sent:
-        assert sent["output_log_probs"].shape == (1, num_beams, 0)
-        assert sent["cum_log_probs"].tolist() == [[0] * num_beams]
-    for name in ("context_logits", "generation_logits", "top_log_probs", "output_log_prob_ranks"):
+    num_new = whole["output_ids"].shape[2] - len(PROMPT)
+    assert whole["output_log_probs"].shape == (1, num_beams, num_new)
+    assert sent["output_log_probs"].shape == (1, num_beams, 0)
+    assert sent["cum_log_probs"].tolist() == [[0] * num_beams]
+    for name in ("top_log_probs", "output_log_prob_ranks"):
         assert sent.get(name, sent["output_ids"][:, :, :0]).size == 0
+    for name in ("context_logits", "generation_logits"):
+        assert sent[name].size == (0 if f"return_{name}" in wants else 1)
     if "num_input_tokens" in sent:
         assert sent["num_input_tokens"].tolist() == [[len(PROMPT)]]
     if "num_output_tokens" in sent:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -328,14 +328,14 @@ def test_what_escapes_a_round_of_sending_ends_its_streams_and_not_the_thread(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     server = make_server(CountingEngine())
-    real, errors = ResponseDispatcher._send_piece, [error]
+    real, errors = ResponseDispatcher._send_ends, [error]
 
-    def send_piece(self: ResponseDispatcher, request_id: int, piece: Piece) -> None:
-        if errors and piece.is_final:
+    def send_ends(self: ResponseDispatcher, ends: Sequence[tuple[int, Piece]]) -> None:
+        if errors:
             raise errors.pop()
-        real(self, request_id, piece)
+        real(self, ends)
 
-    monkeypatch.setattr(ResponseDispatcher, "_send_piece", send_piece)
+    monkeypatch.setattr(ResponseDispatcher, "_send_ends", send_ends)
     text, _ = error_of(server.ask("x", input_ids=[1], request_output_len=5))
     assert text == "the response could not be sent"
     assert ids_of(server.ask("x", input_ids=[1], request_output_len=2)) == [1, 2, 3]

@@ -144,6 +144,28 @@ def test_answers_are_decoded_up_to_their_length() -> None:
     assert [text.decode() for text in out["OUTPUT"]] == ["grün", "gr", "gr", ""]
 
 
+def test_what_comes_beside_the_tokens_of_older_clients_comes_back() -> None:
+    """Those of v0.5 send no length; those of v0.6 to v0.13 want these back as they are."""
+    passed = {
+        "CUM_LOG_PROBS": np.zeros((1, 1), np.float32),
+        "OUTPUT_LOG_PROBS": np.zeros((1, 1, 2), np.float32),
+        "CONTEXT_LOGITS": np.zeros((1, 1, 1), np.float32),
+        "GENERATION_LOGITS": np.ones((1, 1, 1, 1), np.float32),
+        "BATCH_INDEX": np.zeros((1, 1), np.int32),
+    }
+    out = POSTPROCESS({"TOKENS_BATCH": tokens([ids("12")]), **passed})
+    assert out.pop("OUTPUT").tolist() == [b"12"]
+    assert out == {
+        "OUT_CUM_LOG_PROBS": passed["CUM_LOG_PROBS"],
+        "OUT_OUTPUT_LOG_PROBS": passed["OUTPUT_LOG_PROBS"],
+        "OUT_CONTEXT_LOGITS": passed["CONTEXT_LOGITS"],
+        "OUT_GENERATION_LOGITS": passed["GENERATION_LOGITS"],
+        "OUT_BATCH_INDEX": passed["BATCH_INDEX"],
+    }
+    with pytest.raises(InvalidRequest, match="'TOKENS_BATCH' is missing"):
+        POSTPROCESS(passed)
+
+
 def test_special_tokens_may_be_shown() -> None:
     shown = Postprocessor(CODEC, skips_special_tokens=False)
     request = {

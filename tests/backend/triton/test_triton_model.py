@@ -17,7 +17,7 @@ from triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_u
 
 from inflight_backend import gpt_manager, triton_model
 from inflight_backend.status import read_status
-from inflight_client.protocol import METRICS
+from inflight_client.protocol import METRICS, REUSE
 from inflight_scheduler import ScheduledBatch
 
 
@@ -40,15 +40,46 @@ def test_a_tokenizer_of_another_model_fails_the_load(
     assert wanted in str(status.fields["error"])
 
 
+ZEROS: dict[str, tuple[int, ...]] = {
+    "cum_log_probs": (1, 1),
+    "output_log_probs": (1, 1, 1),
+    "context_logits": (1, 1, 1),
+    "generation_logits": (1, 1, 1, 1),
+}
+"""Tensors of the last response to a client that names none and asks for none -> shapes."""
+
+
 def test_tokens_stream_in_contract_shapes(server: Server) -> None:
     sender = server.ask(input_ids=[1, 2, 3], input_lengths=3, request_output_len=20, streaming=True)
     assert ids_of(sender) == list(range(4, 24))
     for response in sender.responses:
-        names = [tensor.name() for tensor in response.output_tensors]
-        assert names == ["output_ids", "sequence_length"]
-        output_ids, sequence_length = (t.as_numpy() for t in response.output_tensors)
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+        assert list(tensors)[:3] == ["output_ids", "sequence_length", "batch_index"]
+        assert tensors.keys() & ZEROS.keys() == (
+            ZEROS.keys() if response is sender.responses[-1] else set()
+        )
+        output_ids, sequence_length = tensors["output_ids"], tensors["sequence_length"]
+        assert tensors["batch_index"].tolist() == [[0]]
         assert output_ids.dtype == sequence_length.dtype == np.int32
         assert output_ids.shape == (1, 1, int(sequence_length[0, 0]))
+
+
+@pytest.mark.parametrize("is_excluded", [True, False])
+def test_who_names_no_outputs_reads_zeros_of_what_it_did_not_ask_for(
+    server: Server, is_excluded: bool
+) -> None:
+    """As clients of tensorrtllm_backend up to v0.13 do; who names outputs gets just those."""
+    asked: dict[str, Any] = {"input_ids": [1, 2], "request_output_len": 3}
+    asked["exclude_input_in_output"] = is_excluded
+    [response] = server.ask(**asked).responses
+    tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors}
+    for name, shape in (ZEROS | {"output_log_probs": (1, 1, 3)}).items():
+        assert tensors[name].shape == shape, name
+        assert tensors[name].dtype == np.float32
+        assert not tensors[name].any()
+    [response] = server.ask(outputs=("output_ids", "sequence_length"), **asked).responses
+    names = [tensor.name() for tensor in response.output_tensors]
+    assert names == ["output_ids", "sequence_length"]
 
 
 def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -> None:
@@ -61,7 +92,8 @@ def test_drafts_of_a_client_come_back_as_far_as_they_are_right(server: Server) -
     first = sender.responses[0].output_tensors[0].as_numpy()
     assert first.reshape(-1).tolist()[:4] == [4, 5, 6, 7]  # later tokens may have joined them
     assert ids_of(sender) == list(range(4, 12))
-    last = {t.name(): t.as_numpy().item() for t in sender.responses[-1].output_tensors[2:]}
+    tensors = sender.responses[-1].output_tensors
+    last = {t.name(): t.as_numpy().item() for t in tensors if t.as_numpy().size == 1}
     assert (last["total_draft_tokens"], last["total_accepted_draft_tokens"]) == (4, 3)
     assert last["acceptance_rate"] == 0.75
     text, code = error_of(server.ask(draft_input_ids=[4] * 9, **values))
@@ -242,11 +274,12 @@ def test_metrics_have_the_peers_names(server: Server) -> None:
         server.ask(input_ids=[1, 2, 3, 4, 5, 6], request_output_len=5)
     blocks = FakePbUtils.families["nv_trt_llm_kv_cache_block_metrics"]
     label = "model=tensorrt_llm,version=1,kv_cache_block_type="
-    expected = {"reused": 1, "hit_rate": 0.25, "max": 64, "tokens_per": 4}
+    expected = {"reused": 1, "max": 64, "tokens_per": 4}
     wait_until(  # they are set one after the other
         lambda: {kind: blocks.values.get(f"{label}{kind}") for kind in expected} == expected
     )
     assert "nv_trt_llm_request_metrics" in FakePbUtils.families
+    assert set(FakePbUtils.families[REUSE.name].values.values()) == {0.25}
 
 
 def last_line() -> dict[str, Any]:
