@@ -186,6 +186,8 @@ class TritonPythonModel:
             TrtGptModelOptionalParams.from_parameters(parameters),
             exclude_input_in_output=parameters.exclude_input_in_output,
             on_progress=report,
+            # Else `Frontend` wakes it; what waits there may become ready by time alone.
+            poll_when_idle=lambda: len(self._arrivals) > 0,
         )
         self._manager.lengths.await_senders()
         if codec is not None:
