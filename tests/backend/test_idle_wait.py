@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from manager_harness import WAIT, Recorder, request, running
@@ -84,26 +85,28 @@ def test_an_idle_loop_calls_nobody_until_it_is_woken(endless: None) -> None:
         assert recorder.tokens(1) == [101, 102, 103]
 
 
-ENDS: dict[str, Callable[[GptManager, Recorder], None]] = {
-    "shutdown": lambda manager, recorder: manager.shutdown(),
-    "question": lambda manager, recorder: manager.why(1).result(WAIT) and None,
-    "terminate": lambda manager, recorder: (
-        recorder.pending.append(request(77, [1], 1)),
-        manager.wake(),
-        manager.wait_until_terminate(),
-    )
-    and None,
-}
+def ask(manager: GptManager, recorder: Recorder) -> None:
+    manager.why(1).result(WAIT)
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_what_others_ask_of_an_idle_loop_wakes_it(
-    end: Callable[[GptManager, Recorder], None], endless: None
+def terminate(manager: GptManager, recorder: Recorder) -> None:
+    recorder.pending.append(request(77, [1], 1))
+    manager.wake()
+    manager.wait_until_terminate()
+
+
+def shut_down(manager: GptManager, recorder: Recorder) -> None:
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("act", [ask, terminate, shut_down])
+def test_whatever_else_is_asked_of_an_idle_loop_wakes_it(
+    act: Callable[[GptManager, Recorder], None], endless: None
 ) -> None:
     recorder = Recorder()
     with running(recorder, poll_when_idle=lambda: False, terminate_req_id=77) as manager:
         wait_until_idle(manager)
-        end(manager, recorder)
+        act(manager, recorder)
 
 
 def test_a_grammar_that_is_compiled_wakes_the_loop(
@@ -116,7 +119,10 @@ def test_a_grammar_that_is_compiled_wakes_the_loop(
     params = TrtGptModelOptionalParams(max_batch_size=2, device="cpu")
     with running(recorder, DEMO_MODEL, params=params, poll_when_idle=lambda: False) as manager:
         wait_until_idle(manager)
-        guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[0-9]{2}"}
+        guide: dict[str, Any] = {
+            "guided_decoding_guide_type": "regex",
+            "guided_decoding_guide": "[0-9]{2}",
+        }
         recorder.pending.append(request(1, [100], 3, **guide))
         manager.wake()
         recorder.wait_for_finals(1)
