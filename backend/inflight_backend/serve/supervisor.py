@@ -21,7 +21,6 @@ STEADY_SECONDS = 60.0
 
 _FIRST_DELAY = 1.0
 _MAX_DELAY = 30.0
-_POLL_SECONDS = 0.05
 
 
 class RestartPolicy:
@@ -131,5 +130,5 @@ class Supervisor:
             left = deadline - time.monotonic()
             if left <= 0:
                 return True
-            time.sleep(min(left, _POLL_SECONDS))
+            self._signals.wait(left)
         return False

@@ -68,7 +68,12 @@ class Story:
     """One `Run`, and what its server has printed."""
 
     def __init__(
-        self, folder: Path, workspace: Workspace, scratch: BackendScratch, drain_seconds: float
+        self,
+        folder: Path,
+        workspace: Workspace,
+        scratch: BackendScratch,
+        signals: StopSignals,
+        drain_seconds: float,
     ) -> None:
         self._log = folder / "log"
         with self._log.open("wb") as output:
@@ -78,7 +83,7 @@ class Story:
         self.workspace = workspace
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready", **READY)
-        self.signals = StopSignals()
+        self.signals = signals
         self.attempt = Attempt(1)
         self._run = Run(settings, workspace, scratch, server, self.signals, self.attempt)
 
@@ -120,9 +125,13 @@ def drain_seconds() -> float:
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_seconds: float) -> Iterator[Story]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(launcher, "_STOP_ALL_SECONDS", 0.2)
-    with Workspace() as workspace, BackendScratch(workspace.scratch_note) as scratch:
+    with (
+        StopSignals() as signals,
+        Workspace() as workspace,
+        BackendScratch(workspace.scratch_note) as scratch,
+    ):
         scratch.release()  # this server makes none, and others want to start
-        yield Story(tmp_path, workspace, scratch, drain_seconds)
+        yield Story(tmp_path, workspace, scratch, signals, drain_seconds)
 
 
 @pytest.mark.parametrize(

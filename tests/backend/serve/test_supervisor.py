@@ -54,12 +54,9 @@ def test_a_long_good_time_makes_the_next_failure_the_first() -> None:
     assert policy.num_failures == 1
 
 
-def run(
-    workspace: Workspace, serve: Callable[[Attempt], None], max_restarts: int = 3
-) -> StopSignals:
-    signals = StopSignals()
-    Supervisor(workspace, signals, RestartPolicy(max_restarts)).run(serve)
-    return signals
+def run(workspace: Workspace, serve: Callable[[Attempt], None], max_restarts: int = 3) -> None:
+    with StopSignals() as signals:
+        Supervisor(workspace, signals, RestartPolicy(max_restarts)).run(serve)
 
 
 @pytest.mark.case(119)
@@ -220,7 +217,7 @@ def test_whoever_wants_to_stop_does_not_wait(
         raise ServingError("died")
 
     began = time.monotonic()
-    with pytest.raises(ServingError, match=r"^died$"):
+    with signals, pytest.raises(ServingError, match=r"^died$"):
         Supervisor(workspace, signals, RestartPolicy(9)).run(serve)
     assert attempts == [1, 2]
     assert time.monotonic() - began < 10
