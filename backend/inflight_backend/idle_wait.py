@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-TURN_SECONDS = 1.0
+TURN_SECONDS = 5.0
 """How long a loop that is woken for everything waits at most: its statistics have a time stamp, by
 which others see that it lives."""
 

@@ -48,7 +48,8 @@ class Housekeeper:
         self._thread.start()
 
     def wake(self) -> None:
-        """A request is there: the periods of idle times are over; from any thread."""
+        """A request is there, or was and is refused already: the periods of idle times are over, at
+        least for once; from any thread."""
         if not self._was_busy:  # else it sees for itself
             self._event.set()
 
@@ -60,11 +61,12 @@ class Housekeeper:
 
     def _run(self) -> None:
         while True:
+            was_woken = self._event.is_set()
             self._event.clear()
             if self._is_closing:
                 return
             self._was_busy = False  # who comes from here on wakes it, or is seen in the next line
-            self._was_busy = is_busy = self._is_busy()
+            self._was_busy = is_busy = self._is_busy() or was_woken
             now = time.monotonic()
             for chore in self._chores:
                 if is_busy:

@@ -70,6 +70,21 @@ def test_chores_rest_while_no_request_is_there() -> None:
     assert seen == [False, True, True, True, True, False]
 
 
+def test_a_request_that_has_ended_already_is_seen_to_at_once() -> None:
+    """One that was refused counts among the errors; nothing is in flight when a chore looks."""
+    num_runs = 0
+
+    def count() -> None:
+        nonlocal num_runs
+        num_runs += 1
+
+    housekeeper = Housekeeper([Chore(count, 0.001)], is_busy=lambda: False)
+    wait_until(lambda: num_runs == 1)
+    housekeeper.wake()
+    wait_until(lambda: num_runs == 2)
+    housekeeper.close()
+
+
 class MuteSender(FakeSender):
     """Triton does not say whether its client has gone."""
 
