@@ -2,7 +2,8 @@
 
 A model process outlives a server that was killed, keeps its memory and ignores SIGTERM; Linux's
 parent-death signal cannot be used, since Triton forks from a thread that ends. Below `inflight
-serve` the kernel does it, at once (see `lifeline`); elsewhere a thread looks.
+serve` the kernel does it, at once (see `lifeline`); elsewhere a thread waits for that, or where the
+kernel cannot tell it looks now and then.
 """
 
 from __future__ import annotations
