@@ -167,7 +167,7 @@ class GptManager:
         self._stats = self._measure()
         self._questions = Questions(self.wake)
         self._is_closing = False
-        self._idle_wait = IdleWait(poll_when_idle)
+        self._idle_wait = IdleWait(self._guard, poll_when_idle)
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
 

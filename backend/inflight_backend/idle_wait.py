@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from inflight_backend.callback_guard import CallbackGuard
+
 TURN_SECONDS = 5.0
 """How long a loop that is woken for everything waits at most: its statistics have a time stamp, by
 which others see that it lives."""
@@ -22,9 +24,11 @@ LAST_POLL_SECONDS = 0.05
 class IdleWait:
     """The wait of one loop, and what ends it."""
 
-    def __init__(self, must_poll: Callable[[], bool]) -> None:
-        """``must_poll``: may the callbacks have something new without a call of `wake`?"""
-        self._must_poll = must_poll
+    def __init__(self, guard: CallbackGuard, poll_when_idle: Callable[[], bool]) -> None:
+        """``poll_when_idle``: may the callbacks have something new without a call of `wake`? One
+        that fails, in the hands of ``guard``, is taken for a yes."""
+        self._guard = guard
+        self._poll_when_idle = poll_when_idle
         self._event = threading.Event()
         self._poll_seconds = _FIRST_POLL_SECONDS
 
@@ -46,3 +50,6 @@ class IdleWait:
             self._poll_seconds = min(2 * seconds, LAST_POLL_SECONDS)
         self._event.wait(seconds)
         self._event.clear()
+
+    def _must_poll(self) -> bool:
+        return self._guard.call("poll_when_idle", self._poll_when_idle) is not False

@@ -10,6 +10,7 @@ import pytest
 from manager_harness import WAIT, Recorder, request, running
 
 from inflight_backend import idle_wait
+from inflight_backend.callback_guard import CallbackGuard
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.idle_wait import LAST_POLL_SECONDS, TURN_SECONDS, IdleWait
 from inflight_backend.optional_params import TrtGptModelOptionalParams
@@ -31,7 +32,7 @@ class Clock:
 
 
 def test_callbacks_that_wake_nobody_are_asked_less_and_less_often() -> None:
-    wait = IdleWait(must_poll=lambda: True)
+    wait = IdleWait(CallbackGuard(), lambda: True)
     clock = Clock(wait)
     for _ in range(6):
         wait.after_turn(is_idle=True, has_requests=False)
@@ -43,7 +44,7 @@ def test_callbacks_that_wake_nobody_are_asked_less_and_less_often() -> None:
 
 def test_who_is_woken_waits_for_that_unless_time_alone_may_help() -> None:
     """As at a deadline of a request that cannot run."""
-    wait = IdleWait(must_poll=lambda: False)
+    wait = IdleWait(CallbackGuard(), lambda: False)
     clock = Clock(wait)
     for has_requests in (False, True, False):
         wait.after_turn(is_idle=True, has_requests=has_requests)
@@ -51,7 +52,7 @@ def test_who_is_woken_waits_for_that_unless_time_alone_may_help() -> None:
 
 
 def test_a_wake_up_before_the_wait_is_not_lost() -> None:
-    wait = IdleWait(must_poll=lambda: False)
+    wait = IdleWait(CallbackGuard(), lambda: False)
     wait.wake()
     began = time.monotonic()
     wait.after_turn(is_idle=True, has_requests=False)
@@ -83,6 +84,17 @@ def test_an_idle_loop_calls_nobody_until_it_is_woken(endless: None) -> None:
         manager.wake()
         recorder.wait_for_finals(1)
         assert recorder.tokens(1) == [101, 102, 103]
+
+
+def test_a_failing_question_whether_to_poll_has_it_poll(endless: None) -> None:
+    def fail() -> bool:
+        raise SystemExit("in a callback")
+
+    recorder = Recorder()
+    with running(recorder, poll_when_idle=fail) as manager:
+        wait_until_idle(manager)
+        recorder.pending.append(request(1, [100], 3))
+        recorder.wait_for_finals(1)
 
 
 def ask(manager: GptManager, recorder: Recorder) -> None:
