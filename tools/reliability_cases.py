@@ -81,7 +81,7 @@ SECTIONS = (
             "embedding bias with an unknown token, NaN, wrong length",
             "more log probabilities than the maximum",
             "unknown input; unknown key of a JSON parameter",
-            "JSON with doubled keys, depth 1000, 10 MB: refused fast, ours and Triton's",
+            "JSON with doubled keys, 10 MB, 500,000 levels: refused fast, ours and Triton's",
             "known tensor of a feature that is not there: `UNSUPPORTED`, by name",
             ("unknown LoRA name", _LORA),
             ("LoRA name `../../etc`", _LORA),
@@ -213,7 +213,8 @@ SECTIONS = (
             "exactly one final under any order of tokens, stop, cancel, error, failure, unload",
             "everything a request holds is free before its final leaves",
             "tritonserver killed or hung: restarted, clients get an error, no shared memory left",
-            "a server that fails again and again: backoff, then one clear line and exit code 1",
+            "a server that fails again and again: backoff, and if it starts no more one clear line "
+            "and exit code 1",
             "256 requests active at once",
             "random tensors, ids, parameters, grammars, recordings, checkpoints: our errors only",
             "errors hold no path, address, key or traceback; the log holds no prompt",

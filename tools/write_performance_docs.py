@@ -218,8 +218,34 @@ def scheduler(result: Result) -> str:
     )
 
 
+def idle(result: Result) -> str:
+    """What a server without requests costs."""
+    names = {"this": "inflight", "compared": "the version before"}
+    rows = []
+    for server, found in result["servers"].items():
+        parts = found["processes"].items()
+        rows.append(
+            (
+                names[server],
+                f"{found['cpu_percent']:.2f} %",
+                ", ".join(f"{name} {part['cpu_percent']:.2f} %" for name, part in parts),
+                ", ".join(f"{part['wakeups_per_second']:.0f}" for _, part in parts),
+                f"{found['first_token_ms_p50']:.1f}",
+            )
+        )
+    head = ("server", "of a core", "of which", "wake-ups per second", "first token after it, ms")
+    note = f" Note: {result['note']}." if result["note"] else ""
+    return (
+        "## An idle server\n\n"
+        "The demo model, and nobody asks: processor time of every process of `inflight serve` in "
+        f"{result['rounds']} times of {result['seconds']:.0f} s,\nafter each of which one request "
+        f"comes (median).{note}\n\n"
+    ) + table(head, rows)
+
+
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "serving": serving,
+    "idle": idle,
     "scheduler": scheduler,
     "cpu_engine": cpu_engine,
     "cpu_steps": cpu_steps,

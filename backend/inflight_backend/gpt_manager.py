@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from inflight_backend.beam_validation import check_beam_width
 from inflight_backend.callback_guard import CallbackGuard
@@ -37,6 +37,7 @@ from inflight_backend.errors import RefusalText
 from inflight_backend.guided.service import GuideService
 from inflight_backend.health import LoopHealth
 from inflight_backend.idle_check import IdleCheck
+from inflight_backend.idle_wait import IdleWait
 from inflight_backend.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -70,11 +71,8 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
-_IDLE_POLL_SECONDS = 0.005  # how long an idle loop waits before it asks for requests again
 _NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers
 _NO_BATCH = ScheduledBatch(iteration=0)
-
-_Result = TypeVar("_Result")
 
 
 class GptManager:
@@ -88,6 +86,10 @@ class GptManager:
     An id that `get_inference_requests_cb` returns while it is in flight is logged and not
     accepted: an error response would end the request that runs. ``terminate_req_id``: a request
     with this id ends the loop once everything in flight has finished.
+
+    ``poll_when_idle`` is asked when nothing is in flight: True, the default, has the callbacks
+    called again after 5 ms, then less and less often, every 50 ms at last; False waits for `wake`,
+    which must then follow each request and stop signal that a callback is to return.
 
     `ConfigurationError` or `CheckpointError` if a setting or the checkpoint cannot be served.
     """
@@ -106,6 +108,7 @@ class GptManager:
         terminate_req_id: int | None = None,
         exclude_input_in_output: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
+        poll_when_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         check_beam_width(max_beam_width)
         params = params_in_force(model_type, optional_params)
@@ -128,7 +131,7 @@ class GptManager:
             self._batcher.limits,
             exclude_input_in_output=exclude_input_in_output,
             may_stream=not is_v1,
-            start_guide=self._guide_service.start,
+            start_guide=lambda guide: self._guide_service.start(guide, self.wake),
             guided_end_id=self._guide_service.end_id,
             guided_more_end_ids=self._guide_service.more_end_ids,
         )
@@ -156,14 +159,15 @@ class GptManager:
         self._batch, self._is_idle = _NO_BATCH, True
         self._guard = CallbackGuard()
         self._stats = self._measure()
-        self._questions = Questions()
+        self._questions = Questions(self.wake)
         self._is_closing = False
-        self._wake = threading.Event()
+        self._idle_wait = IdleWait(self._guard, poll_when_idle)
         is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
         if is_prepared.exception() is not None:
             self._is_closing = True  # nobody else would end the loop
+            self.wake()
         is_prepared.result()
 
     def __enter__(self) -> GptManager:
@@ -196,38 +200,32 @@ class GptManager:
         return len(self._active) + len(self._intake)
 
     def wake(self) -> None:
-        """Ask for requests and stop signals now instead of at the next poll; from any thread."""
-        self._wake.set()
+        """Ask for requests and stop signals now, also if nothing is in flight; from any thread."""
+        self._idle_wait.wake()
 
     def why(self, *request_ids: int) -> Future[dict[str, Any]]:
         """What the first of these that is active does, and why not run; from any thread."""
-        return self._ask(lambda: describe_wait(self._batcher, *request_ids))
+        return self._questions.ask(lambda: describe_wait(self._batcher, *request_ids))
 
     def recording(self) -> Future[Iterator[str]]:
         """The lines of what was decided lately (see `FlightRecorder`); from any thread."""
-        return self._ask(self._batcher.recorder.lines)
+        return self._questions.ask(self._batcher.recorder.lines)
 
     def shutdown(self) -> None:
         """End the loop once no request is active, and wait for that."""
         self._is_closing = True
-        self._wake.set()
+        self.wake()
         self.wait_until_terminate()
 
     def wait_until_terminate(self) -> None:
         """Wait until the loop has ended, by `shutdown` or by the request that says so."""
         self._thread.join()
 
-    def _ask(self, question: Callable[[], _Result]) -> Future[_Result]:
-        """Have the worker thread answer a question between two iterations."""
-        future = self._questions.ask(question)
-        self._wake.set()
-        return future
-
     # The loop. Everything below runs on the worker thread only.
 
     def _run(self) -> None:
         self._questions.answer()  # the engine's own beginning, where it has one
-        while not self._is_closing or self._active or self._intake:
+        while True:
             self.health.turn_begins()
             try:
                 self._iterate()
@@ -236,9 +234,11 @@ class GptManager:
                     self._start_afresh()
             self._questions.answer()  # also of a loop that fails again and again
             self.health.turn_ends(has_work=bool(self._active))
-            if self._is_idle and not self._steps.is_running:
-                self._wake.wait(_IDLE_POLL_SECONDS)
-                self._wake.clear()
+            has_requests = self.get_num_active_requests() > 0
+            if self._is_closing and not has_requests:
+                break
+            is_idle = self._is_idle and not self._steps.is_running
+            self._idle_wait.after_turn(is_idle=is_idle, has_requests=has_requests)
         try:
             self._batcher.recorder.close()
             self._guide_service.close()

@@ -107,7 +107,7 @@ class LoopHealth:
         raises is logged only.
 
         In a row the first failure is logged, the second, the fourth, the eighth and so on: a loop
-        with nobody to serve may fail 200 times in a second, for days. Failed steps are not counted,
+        with nobody to serve may fail 20 times in a second, for days. Failed steps are not counted,
         each of which is logged.
         """
         self._is_recovering = True

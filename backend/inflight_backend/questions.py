@@ -21,7 +21,9 @@ class Questions:
     Once they are closed the owner changes nothing any more, and each is answered where it is asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """``wake`` has the owner come to `answer`."""
+        self._wake = wake
         self._waiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closed = False
         self._lock = threading.RLock()
@@ -34,6 +36,7 @@ class Questions:
                 _answer(future, question)
             else:
                 self._waiting.put(lambda: _answer(future, question))
+                self._wake()
         return future
 
     def answer(self) -> None:

@@ -41,7 +41,8 @@ from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.parent import exit_with_parent
-from inflight_backend.triton.relay_listener import RelayListener
+from inflight_backend.triton.relay_listener import RelayConnection, RelayListener
+from inflight_backend.triton.relay_messages import RelayedRequest
 from inflight_backend.triton.stream import ResponseFactory
 from inflight_backend.triton.watchdog import BEAT_SECONDS, Mover, Watchdog, Watched
 from inflight_client.protocol import ERRORS, EVENTS
@@ -54,6 +55,8 @@ _logger = get_logger(__name__)
 _SWITCH_INTERVAL_SECONDS = 0.0005
 _STDERR = 2
 _DRAIN_CHECK_SECONDS = 0.1
+_IDLE_DRAIN_CHECK_SECONDS = 0.5
+_IDLE_METRICS_SECONDS = 5.0  # an idle server's change by their time stamp only
 _DEADLINE_CHECK_SECONDS = 0.02  # of requests in the queue; the batch manager looks by itself
 _LEAVING_CHECK_SECONDS = 0.05
 _FROZEN_RELAY_SECONDS = 5.0
@@ -103,6 +106,7 @@ class TritonPythonModel:
         """Take the requests; their responses leave through their response senders."""
         for request in requests:
             self._frontend.accept(request)
+        self._housekeeper.wake()
 
     def is_ready(self) -> bool:
         """For Triton's readiness checks (python_backend#430): requests sent now will be served."""
@@ -195,6 +199,8 @@ class TritonPythonModel:
             TrtGptModelOptionalParams.from_parameters(parameters),
             exclude_input_in_output=parameters.exclude_input_in_output,
             on_progress=report,
+            # Else `Frontend` wakes it; what waits there may become ready by time alone.
+            poll_when_idle=lambda: len(self._arrivals) > 0,
         )
         self._manager.lengths.await_senders()
         if codec is not None:
@@ -221,15 +227,17 @@ class TritonPythonModel:
             args["model_version"],
             is_v1=self._manager.model_type == TrtGptModelType.V1,
         )
+        cancellation_seconds = parameters.cancellation_check_period_ms / 1000
+        metrics_seconds = parameters.stats_check_period_ms / 1000
+        idle_metrics_seconds = max(metrics_seconds, _IDLE_METRICS_SECONDS)
         self._housekeeper = Housekeeper(
             [
-                Chore(
-                    self._frontend.check_cancelled, parameters.cancellation_check_period_ms / 1000
-                ),
-                Chore(self._update_metrics, parameters.stats_check_period_ms / 1000),
+                Chore(self._frontend.check_cancelled, cancellation_seconds),
+                Chore(self._update_metrics, metrics_seconds, idle_metrics_seconds),
                 Chore(self._frontend.end_overdue, _DEADLINE_CHECK_SECONDS),
-                Chore(self._check_drain, _DRAIN_CHECK_SECONDS),
-            ]
+                Chore(self._check_drain, _DRAIN_CHECK_SECONDS, _IDLE_DRAIN_CHECK_SECONDS),
+            ],
+            is_busy=self._is_busy,
         )
         engine = self._manager.engine
         self._ready_fields = {
@@ -244,10 +252,17 @@ class TritonPythonModel:
             "dtype": engine.dtype_name,
         }
         self._relays = RelayListener(
-            args["model_name"], self._frontend.accept_relayed, self._dispatcher.resume
+            args["model_name"], self._accept_relayed, self._dispatcher.resume
         )
         self._told_error = "" if self._tell("") else None
         self._watchdog = self._make_watchdog(parameters.stall_seconds)
+
+    def _accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
+        self._frontend.accept_relayed(request, way_back)
+        self._housekeeper.wake()
+
+    def _is_busy(self) -> bool:
+        return self._frontend.has_streams or self._manager.get_num_active_requests() > 0
 
     def _update_metrics(self, *, with_gauges: bool = True) -> None:
         """Put on Triton's page what has happened since the last time; from any thread.

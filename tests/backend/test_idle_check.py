@@ -20,7 +20,7 @@ MADE_ANEW = "they are made anew"
 
 def when_idle(manager: GptManager) -> InflightBatcher:
     """The batcher of a loop that has come to rest: asked between two of its turns."""
-    turns = [manager._ask(lambda: manager._batcher).result(WAIT) for _ in range(3)]
+    turns = [manager._questions.ask(lambda: manager._batcher).result(WAIT) for _ in range(3)]
     return turns[-1]
 
 

@@ -15,7 +15,7 @@ from fakes import CountedStep, CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend import gpt_manager
+from inflight_backend import gpt_manager, idle_wait
 from inflight_backend.gpt_manager import GptManager
 from inflight_backend.health import MAX_FAILURES_IN_A_ROW, LoopHealth
 from inflight_backend.inference_request import InferenceRequest, NamedTensor
@@ -336,8 +336,8 @@ def test_a_rescue_that_fails_is_logged_and_the_thread_lives(
 def test_a_loop_that_fails_in_every_turn_does_not_fill_the_disk_with_its_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody is active: a turn every 5 ms. When it works again and fails anew, that is said."""
-    monkeypatch.setattr(gpt_manager, "_IDLE_POLL_SECONDS", 0.0001)
+    """Nobody is active: a turn every 50 ms. When it works again and fails anew, that is said."""
+    monkeypatch.setattr(idle_wait, "LAST_POLL_SECONDS", 0.0001)
     recorder = Recorder()
     with running(recorder) as manager:
 

@@ -13,7 +13,7 @@ from inflight_backend.questions import Questions
 
 
 def test_questions_wait_for_their_owner_and_are_answered_in_order() -> None:
-    questions = Questions()
+    questions = Questions(wake=lambda: None)
     seen: list[int] = []
     futures = [questions.ask(partial(seen.append, number)) for number in range(3)]
     assert not any(future.done() for future in futures)
@@ -23,7 +23,7 @@ def test_questions_wait_for_their_owner_and_are_answered_in_order() -> None:
 
 
 def test_a_question_to_an_owner_that_has_gone_is_answered_where_it_is_asked() -> None:
-    questions = Questions()
+    questions = Questions(wake=lambda: None)
     last = questions.ask(threading.get_ident)
     questions.close()
     assert last.result(0) == questions.ask(threading.get_ident).result(0)
@@ -35,8 +35,8 @@ def test_a_question_that_raises_ends_nothing_but_itself(error: BaseException) ->
         raise error
 
     with running(Recorder()) as manager:
-        assert manager._ask(fail).exception(WAIT) is error
-        assert manager._ask(lambda: 1).result(WAIT) == 1
+        assert manager._questions.ask(fail).exception(WAIT) is error
+        assert manager._questions.ask(lambda: 1).result(WAIT) == 1
 
 
 def test_a_question_that_nobody_waits_for_any_more_is_left_out() -> None:
@@ -55,7 +55,7 @@ def test_a_callback_that_raises_ends_no_thread_but_its_own() -> None:
     def fail(_: object) -> None:
         raise SystemExit
 
-    questions = Questions()
+    questions = Questions(wake=lambda: None)
     futures = [questions.ask(lambda: 1) for _ in range(2)]
     futures[0].add_done_callback(fail)
     questions.answer()
@@ -70,7 +70,7 @@ def test_every_question_asked_while_the_loop_ends_is_answered(attempt: int) -> N
 
         def ask() -> None:
             while not is_over.wait(0.0001):
-                futures.append(manager._ask(lambda: 1))
+                futures.append(manager._questions.ask(lambda: 1))
 
         thread = threading.Thread(target=ask)
         thread.start()

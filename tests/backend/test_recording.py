@@ -262,7 +262,7 @@ def test_questions_are_answered_during_and_after_the_run() -> None:
 def test_a_question_that_fails_fails_alone() -> None:
     recorder = Recorder([request(1, [1], 200)])
     with running(recorder) as manager:
-        answer = manager._ask(lambda: 1 // 0)
+        answer = manager._questions.ask(lambda: 1 // 0)
         assert isinstance(answer.exception(5), ZeroDivisionError)
         recorder.wait_for_finals(1)
     assert recorder.tokens(1) == list(range(2, 202))

@@ -121,7 +121,7 @@ def assert_nothing_stays(manager: GptManager) -> None:
         assert flight_recorder._arrivals == []
         assert flight_recorder._move_watch._searches == {}
 
-    manager._ask(check).result(WAIT)
+    manager._questions.ask(check).result(WAIT)
 
 
 def what_stays_of(request_id: int, manager: GptManager) -> list[str]:
@@ -227,7 +227,7 @@ def test_nothing_stays_of_those_whose_blocks_cannot_be_given_back(
         recorder.wait_for_finals(1, 2)
         monkeypatch.undo()
         assert "batch manager failed" in finals_of(recorder, 1)[0]
-        assert not manager._ask(lambda: bool(manager._rules)).result(WAIT)
+        assert not manager._questions.ask(lambda: bool(manager._rules)).result(WAIT)
 
 
 @pytest.mark.case(57, 91)
@@ -250,7 +250,7 @@ def test_who_waited_for_a_grammar_in_a_failure_of_the_loop_may_be_sent_again(
     """With the grammar compiled anew: the first one's time may be up by then."""
     started: list[PendingGuide] = []
 
-    def start(service: GuideService, guide: Guide) -> PendingGuide:
+    def start(service: GuideService, guide: Guide, on_compiled: object) -> PendingGuide:
         started.append(PendingGuide(Future()))
         return started[-1]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.conftest import ServeFactory
-from e2e.harness import ServeProcess, assert_counts, stream_text
+from e2e.harness import TRITONSERVER, ServeProcess, assert_counts, stream_text
 from tritonclient.utils import InferenceServerException
 
 from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
@@ -54,6 +54,30 @@ def test_odd_json_is_refused_fast(server: ServeProcess, body: str, statuses: set
     assert time.monotonic() - began < 20.0
     assert answer.status_code in statuses, answer.text[:300]
     assert "Traceback" not in answer.text
+    assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 20)), 20)
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize(
+    "path",
+    [
+        "models/tensorrt_llm/infer",
+        "models/tensorrt_llm/generate",
+        "models/ensemble/generate_stream",
+        "repository/index",
+        "repository/models/tensorrt_llm/load",
+    ],
+)
+@pytest.mark.parametrize(
+    "body", ["[" * 260_000, '{"text_input": ' + "[" * 500_000 + "]" * 500_000 + "}"]
+)
+def test_deep_json_ends_no_server(server: ServeProcess, path: str, body: str) -> None:
+    """130,000 levels of the first kind did, 32,000 of the second, whatever the endpoint."""
+    before = server.pid_of(TRITONSERVER)
+    url = f"{server.http_url}/v2/{path}"
+    answer = httpx.post(url, content=body, timeout=60, trust_env=False)
+    assert "Traceback" not in answer.text
+    assert server.pid_of(TRITONSERVER) == before
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 20)), 20)
 
 

@@ -20,7 +20,14 @@ import httpx
 import pytest
 import tritonclient.grpc as grpc
 from e2e.conftest import ServeFactory
-from e2e.harness import HOST, ServeProcess, assert_counts, assert_counts_in_part, stream_text
+from e2e.harness import (
+    HOST,
+    MODEL,
+    ServeProcess,
+    assert_counts,
+    assert_counts_in_part,
+    stream_text,
+)
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.serve.settings import DEMO_MODEL
@@ -229,6 +236,29 @@ def assert_refused(running: ServeProcess, *parts: str) -> None:
 
 
 @pytest.mark.case(109)
+def num_wakeups(pid: int) -> int:
+    """How often the threads of a process have gone to sleep so far."""
+    key = "\nvoluntary_ctxt_switches:"
+    texts = [(each / "status").read_text() for each in Path(f"/proc/{pid}/task").iterdir()]
+    return sum(int(text.partition(key)[2].split()[0]) for text in texts)
+
+
+def test_an_idle_server_sleeps(server: ServeProcess) -> None:
+    """The launcher woke up 20 times in a second, the model process 260 times; now it is 2 and 10.
+
+    What benchmarks/idle.py measures, without a clock of the processor."""
+    wait_until_active(server, 0)
+    bounds = {server.process.pid: 6, server.pid_of(MODEL): 40}
+    deadline = time.monotonic() + BOUND_SECONDS
+    while True:
+        before = {pid: num_wakeups(pid) for pid in bounds}
+        time.sleep(1.0)
+        found = {pid: num_wakeups(pid) - before[pid] for pid in bounds}
+        if all(found[pid] <= bounds[pid] for pid in bounds):
+            return
+        assert time.monotonic() < deadline, (found, bounds)
+
+
 def test_two_servers_on_one_host(server: ServeProcess, serve: ServeFactory) -> None:
     """The second one starts, streams and ends beside streams of the first."""
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from e2e.harness import (
 )
 
 from inflight_backend.serve.repository import OPTIONAL_MODELS
+from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient, StreamInterrupted, grpc_wire
 from inflight_client.openai.upstream import Upstream
 
@@ -113,9 +115,13 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_killed_processes_are_replaced_until_it_makes_no_sense(
     serve: ServeFactory, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    recording = tmp_path / "recording.jsonl"
+    """As often as they are killed, but not for a checkpoint that is gone."""
+    recording, checkpoint = tmp_path / "recording.jsonl", tmp_path / "checkpoint"
+    shutil.copytree(DEMO_MODEL, checkpoint)
     running = serve(
-        options=["--max-restarts=2", f"--add={BLS}"], settings={"record_file": str(recording)}
+        model=checkpoint,
+        options=["--max-restarts=1", f"--add={BLS}"],
+        settings={"record_file": str(recording)},
     )
     before = running.shared_memory()
     assert before
@@ -136,15 +142,17 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
         assert_holds_a_stream(recording.with_name("recording.jsonl.1"))
     assert recording.with_name("recording.jsonl.2").exists()
     streams = OpenStreams(running, pool, added=[BLS])
+    (checkpoint / "config.json").unlink()
     killed = time.monotonic()
     running.kill_tritonserver()
     streams.assert_ended_with_an_error(killed, NOTICE_SECONDS)
     assert running.wait() == 1
     *_, last = running.error_lines
-    assert last.startswith("error: giving up after 3 failures in a row, last: tritonserver ended")
+    assert last.startswith("error: giving up after 1 failed start, last: ")
     assert "the model process died: killed by SIGKILL (--verbose shows its log)" in running.stderr
     assert f"the process of {BLS} died: killed by SIGKILL (--verbose" in running.stderr
     assert "starting again now (failure 1)" in running.stderr
+    assert "starting again in 2 s (failure 3)" in running.stderr
     assert "(killed by SIGKILL)" in running.stderr
 
 

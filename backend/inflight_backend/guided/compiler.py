@@ -114,6 +114,11 @@ class PendingGuide:
         """True when `take` answers at once."""
         return self._future.done() or time.monotonic() > self._deadline
 
+    def on_compiled(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once it is compiled or refused, on the thread that does it; at once
+        if that is done. Not called for one whose time is up."""
+        self._future.add_done_callback(lambda _: call())
+
     def take(self) -> LLMatcher:
         """A matcher of its own for one answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,13 +69,16 @@ class GuideService:
                     f"guided_decoding_backend is llguidance: the tokenizer cannot be used: {error}"
                 ) from None
 
-    def start(self, guide: Guide) -> PendingGuide:
-        """Compile ``guide`` elsewhere; `UnsupportedRequest` if this server guides nothing."""
+    def start(self, guide: Guide, on_compiled: Callable[[], None]) -> PendingGuide:
+        """Compile ``guide`` elsewhere and call ``on_compiled`` there when that has ended;
+        `UnsupportedRequest` if this server guides nothing."""
         if self._compiler is None:
             raise UnsupportedRequest(
                 f"'{TYPE_FIELD}' is not supported by this server: {self._refusal}"
             )
-        return self._compiler.start(guide)
+        pending = self._compiler.start(guide)
+        pending.on_compiled(on_compiled)
+        return pending
 
     def close(self) -> None:
         """Compile nothing more."""

@@ -49,7 +49,10 @@ def serve(
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Failures in a row after which a server is started again.")
+        int,
+        typer.Option(
+            min=0, help="After a failure, starts in a row that may fail before it gives up."
+        ),
     ] = _DEFAULT.max_restarts,
     max_connection_seconds: Annotated[
         float,

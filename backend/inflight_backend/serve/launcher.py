@@ -33,7 +33,8 @@ from inflight_backend.serve.vitals import Vitals
 from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import ModelStatus, read_status
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05  # while it starts and stops
+_WATCH_SECONDS = 1.0  # while it serves; a process that ends and a signal are noticed at once
 # A server without requests ends 2 to 3 s after SIGINT; its own limit only matters when our
 # drain gave up, and must end before we kill.
 _EXIT_TIMEOUT_SECONDS = 3
@@ -212,7 +213,7 @@ class Run:
             self._vitals.check_processes(status)
             self._vitals.check_progress()
             keep_small(self._workspace.log_file)
-            time.sleep(_POLL_SECONDS)
+            self._signals.wait(_WATCH_SECONDS, self._vitals.processes(status))
 
     def _drain(self) -> None:
         """Let running requests finish within the drain time, then end them with an error."""

@@ -27,6 +27,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.05
 _MAX_FILES = 2**16
+# Triton reads JSON by recursion, with 70 to 330 bytes of stack for a level (24.10); a stack that
+# is full ends it. With so much it answers any body of 6 MB. What is not used takes no memory.
+_STACK_BYTES = 2**30
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _KILLED_SECONDS = 30.0  # to give much memory back; who needs more waits in a driver
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -148,12 +152,43 @@ def _in_words(code: int) -> str:
 
 
 def _prepare() -> None:
-    """In the server, before it is one: it dies with its parent and hears no SIGTERM; and each
-    connection takes one of the descriptors it may have, of which most machines give 1,024 to who
-    does not ask for more."""
+    """In the server, before it is one: it dies with its parent and hears no SIGTERM."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    _raise_limits()
+
+
+def _raise_limits() -> None:
+    """Each connection takes a descriptor, of which most machines give 1,024 to who does not ask for
+    more; and the limit of the stack is that of each thread that Triton starts (see `_STACK_BYTES`).
+
+    Where address space is limited stacks stay as they are; elsewhere Linux refuses a mapping only
+    if it is larger than all memory of the machine.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    wanted = _at_most(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if _is_address_space_limited():
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = _at_most(hard, min(_STACK_BYTES, memory // 2))
+    if soft == resource.RLIM_INFINITY or soft < wanted:  # without a limit a thread gets 2 MB
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+
+
+def _at_most(hard: int, wanted: int) -> int:
+    """``wanted``, as far as a hard limit allows it."""
+    return wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+
+
+def _is_address_space_limited() -> bool:
+    """True where memory counts that is only reserved: below `ulimit -v`, or if the machine allows
+    no overcommitment (2 in man 5 proc_sys_vm)."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return True
+    try:
+        return _OVERCOMMIT.read_text(encoding="ascii").strip() == "2"
+    except OSError:
+        return False

@@ -20,27 +20,40 @@ STEADY_SECONDS = 60.0
 """A server that was ready for so long and then fails is a new story, not the same failure again."""
 
 _FIRST_DELAY = 1.0
-_POLL_SECONDS = 0.05
+_MAX_DELAY = 30.0
 
 
 class RestartPolicy:
-    """At once, then after 1, 2, 4, ... seconds; after ``max_restarts`` failures in a row, no more.
+    """At once, then after 1, 2, 4, ... and at last every 30 seconds, for as long as a start makes a
+    server ready now and then: what ends those may be what a client sends, and others are served.
 
-    Failures count as in a row unless the server was ready for `STEADY_SECONDS` between them.
+    After ``max_restarts`` starts in a row that did not come so far there are no more.
     """
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self.num_failures = 0
+        """In a row: since a server was ready for `STEADY_SECONDS`."""
+        self.num_failed_starts = 0
+        """In a row: since a server was ready."""
 
-    def next_delay(self, ready_seconds: float) -> float | None:
-        """Seconds to wait before the next start; None to give up."""
-        if ready_seconds >= STEADY_SECONDS:
-            self.num_failures = 0
+    def next_delay(self, ready_seconds: float | None) -> float | None:
+        """Seconds to wait before the next start; None to give up.
+
+        ``ready_seconds``: how long the server that failed was ready; None if it never was.
+        """
+        if ready_seconds is not None:
+            self.num_failed_starts = 0
+            if ready_seconds >= STEADY_SECONDS:
+                self.num_failures = 0
+        elif self.num_failures:  # the very first start is no restart
+            self.num_failed_starts += 1
         self.num_failures += 1
-        if self.num_failures > self._max_restarts:
+        if self.num_failed_starts >= self._max_restarts:
             return None
-        return 0.0 if self.num_failures == 1 else _FIRST_DELAY * 2.0 ** (self.num_failures - 2)
+        if self.num_failures == 1:
+            return 0.0
+        return min(_FIRST_DELAY * 2.0 ** min(self.num_failures - 2, 10), _MAX_DELAY)
 
 
 @dataclass(slots=True)
@@ -57,9 +70,9 @@ class Attempt:
         self.ready_at = time.monotonic()
 
     @property
-    def ready_seconds(self) -> float:
-        """How long the server has been ready."""
-        return 0.0 if self.ready_at is None else time.monotonic() - self.ready_at
+    def ready_seconds(self) -> float | None:
+        """How long the server has been ready; None if it never was."""
+        return None if self.ready_at is None else time.monotonic() - self.ready_at
 
 
 class Supervisor:
@@ -101,13 +114,13 @@ class Supervisor:
 
     def _next_delay(self, attempt: Attempt, error: Exception) -> float:
         delay = self._policy.next_delay(attempt.ready_seconds)
-        number = self._policy.num_failures
         if delay is None:
-            if number == 1:
-                raise error
-            raise ServingError(f"giving up after {number} failures in a row, last: {error}")
+            if number := self._policy.num_failed_starts:
+                starts = "1 failed start" if number == 1 else f"{number} failed starts in a row"
+                raise ServingError(f"giving up after {starts}, last: {error}")
+            raise error
         when = f"in {delay:g} s" if delay else "now"
-        say(f"{error}; starting again {when} (failure {number})", err=True)
+        say(f"{error}; starting again {when} (failure {self._policy.num_failures})", err=True)
         return delay
 
     def _wait(self, seconds: float) -> bool:
@@ -117,5 +130,5 @@ class Supervisor:
             left = deadline - time.monotonic()
             if left <= 0:
                 return True
-            time.sleep(min(left, _POLL_SECONDS))
+            self._signals.wait(left)
         return False

@@ -41,6 +41,11 @@ class Vitals:
         self._unhealthy_since: float | None = None
         self._added: dict[str, int | None] | None = None
 
+    def processes(self, status: ModelStatus) -> list[int]:
+        """The server and what serves its models, as far as that is known."""
+        added = self._added or {}
+        return [self._server.pid, status.pid, *(pid for pid in added.values() if pid is not None)]
+
     def check_processes(self, status: ModelStatus | None, is_loading: bool = False) -> None:
         """Fail if the model could not be loaded or a process died."""
         # Before the server, which its models follow: what is wrong is the server then.

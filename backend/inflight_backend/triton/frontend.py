@@ -134,6 +134,11 @@ class Frontend:
         """Generation requests accepted and not ended."""
         return len(self._live)
 
+    @property
+    def has_streams(self) -> bool:
+        """True while a client may leave: a request is in flight, or a feed open."""
+        return bool(self._live or self._feeds)
+
     def accept(self, triton_request: Any) -> None:
         """Take one request; it is answered here or later, but always exactly once to the end."""
         with self._accepting, self.progress:

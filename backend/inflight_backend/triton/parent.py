@@ -2,14 +2,17 @@
 
 A model process outlives a server that was killed, keeps its memory and ignores SIGTERM; Linux's
 parent-death signal cannot be used, since Triton forks from a thread that ends. Below `inflight
-serve` the kernel does it, at once (see `lifeline`); elsewhere a thread looks.
+serve` the kernel does it, at once (see `lifeline`); elsewhere a thread waits for that, or where the
+kernel cannot tell it looks now and then.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
+from contextlib import suppress
 
 from inflight_backend.lifeline import die_with_launcher
 
@@ -25,13 +28,13 @@ class _Parent:
     """The process that has started this one."""
 
     def __init__(self) -> None:
-        self._pid = os.getppid()
-        self._stat = os.open(f"/proc/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        self.pid = os.getppid()
+        self._stat = os.open(f"/proc/{self.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def is_gone(self) -> bool:
         """True from the moment at which it begins to exit; takes 5 us."""
-        if os.getppid() != self._pid:
+        if os.getppid() != self.pid:
             return True
         try:
             fields = os.pread(self._stat, _LONGEST_STAT, 0).rpartition(b")")[2].split()
@@ -48,7 +51,7 @@ def exit_with_parent(model: str) -> None:
     global _parent
     die_with_launcher(model)
     _parent = _Parent()
-    threading.Thread(target=_watch, name="ParentWatch", daemon=True).start()
+    threading.Thread(target=_watch, args=(_parent,), name="ParentWatch", daemon=True).start()
 
 
 def leave_if_orphaned() -> None:
@@ -61,7 +64,12 @@ def leave_if_orphaned() -> None:
         os._exit(1)
 
 
-def _watch() -> None:
+def _watch(parent: _Parent) -> None:
+    with suppress(OSError):  # a kernel without this
+        end = select.poll()
+        end.register(os.pidfd_open(parent.pid), select.POLLIN)
+        leave_if_orphaned()  # or it may be the end of another process
+        end.poll()
     while True:
         leave_if_orphaned()
         time.sleep(_CHECK_SECONDS)

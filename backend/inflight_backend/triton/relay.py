@@ -96,7 +96,9 @@ class Relay:
         self._live: set[_Errand] = set()
         allow_many_connections()
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
-        self._housekeeper = Housekeeper([Chore(self._stop_needless, _CANCEL_CHECK_SECONDS)])
+        self._housekeeper = Housekeeper(
+            [Chore(self._stop_needless, _CANCEL_CHECK_SECONDS)], is_busy=lambda: bool(self._live)
+        )
 
     def start(
         self,
@@ -122,6 +124,7 @@ class Relay:
                 f"no connection to '{self._model_name}' can be opened: {error.strerror}"
             ) from None
         self._live.add(errand)
+        self._housekeeper.wake()
         self._pool.submit(self._run, errand, convert)
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def test_without_llguidance_everything_else_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(service, "find_spec", lambda name: None)
     made = service.GuideService(service.GuidedDecodingConfig(), DEMO_MODEL, 270, can_mask=True)
     with pytest.raises(InvalidRequest, match="llguidance is not installed"):
-        made.start(Guide(GuideType.JSON))
+        made.start(Guide(GuideType.JSON), lambda: None)
     config = service.GuidedDecodingConfig("llguidance")
     with pytest.raises(ConfigurationError, match="guided_decoding_backend is llguidance"):
         service.GuideService(config, DEMO_MODEL, 270, can_mask=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from backend.serve.logs import without_grpc
 
+from inflight_backend.errors import ServingError
 from inflight_backend.serve import launcher, log
 from inflight_backend.serve.install import TritonInstall
 from inflight_backend.serve.launcher import Run
@@ -69,19 +71,24 @@ class Story:
     """One `Run`, and what its server has printed."""
 
     def __init__(
-        self, folder: Path, workspace: Workspace, scratch: BackendScratch, drain_seconds: float
+        self,
+        folder: Path,
+        workspace: Workspace,
+        scratch: BackendScratch,
+        signals: StopSignals,
+        drain_seconds: float,
     ) -> None:
         self._log = folder / "log"
         with self._log.open("wb") as output:
-            server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
+            self.server = ServerProcess([sys.executable, "-c", SERVER], os.environ, output)
         wait_until(lambda: self.said.endswith("\n"))
         settings = ServeSettings(http_port=int(self.said), drain_seconds=drain_seconds)
         self.workspace = workspace
         self.model = StatusWriter(workspace.status_file)
         self.model.write("ready", **READY)
-        self.signals = StopSignals()
+        self.signals = signals
         self.attempt = Attempt(1)
-        self._run = Run(settings, workspace, scratch, server, self.signals, self.attempt)
+        self._run = Run(settings, workspace, scratch, self.server, self.signals, self.attempt)
 
     @property
     def said(self) -> str:
@@ -121,9 +128,13 @@ def drain_seconds() -> float:
 def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_seconds: float) -> Iterator[Story]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(launcher, "_STOP_ALL_SECONDS", 0.2)
-    with Workspace() as workspace, BackendScratch(workspace.scratch_note) as scratch:
+    with (
+        StopSignals() as signals,
+        Workspace() as workspace,
+        BackendScratch(workspace.scratch_note) as scratch,
+    ):
         scratch.release()  # this server makes none, and others want to start
-        yield Story(tmp_path, workspace, scratch, drain_seconds)
+        yield Story(tmp_path, workspace, scratch, signals, drain_seconds)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +237,17 @@ def test_a_model_that_cannot_be_told_gets_its_time_and_its_server_is_asked_to_en
     assert time.monotonic() - began[0] > DRAIN
     assert story.said.endswith("asked to end\n")
     assert "the model cannot be told" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("act", ["kill", "signal"])
+def test_who_watches_sleeps_until_a_process_ends_or_a_signal_comes(
+    story: Story, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    monkeypatch.setattr(launcher, "_WATCH_SECONDS", 3600.0)
+    monkeypatch.setattr(Vitals, "_check_beat", lambda vitals: None)  # as its model, we do not
+    if act == "kill":
+        with pytest.raises(ServingError, match=r"tritonserver ended \(killed by SIGKILL\)"):
+            story.run(lambda: os.kill(story.server.pid, signal.SIGKILL))
+    else:
+        story.run(lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert story.said.endswith("asked to end\n")

@@ -21,7 +21,7 @@ from inflight_backend.serve.process import ServerProcess, children_of, end_of, i
 POLITE = "import time; print('up', flush=True); time.sleep(60)"
 # The kernel keeps 15 bytes of a name: the first half of a character at the end.
 CUT_NAME = "import ctypes; ctypes.CDLL(None).prctl(15, 'abcdefghijklmn\u00fc'.encode()); " + POLITE
-LIMIT = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], flush=True)"
+LIMIT = "import resource; print(resource.getrlimit(resource.%s)[0], flush=True)"
 # As tritonserver, which has a handler of its own: Python's only raises.
 DEFAULT = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); " + POLITE
 STUBBORN = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + POLITE
@@ -84,18 +84,51 @@ def test_a_service_manager_that_asks_everybody_to_end_reaches_the_launcher_only(
     assert process.exit_status() == "killed by SIGINT"
 
 
+def limit_of_server(which: str, own: tuple[int, int], log: Path) -> int:
+    """The soft limit of a server whose launcher has the limit ``own``, which stays as it is."""
+    number = getattr(resource, which)
+    before = resource.getrlimit(number)
+    resource.setrlimit(number, own)
+    try:
+        process, told = start(LIMIT % which, log)
+        process.stop(0, not_hurried)
+        assert resource.getrlimit(number) == own
+    finally:
+        resource.setrlimit(number, before)
+    return int(told)
+
+
 @pytest.mark.case(72)
 def test_a_server_may_have_more_connections_than_a_shell_gives_descriptors(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     assert hard > 1024
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        process, told = start(LIMIT, tmp_path / "log")
-        process.stop(0, not_hurried)
-        assert int(told) == min(hard, 2**16)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard), "ours stays as it is"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limit_of_server("RLIMIT_NOFILE", (1024, hard), tmp_path / "log") == min(hard, 2**16)
+
+
+def limit_of_stack(own: int, log: Path) -> int:
+    """Of a server whose launcher has the soft limit ``own``."""
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    assert hard == resource.RLIM_INFINITY or hard >= 2**30
+    return limit_of_server("RLIMIT_STACK", (own, hard), log)
+
+
+@pytest.mark.case(40)
+@pytest.mark.parametrize("own", [2**23, resource.RLIM_INFINITY])
+def test_the_threads_of_a_server_have_room_for_deep_json(tmp_path: Path, own: int) -> None:
+    """Without a limit they would have the 2 MB that the C library gives them."""
+    assert limit_of_stack(own, tmp_path / "log") == 2**30
+
+
+def test_stacks_stay_as_they_are_where_reserved_memory_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads of a server could not be started else."""
+    strict = tmp_path / "overcommit"
+    strict.write_text("2\n")
+    monkeypatch.setattr(process_module, "_OVERCOMMIT", strict)
+    assert limit_of_stack(2**23, tmp_path / "log") == 2**23
+    monkeypatch.setattr(process_module, "_OVERCOMMIT", tmp_path / "no such system")
+    assert limit_of_stack(2**23, tmp_path / "log") == 2**30
 
 
 def test_stubborn_process_is_killed_after_the_grace_time(tmp_path: Path) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,3 +39,52 @@ def test_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+NOBODY = -1  # as if it had been reaped just now
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_signal_ends_a_wait_also_one_that_came_before() -> None:
+    with StopSignals() as signals:
+        for delay in (0.0, 0.1):
+            timer = threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            timer.start()
+            if not delay:
+                timer.join()
+            began = time.monotonic()
+            signals.wait(60.0)
+            assert time.monotonic() - began < 30
+            timer.join()
+        assert signals.count == 2
+
+
+def test_the_end_of_a_process_ends_a_wait(sleeper: subprocess.Popen[bytes]) -> None:
+    with StopSignals() as signals:
+        signals.wait(0.01, [sleeper.pid, NOBODY])
+        assert sleeper.poll() is None
+        timer = threading.Timer(0.1, sleeper.kill)
+        timer.start()
+        began = time.monotonic()
+        signals.wait(60.0, [NOBODY, sleeper.pid])
+        signals.wait(60.0, [sleeper.pid])  # it is not reaped yet
+        assert time.monotonic() - began < 30
+
+
+def test_a_kernel_that_cannot_watch_processes_makes_it_wait_for_the_time(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with StopSignals() as signals:
+        began = time.monotonic()
+        signals.wait(0.05, [sleeper.pid])
+        assert time.monotonic() - began >= 0.05

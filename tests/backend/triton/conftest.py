@@ -12,7 +12,7 @@ from fakes import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import Gate, Server
 
-from inflight_backend import gpt_manager, triton_model
+from inflight_backend import gpt_manager, idle_wait, triton_model
 from inflight_backend.triton import preprocessing_model, relay
 
 MakeServer = Callable[..., Server]
@@ -23,6 +23,12 @@ def unwatched_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is loaded here does not end this process with whoever runs the tests."""
     for module in (triton_model, relay, preprocessing_model):
         monkeypatch.setattr(module, "exit_with_parent", lambda model: None)
+
+
+@pytest.fixture(autouse=True)
+def no_turns_of_an_idle_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the loop is not woken for would never be seen here."""
+    monkeypatch.setattr(idle_wait, "TURN_SECONDS", 3600.0)
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ class Story:
                 request.run_deadline = time.monotonic()
                 manager._deadlines.add(request)
 
-        manager._ask(expire)
+        manager._questions.ask(expire)
 
     def abandon(self) -> None:
         """What the watchdog does when nothing moves."""

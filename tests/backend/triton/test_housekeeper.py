@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakeSender
-from triton_harness import ids_of
+from triton_harness import ids_of, wait_until
 
 from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_backend.triton.housekeeper import Chore, Housekeeper
@@ -37,11 +37,52 @@ def test_a_chore_that_raises_is_tried_again_and_the_others_run(
         if num_tries != 3:
             raise RuntimeError("a chore")
 
-    housekeeper = Housekeeper([Chore(fail, 0.01), Chore(other_ran.set, 60.0)])
+    chores = [Chore(fail, 0.01), Chore(other_ran.set, 60.0)]
+    housekeeper = Housekeeper(chores, is_busy=lambda: True)
     assert tried_often.wait(WAIT)
     assert other_ran.wait(WAIT)
     housekeeper.close()
     assert caplog.text.count("a housekeeping chore failed") == 2
+
+
+def test_chores_rest_while_no_request_is_there() -> None:
+    """Behind the last request each runs once more; the next request wakes them."""
+    requests: set[int] = set()
+    seen: list[bool] = []  # of the chore that rests: was a request there?
+    idle_ran = threading.Semaphore(0)
+
+    def look() -> None:
+        seen.append(bool(requests))
+        if len(seen) == 5:
+            requests.clear()
+
+    chores = [Chore(look, 0.001), Chore(idle_ran.release, 60.0, idle_period=0.01)]
+    housekeeper = Housekeeper(chores, is_busy=lambda: bool(requests))
+    for _ in range(5):
+        assert idle_ran.acquire(timeout=WAIT)
+    assert seen == [False], "once, when it was made"
+    requests.add(1)
+    housekeeper.wake()
+    wait_until(lambda: len(seen) == 6)
+    for _ in range(20):
+        assert idle_ran.acquire(timeout=WAIT)
+    housekeeper.close()
+    assert seen == [False, True, True, True, True, False]
+
+
+def test_a_request_that_has_ended_already_is_seen_to_at_once() -> None:
+    """One that was refused counts among the errors; nothing is in flight when a chore looks."""
+    num_runs = 0
+
+    def count() -> None:
+        nonlocal num_runs
+        num_runs += 1
+
+    housekeeper = Housekeeper([Chore(count, 0.001)], is_busy=lambda: False)
+    wait_until(lambda: num_runs == 1)
+    housekeeper.wake()
+    wait_until(lambda: num_runs == 2)
+    housekeeper.close()
 
 
 class MuteSender(FakeSender):
