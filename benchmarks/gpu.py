@@ -82,7 +82,8 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / folder) for folder in _FOLDERS]
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: it decides then
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as a server
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # as a server
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.part:
         _run_as_child(options)
         return

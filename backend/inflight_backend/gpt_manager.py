@@ -166,8 +166,7 @@ class GptManager:
         self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
         self._thread.start()
         if is_prepared.exception() is not None:
-            self._is_closing = True  # nobody else would end the loop
-            self.wake()
+            self.shutdown()  # nobody else would
         is_prepared.result()
 
     def __enter__(self) -> GptManager:

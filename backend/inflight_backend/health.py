@@ -22,16 +22,18 @@ One bad request fails its own step and the next step succeeds; a lost device fai
 """
 
 
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+# Errors of one call of CUDA's runtime, after which others work: a value or launch that is refused,
+# memory that ran out, a kernel that is not there or takes too much, a capture that went wrong.
+_OF_ONE_CALL = frozenset({1, 2, 9, 98, 209, 701, *range(900, 909)})
 
 
 def means_lost_device(error: BaseException) -> bool:
     """True for an error of the accelerator that every later call will have as well (an illegal
-    access, ECC, Xid): only a new process helps. Memory that ran out is none."""
+    access, ECC, Xid): only a new process helps."""
     torch = sys.modules.get("torch")  # an engine may do without
     if torch is None or not isinstance(error, torch.AcceleratorError):
         return False
-    return getattr(error, "error_code", None) != _OUT_OF_MEMORY
+    return getattr(error, "error_code", None) not in _OF_ONE_CALL
 
 
 class LoopHealth:

@@ -89,7 +89,8 @@ class TrtGptModelOptionalParams:
         if not self.priority_span >= 0:
             raise ConfigurationError(f"priority_span must be at least 0, not {self.priority_span}")
         is_default = self.context_chunking_policy == ContextChunkingPolicy.FIRST_COME_FIRST_SERVED
-        if not self.enable_chunked_context and not (is_default and self.context_chunk_unit is None):
+        is_cut = not is_default or self.context_chunk_unit is not None
+        if self.enable_chunked_context is False and is_cut:
             raise ConfigurationError(
                 "context_chunking_policy and context_chunk_unit say how contexts are cut; "
                 "set enable_chunked_context to true, or remove them"

@@ -220,6 +220,7 @@ class TritonPythonModel:
             on_error=lambda: self._show(with_gauges=False),
         )
         self._metrics_turn = threading.Lock()
+        self._are_metrics_stuck = False
         self._gauges_at = -math.inf
         self._metrics = TritonMetrics(
             pb_utils,
@@ -267,10 +268,12 @@ class TritonPythonModel:
     def _update_metrics(self, *, with_gauges: bool = True) -> None:
         """Put on Triton's page what has happened since the last time; from any thread.
 
-        One at a time, so that who returns knows that it is there. Who waits in vain goes on: the
-        server does not answer, and somebody may be about to say so.
+        One at a time, so that who returns knows that it is there. Where one call is stuck, because
+        the server does not answer, only the first of the others waits for it.
         """
-        if not self._metrics_turn.acquire(timeout=_METRICS_SECONDS):
+        seconds = 0.0 if self._are_metrics_stuck else _METRICS_SECONDS
+        self._are_metrics_stuck = not self._metrics_turn.acquire(timeout=seconds)
+        if self._are_metrics_stuck:
             return
         try:
             if with_gauges:

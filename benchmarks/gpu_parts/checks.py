@@ -175,8 +175,11 @@ def _token_checks(setting: Setting) -> Iterator[_Check]:
     x, residual = (torch.randn(shape, dtype=_BF16, device=setting.device) for _ in range(2))
     weight = torch.randn(shape[1], dtype=_BF16, device=setting.device)
     wide = torch.randn(shape[0], 2 * shape[1], dtype=_BF16, device=setting.device)
+    scales = tuple(torch.rand(length, 1, device=setting.device) for length in shape)
     normed = reference.rms_norm(x.float(), weight.float(), 1e-5)
     added = reference.add_rms_norm(x, residual, weight, 1e-5)[0]
+    unscaled = (x.float() * scales[0] * scales[1].t()).to(_BF16)
+    added_unscaled = reference.add_rms_norm(unscaled, residual, weight, 1e-5)[0]
     gated = reference.silu_mul(wide.float())
     limit, fp8 = _LIMIT[_BF16], _LIMIT[_FP8]
 
@@ -191,6 +194,14 @@ def _token_checks(setting: Setting) -> Iterator[_Check]:
             "add_rms_norm_fp8",
             fp8,
             lambda: (scaled(norms.add_rms_norm_fp8(x, residual, weight, 1e-5)[:2]), added),
+        ),
+        (
+            "add_rms_norm_fp8, x without its scales",
+            fp8,
+            lambda: (
+                scaled(norms.add_rms_norm_fp8(x.float(), residual, weight, 1e-5, scales)[:2]),
+                added_unscaled,
+            ),
         ),
         ("silu_mul", limit, lambda: (silu.silu_mul(wide), gated)),
         ("silu_mul_fp8", fp8, lambda: (scaled(silu.silu_mul_fp8(wide)), gated)),
@@ -315,7 +326,10 @@ def _copy(setting: Setting) -> tuple[Tensor, Tensor]:
     op = import_module("inflight_kernels.copy_blocks")
     source = torch.randn(2, 6, 16, 2, 64, dtype=_BF16, device=setting.device)
     target = torch.zeros_like(source)
-    origin, to = (torch.tensor(ids, device=setting.device) for ids in ([4, -1, 0], [1, 2, 5]))
+    origin, to = (
+        torch.tensor(ids, dtype=torch.int32, device=setting.device)
+        for ids in ([4, -1, 0], [1, 2, 5])
+    )
     op.copy_blocks(source, target, origin, to)
     expected = torch.zeros_like(source)
     expected[:, [1, 5]] = source[:, [4, 0]]

@@ -41,21 +41,24 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU with figures of its own: a part of the name that torch gives it, and the bandwidth its
-    maker states, in bytes per second."""
+    """A GPU with figures of its own: the name that torch gives it, and the bandwidth its maker
+    states, in bytes per second."""
 
     name: str
     device_name: str
     nominal_bytes: float
 
 
-CARDS = (Card("H200", "H200", 4.8e12), Card("H100", "H100 80GB HBM3", 3.35e12))
+CARDS = (
+    Card("H200", "NVIDIA H200", 4.8e12),
+    Card("H100", "NVIDIA H100 80GB HBM3", 3.35e12),
+)
 """Of SXM modules; others of the name (PCIe, NVL) are other cards."""
 
 
 def find_card(device_name: str) -> Card | None:
     """The card that torch calls so."""
-    return next((card for card in CARDS if card.device_name in device_name), None)
+    return next((card for card in CARDS if card.device_name == device_name), None)
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_a_loop_without_work_rests_also_after_it_was_woken() -> None:
         wait_until(lambda: len(recorder.rooms) > 1)
         begin, num_looks = time.monotonic(), len(recorder.rooms)
         wait_until(lambda: len(recorder.rooms) >= num_looks + 20)
-    assert time.monotonic() - begin > 0.09, "it looks every 5 ms"
+    assert time.monotonic() - begin > 0.09, "it looks after 5 ms and more"
 
 
 def test_order_of_callbacks_within_an_iteration() -> None:
@@ -272,9 +272,9 @@ def test_statistics_have_exactly_the_documented_keys_and_stop_when_idle() -> Non
         "Used KV cache blocks",
         "Waiting Requests",
     ]
-    # The peer's CI wants as many keys as its metrics page has lines of this name.
+    # The peer's CI wants a key for each line of its families; the hit rate is in one of ours.
     gauges = [family for family in METRICS if family.name.startswith("nv_trt_llm")]
-    assert len(keys) == sum(len(family.values) for family in gauges) == 23
+    assert len(keys) - 1 == sum(len(family.values) for family in gauges) == 22
     first, last = recorder.stats[0], recorder.stats[-1]
     assert (first["Context Requests"], first["Total Context Tokens"]) == (1, 3)
     assert (first["Active Request Count"], last["Active Request Count"]) == (1, 0)

@@ -333,7 +333,7 @@ class Engine:
         except torch.OutOfMemoryError:
             raise ConfigurationError(
                 f"a step of max_num_tokens = {self.config.num_tokens_limit} tokens does not fit "
-                "the GPU; lower max_num_tokens (with enable_chunked_context prompts may be longer)"
+                "the GPU; lower max_num_tokens (prompts may be longer where contexts are chunked)"
             ) from None
         recorded_bytes = self._recorder.measure(self._attention, memory)
         del self._pool, self._attention

@@ -71,8 +71,9 @@ def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
 
 def thread_step(config: EngineConfig) -> ScheduledBatch:
     """A prompt in block 0 and a draw, for `Engine.prepare_thread`."""
+    num_tokens = min(config.tokens_per_block, config.num_tokens_limit, config.seq_len_limit)
     return replace(
-        _context(_PLAIN, min(config.tokens_per_block, config.num_tokens_limit)),
+        _context(_PLAIN, num_tokens),
         new_blocks=(BlockAssignment(0, 0, 0),),
     )
 

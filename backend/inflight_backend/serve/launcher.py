@@ -49,7 +49,8 @@ _CLOSED = {
     "logging": "the-log-is-set-where-inflight-serve-is-started",
     "shared-memory": "inflight-serve-has-no-shared-memory-for-clients.send-tensors-in-requests",
 }
-"""Interface of Triton that nobody may use -> why, in characters of a header."""
+"""Interface of Triton that nobody may use -> why. Triton asks for a secret header of this name, and
+names it when it refuses: the only text that it tells a client."""
 
 
 def run(settings: ServeSettings) -> None:

@@ -44,7 +44,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _NUM_THREADS = 4
 _NUM_CHAT_THREADS = 2  # of their own: a slow template holds up chats only
 
-_CALLS = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models and GET /health"
+_CALLS = (
+    "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, /health, /metrics, /version, "
+    "/server_info and /model_info"
+)
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",

@@ -77,7 +77,8 @@ def openai(
 ) -> None:
     """Serve OpenAI's API in front of an inflight server.
 
-    /v1/completions, /v1/chat/completions and /v1/models.
+    /v1/completions, /v1/chat/completions and /v1/models; for gateways and monitoring /health,
+    /metrics, /version, /server_info and /model_info.
     """
     settings = FrontSettings(
         url=url,

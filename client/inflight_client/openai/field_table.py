@@ -54,8 +54,8 @@ class FieldGroup:
         neutral = self.neutral.get(name, ())
         if any(_is_same(value, each) for each in neutral):
             return True
-        if isinstance(value, dict) and value.keys() <= self.inner:
-            return True
+        if isinstance(value, dict):
+            return all(key in self.inner or is_empty(each) for key, each in value.items())
         return is_empty(value) and not (value is False and True in neutral)
 
 
@@ -137,7 +137,7 @@ GROUPS: tuple[FieldGroup, ...] = (
         "echo",
         call=COMPLETION,
     ),
-    _honoured("OpenAI", "what `n` says", "best_of"),
+    _honoured("OpenAI", "must be what `n` is: there is no choice among more answers", "best_of"),
     _honoured(
         "OpenAI",
         "tools are refused unless the choice is `none`: then they are passed over",
@@ -206,7 +206,7 @@ GROUPS: tuple[FieldGroup, ...] = (
         "vLLM, others",
         'variables of the chat template: `{"enable_thinking": false}` for Qwen3; the others are '
         "such variables by themselves",
-        *("chat_template_kwargs", "enable_thinking", "thinking", "think"),
+        *("chat_template_kwargs", "enable_thinking", "thinking", "think", "reasoning"),
     ),
     _passed(
         "vLLM",
@@ -230,8 +230,8 @@ GROUPS: tuple[FieldGroup, ...] = (
     ),
     _honoured(
         "SGLang, llama.cpp",
-        "`seed`, `include_stop_str_in_output`, `guided_regex`, `guided_grammar` (two names) and "
-        "`guided_json` of vLLM",
+        "other names of `seed`, `include_stop_str_in_output`, `guided_regex`, `guided_grammar` "
+        "(two) and `guided_json`",
         *("sampling_seed", "no_stop_trim", "regex", "ebnf", "grammar", "json_schema"),
     ),
     _passed(
@@ -259,8 +259,9 @@ GROUPS: tuple[FieldGroup, ...] = (
     _refused(
         "Ollama, llama.cpp",
         "they would change how tokens are drawn, or what is read",
-        *("num_predict", "n_predict", "samplers", "template", "system", "images", "context", "raw"),
-        "format",
+        *("samplers", "template", "system", "images", "context", "raw", "format"),
+        num_predict=(-1,),
+        n_predict=(-1,),
         repeat_penalty=(1,),
         typical_p=(1,),
         tfs=(1,),
@@ -280,10 +281,20 @@ GROUPS: tuple[FieldGroup, ...] = (
     ),
     _passed(
         "OpenRouter",
-        "there is one server, and what a model thinks stays in its text",
-        *("provider", "transforms", "models", "route", "usage", "reasoning"),
+        "there is one server",
+        *("provider", "transforms", "models", "route", "usage"),
     ),
     _refused("OpenRouter", "not there", "plugins", "preset"),
+    _refused(
+        "Transformers, Mistral, koboldcpp",
+        "`temperature`, `seed` and `repetition_penalty` are their names here",
+        "random_seed",
+        do_sample=(True,),
+        num_beams=(1,),
+        rep_pen=(1,),
+        mirostat_mode=(0,),
+        smoothing_factor=(0,),
+    ),
     _refused(
         "other APIs",
         "the names that this API has for them are others",

@@ -110,7 +110,7 @@ class Body:
                 if not is_empty(value):
                     self.unknown.see(name)
             elif group.action is Action.PASSED:
-                if group.kind is not None and not isinstance(value, group.kind):
+                if group.kind and not (is_empty(value) or isinstance(value, group.kind)):
                     raise bad_field(name, f"expected {_NAMES[group.kind]}, got {kind_of(value)}")
             elif not group.asks_for_nothing(name, value):
                 raise unsupported(name, f"there is no such field of {call}" if group.call else "")

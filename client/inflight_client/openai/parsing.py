@@ -35,6 +35,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""
 
 _INT32_MAX = 2**31 - 1
+_THINKING_VARIABLES = ("enable_thinking", "thinking")  # of Qwen3's and GLM's templates; DeepSeek's
 _INT64_MAX = 2**63 - 1
 
 _NUMBERS: Mapping[str, tuple[str, float, float]] = {
@@ -160,18 +161,11 @@ def _check_tools(body: Body) -> None:
 
 def _template_variables(body: Body) -> Mapping[str, Any]:
     """``chat_template_kwargs``, and fields that stand for such a variable by themselves."""
-    given = {name: body.take(name) for name in ("enable_thinking", "thinking", "think")}
     variables: dict[str, Any] = {}
-    for name, value in given.items():
-        if isinstance(value, dict) and name == "thinking":  # {"type": "enabled", ...}
-            value = value.get("type") == "enabled"
-        if isinstance(value, str) and name == "think":  # how much of it, as in reasoning_effort
-            variables["reasoning_effort"], value = value, True
-        if value is not None and not isinstance(value, bool):
-            raise bad_field(name, "expected true or false")
-        if value is not None:
-            words = ("enable_thinking", "thinking") if name == "think" else (name,)
-            variables |= dict.fromkeys(words, value)
+    for name in ("enable_thinking", "thinking", "think", "reasoning"):
+        value = body.take(name)
+        if value is False or not is_empty(value):
+            variables |= _thinking(name, value)
     if effort := body.text("reasoning_effort"):
         variables["reasoning_effort"] = effort
     name = "chat_template_kwargs"
@@ -180,6 +174,29 @@ def _template_variables(body: Body) -> Mapping[str, Any]:
         if each in variables:
             raise bad_field(f"{name}.{each}", "the server sets it itself")
     return variables
+
+
+def _thinking(name: str, value: Any) -> dict[str, Any]:
+    """The template's variables for a field that says whether, or how much, the model thinks.
+
+    Objects are those of GLM's and Anthropic's APIs, ``thinking: {"type": "enabled"}``, and of
+    OpenRouter's, ``reasoning: {"effort": "low", "enabled": true}``.
+    """
+    words = (name,) if name in ("enable_thinking", "thinking") else _THINKING_VARIABLES
+    effort = None
+    if isinstance(value, str) and name == "think":  # Ollama's; "low" to "high"
+        effort, value = value, True
+    elif isinstance(value, dict) and name == "thinking":
+        words, kind = _THINKING_VARIABLES, value.get("type")
+        value = {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
+    elif isinstance(value, dict) and name == "reasoning":
+        effort, value = value.get("effort"), value.get("enabled")
+        effort = None if is_empty(effort) else checked_text(f"{name}.effort", effort)
+        value = False if value is None and effort == "none" else value
+    if value is not None and not isinstance(value, bool):
+        raise bad_field(name, f"expected true or false, got {kind_of(value)}")
+    variables: dict[str, Any] = {} if value is None else dict.fromkeys(words, value)
+    return variables if effort is None else {**variables, "reasoning_effort": effort}
 
 
 def _job(
@@ -314,7 +331,8 @@ def _ends(body: Body, reader: PromptReader) -> dict[str, object]:
     """The tokens that end the answer: those of the model, unless they are to be ignored, and those
     the client names, as vLLM's may."""
     limits, values = reader.limits, dict[str, object]()
-    stop_token_ids = _stop_token_ids(body.take("stop_token_ids", []), limits.vocab_size)
+    given = body.take("stop_token_ids")
+    stop_token_ids = _stop_token_ids([] if is_empty(given) else given, limits.vocab_size)
     if not body.flag("ignore_eos"):
         values["end_id"] = limits.end_id
         stop_token_ids |= set(limits.stop_token_ids)

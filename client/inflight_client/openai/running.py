@@ -57,9 +57,9 @@ async def _run(settings: FrontSettings) -> None:
     for number in numbers:
         loop.add_signal_handler(number, stop.set)
     upstream = Upstream(settings.url, settings.timeout, settings.headers)
-    metrics_url = find_metrics_url(settings.metrics_url, upstream.address)
-    settings = replace(settings, metrics_url=metrics_url)
     try:
+        metrics_url = find_metrics_url(settings.metrics_url, upstream.address)
+        settings = replace(settings, metrics_url=metrics_url)
         description = await _unless(stop, upstream.describe())
         if description is None:
             return

@@ -31,7 +31,11 @@ def find_metrics_url(url: str | None, server: Address) -> str:
     `InvalidArgument` unless it is an HTTP address."""
     if url is None:
         return f"http://{Address('http', server.host, _METRICS_PORT).target}/metrics"
-    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname):
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that do not close
+        parts = urlsplit("")
+    if url and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise InvalidArgument(f'--metrics-url "{url}": give http://HOST:PORT/metrics, or "".')
     return url
 
@@ -43,6 +47,7 @@ class ServerInfo:
         self._settings = settings
         self._reader = reader
         self._metrics_url = settings.metrics_url
+        self._reads_metrics = asyncio.Lock()  # one connection, however many ask
         self._version = version("inflight")
 
     def routes(self) -> list[web.RouteDef]:
@@ -85,13 +90,14 @@ class ServerInfo:
         timeout = aiohttp.ClientTimeout(total=_METRICS_SECONDS)
         try:
             async with (
+                self._reads_metrics,
                 aiohttp.ClientSession(timeout=timeout) as client,
                 client.get(self._metrics_url, allow_redirects=False) as page,
             ):
                 text = await page.read()
                 kind, status = page.headers.get("Content-Type", "text/plain"), page.status
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            _logger.warning("%s cannot be read: %s", self._metrics_url, type(error).__name__)
+            _logger.warning("the page of --metrics-url cannot be read: %s", type(error).__name__)
             raise ApiError(
                 503,
                 "the metrics page of the inference server cannot be reached: "

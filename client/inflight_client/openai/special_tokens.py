@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from inflight_client.openai.errors import bad_field
@@ -80,8 +80,7 @@ class SpecialTokens:
     def marks_for(self, value: Any) -> Marks | None:
         """Marks for the texts in ``value``, an object of JSON; None if they need none."""
         texts = list(_texts(value))
-        suspects = [text for text in texts if any(head in text for head in self._heads)]
-        is_clean = not suspects or not any(self._spans(suspects))
+        is_clean = not any(self._spans_by_text(texts).values())
         if is_clean and not any(self._begins(text) or self._ends(text) for text in texts):
             return None
         everything = "\n".join(texts)
@@ -96,16 +95,18 @@ class SpecialTokens:
 
     def mark(self, value: Any, marks: Marks, kept: frozenset[str] = frozenset()) -> Any:
         """``value`` with marks in its texts; the special tokens ``kept`` get none."""
-        if isinstance(value, str):
-            return self._marked(value, marks, kept)
-        if isinstance(value, dict):
-            return {
-                self._marked(key, marks, kept): self.mark(each, marks, kept)
-                for key, each in value.items()
-            }
-        if isinstance(value, list):
-            return [self.mark(each, marks, kept) for each in value]
-        return value
+        spans_by_text = self._spans_by_text(_texts(value))
+
+        def marked(each: Any) -> Any:
+            if isinstance(each, str):
+                return self._marked(each, spans_by_text.get(each, ()), marks, kept)
+            if isinstance(each, dict):
+                return {marked(key): marked(inner) for key, inner in each.items()}
+            if isinstance(each, list):
+                return [marked(inner) for inner in each]
+            return each
+
+        return marked(value)
 
     def unescaped(self, text: str, marks: Marks) -> str:
         """``text``, in which a template may have written marks as JSON in ASCII does."""
@@ -144,6 +145,11 @@ class SpecialTokens:
             raise bad_field("messages", "the text of a special token has no other tokens here")
         return ids
 
+    def _spans_by_text(self, texts: Iterable[str]) -> dict[str, list[_Span]]:
+        """The special tokens of each text that may have some, in one call of the tokenizer."""
+        suspects = [text for text in texts if any(head in text for head in self._heads)]
+        return dict(zip(suspects, self._spans(suspects), strict=True)) if suspects else {}
+
     def _spans(self, texts: Sequence[str]) -> list[list[_Span]]:
         """Where the special tokens of each text are."""
         return [
@@ -164,8 +170,7 @@ class SpecialTokens:
         """Whether it ends so."""
         return any(text[-size:] in self._halves for size in self._half_sizes)
 
-    def _marked(self, text: str, marks: Marks, kept: frozenset[str]) -> str:
-        [spans] = self._spans([text])
+    def _marked(self, text: str, spans: Sequence[_Span], marks: Marks, kept: frozenset[str]) -> str:
         pieces, place = [], 0
         for start, end, _ in spans:
             if text[start:end] not in kept:

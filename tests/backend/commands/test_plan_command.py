@@ -34,7 +34,7 @@ def test_the_lines_of_the_table_and_the_reserve_add_up_to_the_memory() -> None:
 
 def test_the_command_says_which_of_these_requests_no_server_takes() -> None:
     """The shapes of the demo model have up to 8,192 tokens: 6,554 and 1,638."""
-    text = "takes several iterations.\nWith enable_chunked_context set to false it is refused"
+    text = "takes several iterations.\nWhere contexts are not cut"
     assert text not in run(plan, DEMO_MODEL).stdout, "the default holds the longest request"
     assert text not in run(plan, DEMO_MODEL, "--max-num-tokens", "8191").stdout
     done = run(plan, DEMO_MODEL, "--max-num-tokens", "8190")

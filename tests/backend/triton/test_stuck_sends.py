@@ -16,6 +16,7 @@ from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 from inflight_backend.status import read_status
 from inflight_backend.triton import stream
 from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.stream import ResponseFactory, ResponseStream
 from inflight_scheduler import ScheduledBatch
@@ -229,6 +230,26 @@ def test_a_question_that_never_returns_is_a_stall_although_all_else_moves(
     assert sender.is_final.wait(WAIT)
     assert last_error(sender) == (NO_PROGRESS, FakePbUtils.TritonError.UNAVAILABLE)
     wait_until(server.model.is_ready)
+
+
+def test_a_metric_that_never_returns_holds_up_the_first_answer_only(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error is counted before its client hears of it, and the server takes no number."""
+    release, is_stuck = threading.Event(), threading.Event()
+
+    def stand_still(*_: object) -> None:
+        is_stuck.set()
+        release.wait(3 * WAIT)
+
+    monkeypatch.setattr(TritonMetrics, "update", stand_still)
+    server = make_server(CountingEngine())
+    assert is_stuck.wait(WAIT)
+    begin = time.monotonic()
+    senders = [server.send(request_output_len=1) for _ in range(2 * int(WAIT))]
+    assert all(sender.is_final.wait(WAIT) for sender in senders)
+    assert time.monotonic() - begin < WAIT, "a second for each"
+    release.set()
 
 
 @pytest.mark.case(92, 123)

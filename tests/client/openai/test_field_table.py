@@ -52,6 +52,10 @@ def job(call: str, fields: dict[str, Any], *, is_strict: bool = True) -> Generat
         {"tool_choice": "auto", "function_call": "auto", "top_logprobs": 0},
         {"reasoning_effort": "high", "chat_template_kwargs": {}},  # no word of this template
         {"enable_thinking": False, "thinking": {"type": "enabled"}, "think": True},
+        {"enable_thinking": "", "thinking": {}, "think": "", "reasoning": {"exclude": True}},
+        {"metadata": [], "user": False, "store": "", "stop_token_ids": {}, "n_predict": -1},
+        {"nvext": {"greed_sampling": None}, "options": {"num_ctx": 9, "temperature": None}},
+        {"do_sample": True, "num_beams": 1, "num_predict": -1},
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"},
         {"safety_identifier": "u", "prompt_cache_key": "k", "prompt_cache_retention": "24h"},
         {"prompt_cache_options": {"mode": "implicit"}, "moderation": None},
@@ -150,8 +154,12 @@ def test_switches_of_a_template_reach_it() -> None:
 
     assert text() == "||"
     assert text(reasoning_effort="low", enable_thinking=False) == "low|False|"
-    assert text(thinking={"type": "enabled", "budget_tokens": 5}) == "||True"
-    assert text(thinking={"type": "disabled"}) == "||False"
+    assert text(thinking={"type": "enabled", "budget_tokens": 5}) == "|True|True"
+    assert text(thinking={"type": "disabled"}) == "|False|False"
+    assert text(thinking={"type": "auto"}) == text(thinking={}) == text(think="") == "||"
+    assert text(reasoning={"effort": "none"}) == "none|False|False"
+    assert text(reasoning={"effort": "low", "max_tokens": 5}) == "low||"
+    assert text(reasoning={"enabled": True}) == "|True|True"
     assert text(think=True) == "|True|True"
     assert text(think="low") == "low|True|True"
     own = {"reasoning_effort": "high", "enable_thinking": True}
