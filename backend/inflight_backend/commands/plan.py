@@ -165,7 +165,7 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         lines += [
             "",
             f"max_num_tokens is {made.max_num_tokens:,}: a longer prompt takes several iterations.",
-            "Where contexts are not cut (enable_chunked_context=false, V1, deterministic_mode) a step",
-            "must hold the longest one: plan with --max-num-tokens of the longest request.",
+            "Where contexts are not cut (enable_chunked_context=false, V1, deterministic_mode)",
+            "a step must hold the longest one: plan with --max-num-tokens of the longest request.",
         ]
     return "\n".join(lines)
