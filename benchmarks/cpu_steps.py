@@ -4,9 +4,9 @@
 
 ``FOLDER`` is a checkout of the commit to compare with. Models with random weights (the same for
 both, of the shapes of real small ones) get 1, 8 and 32 prompts of 128 tokens in one step and then
-decode greedily. This checkout runs twice: with OpenMP threads that sleep at once, as that of the
-other checkout, and with the settings of `inflight serve` (``GOMP_SPINCOUNT``). Each of the three
-has a process of its own for each model and dtype; they take turns, one round each, and every
+decode greedily. This checkout runs twice: with OpenMP threads that sleep at once, as under
+`inflight serve` and as the other checkout does here, and with ``GOMP_SPINCOUNT=5000``. Each of the
+three has a process of its own for each model and dtype; they take turns, one round each, and every
 figure is the median over the rounds.
 """
 
@@ -215,7 +215,9 @@ def _medians(rounds: list[_Row]) -> Iterator[_Row]:
         row: _Row = dict(zip(("model", "dtype", "requests"), key, strict=True))
         for phase in ("prefill_ms", "decode_ms"):
             row[phase] = {
-                engine: statistics.median(each[phase] for each in same if each["engine"] == engine)
+                engine: round(
+                    statistics.median(each[phase] for each in same if each["engine"] == engine), 2
+                )
                 for engine in ENGINES
             }
         yield row

@@ -96,8 +96,8 @@ def load_engine(
 
 def _in_a_thread_of_its_own(load: Callable[[], _Loaded]) -> _Loaded:
     """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
-    for each thread that has computed, and when they outnumber the cores none of them waits a little
-    for more work before it sleeps (``GOMP_SPINCOUNT`` in `serve.install`)."""
+    for each thread that has computed, and where they outnumber the cores it passes over
+    ``GOMP_SPINCOUNT``: none of them waits a little for more work before it sleeps."""
     loaded: Future[_Loaded] = Future()
 
     def run() -> None:

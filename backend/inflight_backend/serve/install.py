@@ -23,11 +23,10 @@ CONTAINER_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 _STUB = "triton_python_backend_stub"
 _LIBRARY = "libtriton_python.so"
 _DEFAULTS = {
-    # A thread that waits for work looks 5,000 times (some 0.1 ms) and then sleeps. Sleeping at once
-    # costs small models a quarter of their speed; longer waits take the cores that tritonserver,
-    # the sending thread and other programs need.
+    # Threads that wait for work sleep: spinning ones take the cores that tritonserver and the
+    # sending thread need, and hold up the first step after an idle time. On a machine with nothing
+    # else to do GOMP_SPINCOUNT=5000 is faster (docs/performance.md).
     "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "5000",
     # On a CPU torch keeps a compiled matrix product per number of rows, 1,024 of them unless told
     # otherwise, and malloc an arena per thread: 647 instead of 320 MB after 4 minutes of mixed load
     # on the demo model, at the same speed.
