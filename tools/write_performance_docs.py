@@ -105,10 +105,10 @@ def cpu_steps(result: Result) -> str:
         f"Random weights of these models' shapes; prompts of {result['prompt_tokens']} tokens, all "
         "in one step, then decode steps.\n*Before*: commit "
         f"{result['before']}. *Packed*: weights of both types in oneDNN's layout, whatever the "
-        "number of\ntokens. *Spinning*: the same with `GOMP_SPINCOUNT=5000` in the environment, so that "
-        "OpenMP threads look for\nwork for some 0.1 ms before they sleep. `inflight serve` leaves "
-        "that to you: where other programs use the\ncores a step takes longer with it, and so does "
-        "the first token after an idle time. In brackets: how much\nfaster than before.\n\n"
+        "number of\ntokens. *Spinning*: the same with `GOMP_SPINCOUNT=5000` in the environment, so "
+        "that OpenMP threads\nlook for work for some 0.1 ms before they sleep. `inflight serve` "
+        "leaves that to you: where other programs\nuse the cores a step takes longer with it, and "
+        "so does the first token after an idle time. In brackets:\nhow much faster than before.\n\n"
     ) + table(("model", "type", "requests", *phases), rows, is_numeric=True)
 
 
