@@ -1,6 +1,6 @@
 """Triton custom metrics, set from the statistics JSON; the table is `inflight_client.protocol`.
 
-With Triton's ``--log-verbose=1`` each JSON from which the gauges were set is a line of its log.
+With Triton's ``--log-verbose=1`` each JSON that changed a gauge is a line of its log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from inflight_client.protocol import (
     MetricFamilySpec,
 )
 
-_ITERATION = "Iteration Counter"
 _TIMESTAMP = "Timestamp"
 _ANEW_SECONDS = 10.0
 """How often gauges are set whether or not they changed: the page is shared with the process of a
@@ -41,7 +40,7 @@ class TritonMetrics:
         self._counters: dict[tuple[str, str], Any] = {}  # by name of the family and value
         self._last_values: dict[str, float] = {}
         self._anew_at = -math.inf
-        self._last_iteration: object = None
+        self._last_logged: dict[str, Any] = {}
         for spec in V1_METRICS if is_v1 else METRICS:
             kind = getattr(pb_utils.MetricFamily, spec.kind.upper())
             family = pb_utils.MetricFamily(name=spec.name, description=spec.meaning, kind=kind)
@@ -99,8 +98,9 @@ class TritonMetrics:
                 leave_if_orphaned()
                 gauge.set(value)
                 self._last_values[key] = value
-        if stats.get(_ITERATION) != self._last_iteration:
-            self._last_iteration = stats.get(_ITERATION)
+        stats.pop(_TIMESTAMP, None)  # which alone is no news
+        if stats != self._last_logged:
+            self._last_logged = stats
             self._logger.log_verbose(stats_json)
 
 

@@ -20,12 +20,12 @@ PROMPT = "1 2 3 4"
 
 @pytest.fixture
 def server(make_server: MakeServer) -> Server:
-    """The demo model, which counts, with up to three beams."""
+    """The demo model, which counts, with up to three beams; a response for each step."""
     config = EngineConfig(
         device="cpu", max_batch_size=4, max_beam_width=3, max_tokens_in_paged_kv_cache=1024
     )
     engine: Any = Engine.load(DEMO, config)
-    return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO))
+    return make_server(engine, max_beam_width="3", tokenizer_dir=str(DEMO), merge_responses="false")
 
 
 def responses_of(sender: FakeSender) -> list[dict[str, np.ndarray[Any, Any]]]:

@@ -24,17 +24,24 @@ from inflight_client.protocol import ERRORS, EVENTS, INPUT_LENGTHS, OUTPUT_LENGT
 from inflight_scheduler import ScheduledBatch
 
 
-def test_an_iteration_is_one_line_of_the_log_however_often_it_is_looked_at(
+def test_the_log_has_each_change_of_the_gauges_once_however_often_they_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(FakePbUtils, "families", {})
     monkeypatch.setattr(FakePbUtils.Logger, "lines", lines)
     metrics = TritonMetrics(FakePbUtils, "tensorrt_llm", "1")
-    stats = [json.dumps({"Iteration Counter": number}) for number in (1, 2)]
-    for looked_at in (stats[0], stats[0], stats[1], stats[1]):
-        metrics.update(looked_at)
-    assert lines == stats
+    stats = [
+        json.dumps({"Iteration Counter": iteration, "Scheduled Requests": num_scheduled})
+        for iteration, num_scheduled in ((1, 3), (2, 3), (2, 0))  # the last: nobody is left
+    ]
+    for looked_at in stats:
+        for second in (10, 11):
+            stamp = {"Timestamp": f"10-25-2026 02:30:{second}"}
+            metrics.update(json.dumps(json.loads(looked_at) | stamp))
+    assert [json.loads(line) | {"Timestamp": ""} for line in lines] == [
+        json.loads(text) | {"Timestamp": ""} for text in stats
+    ]
 
 
 def test_the_time_stamp_is_right_in_the_hour_that_comes_twice(
