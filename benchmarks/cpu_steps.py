@@ -4,8 +4,8 @@
 
 ``FOLDER`` is a checkout of the commit to compare with. Models with random weights (the same for
 both, of the shapes of real small ones) get 1, 8 and 32 prompts of 128 tokens in one step and then
-decode greedily. This checkout runs twice: with OpenMP threads that sleep at once, as under
-`inflight serve` and as the other checkout does here, and with ``GOMP_SPINCOUNT=5000``. Each of the
+decode greedily, each in a thread and an environment like that of its own `inflight serve`, where
+OpenMP threads sleep at once. This checkout runs once more with ``GOMP_SPINCOUNT=5000``. Each of the
 three has a process of its own for each model and dtype; they take turns, one round each, and every
 figure is the median over the rounds.
 """
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,11 +47,22 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 # Engine of a row: whether it is this checkout, and the settings of its process.
-_SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+_BEFORE = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    "LRU_CACHE_CAPACITY": "64",
+    "MALLOC_ARENA_MAX": "4",
+}
+_SERVED = {
+    **_BEFORE,
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20),
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
+}
 ENGINES = {
-    "before": (False, _SLEEPING),
-    "packed": (True, _SLEEPING),
-    "after": (True, {**_SLEEPING, "GOMP_SPINCOUNT": "5000"}),
+    "before": (False, _BEFORE),
+    "packed": (True, _SERVED),
+    "after": (True, {**_SERVED, "GOMP_SPINCOUNT": "5000"}),
 }
 _Row = dict[str, Any]
 
@@ -167,9 +179,15 @@ def _work(options: argparse.Namespace) -> None:
         tokens_per_block=_BLOCK_SIZE,
         max_tokens_in_paged_kv_cache=num_blocks * _BLOCK_SIZE,
     )
-    engine = Engine.load(Path(checkpoint), config)
-    for line in sys.stdin:
-        print(json.dumps(_round(engine, int(line), options)), flush=True)
+
+    def run() -> None:
+        engine = Engine.load(Path(checkpoint), config)
+        for line in sys.stdin:
+            print(json.dumps(_round(engine, int(line), options)), flush=True)
+
+    thread = threading.Thread(target=run)  # malloc gives each its own arena
+    thread.start()
+    thread.join()
 
 
 def _round(engine: Any, count: int, options: argparse.Namespace) -> _Row:

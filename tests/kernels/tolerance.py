@@ -9,10 +9,11 @@ import torch
 RELATIVE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
-def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compare with the tolerance of the dtype, which both must have."""
+def assert_close(out: torch.Tensor, expected: torch.Tensor, units: int = 1) -> None:
+    """Compare with the tolerance of the dtype, which both must have, or ``units`` times that: a
+    number that is multiplied after it was rounded may end more than one unit away."""
     assert out.dtype == expected.dtype
-    relative = RELATIVE[out.dtype]
+    relative = units * RELATIVE[out.dtype]
     torch.testing.assert_close(out, expected, rtol=relative, atol=relative / 8)
 
 

@@ -70,11 +70,9 @@ class MixedAttention:
 class AttentionStep(Protocol):
     """One step; layers are run in order, each once."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
-    ) -> Tensor:
-        """Norm and turn query and key, store key and value [T, KVH, D], then attend:
-        query [T, H, D] -> [T, H, D]."""
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
+        """``heads`` [T, H + 2 * KVH, D] are query, key and value. Norm and turn query and key,
+        store key and value, then attend: -> [T, H, D]."""
 
 
 class AttentionBackend(Protocol):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from inflight_backend.engine.attention import AttentionStep, HeadNorms
@@ -80,8 +79,7 @@ class Decoder:
         config = self._config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         heads = layer.qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
-        query, key, value = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        found = attention.attend(index, query, key, value, layer.head_norms)
+        found = attention.attend(index, heads, layer.head_norms)
         return found.view(num_tokens, config.query_size)
 
 

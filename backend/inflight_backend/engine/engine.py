@@ -39,7 +39,12 @@ from inflight_backend.engine.op_tables import make_ops
 from inflight_backend.engine.parameters import decoder_parameters
 from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slot_memory import max_words
-from inflight_backend.engine.slots import SamplingInputs, SlotTable, drawing_slots
+from inflight_backend.engine.slots import (
+    SamplingInputs,
+    SlotTable,
+    drawing_slots,
+    partly_filled_blocks,
+)
 from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.step_recorder import Recordings, StepRecorder
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
@@ -257,8 +262,8 @@ class Engine:
         words = self._buffer.send(batch)
         if batch.block_copies:
             self._pool.copy(words.copy_sources, words.copy_destinations)
-        if batch.new_blocks and self._attention.reads_past_the_end:
-            self._pool.clean(words.block_ids.long())
+        if self._attention.reads_past_the_end:
+            self._pool.clean(partly_filled_blocks(batch, self.tokens_per_block))
         if batch.beam_moves:
             self._move_beams(batch, words)
         self._slots.set_up(batch, words)

@@ -9,7 +9,7 @@ the available memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -78,10 +78,12 @@ class KvPool:
         self._copy_blocks(memory, staging, sources, places)
         self._copy_blocks(staging, memory, places, destinations)
 
-    def clean(self, block_ids: Tensor) -> None:
-        """Replace NaN and infinities in these blocks [n] by numbers; all else stays."""
-        blocks = self._memory.index_select(2, block_ids)
-        self._memory.index_copy_(2, block_ids, blocks.nan_to_num_())
+    def clean(self, block_ids: Sequence[int]) -> None:
+        """Replace NaN and infinities in these blocks by numbers; all else stays."""
+        if block_ids:
+            ids = torch.tensor(block_ids, device=self._memory.device)
+            blocks = self._memory.index_select(2, ids)
+            self._memory.index_copy_(2, ids, blocks.nan_to_num_())
 
 
 def choose_num_blocks(

@@ -24,7 +24,7 @@ from inflight_backend.engine.attention import AttentionInputs, HostLengths, Mixe
 from inflight_backend.engine.mixed_step import MixedInputs, MixedWords
 from inflight_backend.engine.slot_memory import slot_table_shapes
 from inflight_backend.engine.step_buffer import StepWords
-from inflight_scheduler import ScheduledBatch
+from inflight_scheduler import BlockAssignment, ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +340,20 @@ class SlotTable:
             is_all_greedy=is_all_greedy,
             may_forbid_end=may_forbid_end,
         )
+
+
+def partly_filled_blocks(batch: ScheduledBatch, tokens_per_block: int) -> list[int]:
+    """The new blocks of ``batch`` in which something may be left of what they held before: all but
+    those that a context chunk fills from end to end."""
+    chunks = {chunk.slot: chunk for chunk in batch.context_chunks}
+
+    def is_filled(block: BlockAssignment) -> bool:
+        if (chunk := chunks.get(block.slot)) is None:
+            return False
+        first = block.index * tokens_per_block
+        return chunk.start <= first and first + tokens_per_block <= chunk.start + chunk.num_tokens
+
+    return [block.block_id for block in batch.new_blocks if not is_filled(block)]
 
 
 def drawing_slots(batch: ScheduledBatch) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inflight_backend.engine.attention import (
@@ -30,6 +31,7 @@ class TorchAttention:
         self._eps = model.rms_norm_eps
         self._windows = model.sliding_windows
         self._scale = model.head_dim**-0.5
+        self._heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
         """Plan once for every distinct window."""
@@ -48,22 +50,20 @@ class TorchAttention:
         angles = reference.rope_angles(self._cos_sin, inputs.positions, keys.dtype)
         return _TorchStep(self, plans, angles, inputs.slot_mapping)
 
-    def attend(
-        self,
-        layer: int,
-        heads: tuple[Tensor, Tensor, Tensor],
-        norms: HeadNorms,
-        step: _TorchStep,
-    ) -> Tensor:
-        """One layer; ``heads`` are query, key and value."""
-        query, key, value = heads
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms, step: _TorchStep) -> Tensor:
+        """One layer; ``heads`` [T, H + 2 * KVH, D] are query, key and value."""
+        query, key, value = torch.split(heads, self._heads, dim=1)
         keys, values = self._pool.layer(layer)
-        if norms is not None:
+        if norms is None:  # query and key lie side by side
+            turned = reference.rotate(heads[:, : -value.shape[1]], step.angles)
+            query, key = torch.split(turned, self._heads[:2], dim=1)
+        else:
             query = reference.rms_norm(query, norms[0], self._eps)
             key = reference.rms_norm(key, norms[1], self._eps)
-        query, key = reference.rotate(query, step.angles), reference.rotate(key, step.angles)
+            query, key = (reference.rotate(each, step.angles) for each in (query, key))
         reference.write_kv(key, value, keys, values, step.slot_mapping)
-        return step.plans[self._windows[layer]].attend(query, keys, values, self._scale)
+        plan = step.plans[self._windows[layer]]
+        return plan.attend(query, keys, values, self._scale, own=(key, value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,5 @@ class _TorchStep:
     angles: tuple[Tensor, Tensor]
     slot_mapping: Tensor
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
-    ) -> Tensor:
-        return self.backend.attend(layer, (query, key, value), norms, self)
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
+        return self.backend.attend(layer, heads, norms, self)

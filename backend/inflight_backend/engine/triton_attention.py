@@ -48,6 +48,7 @@ class TritonAttention:
         self._eps = model.rms_norm_eps
         self._windows = model.sliding_windows
         self._num_heads = model.num_heads
+        self._heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
         self._scale = model.head_dim**-0.5
 
     def begin(self, inputs: AttentionInputs) -> AttentionStep:
@@ -106,14 +107,17 @@ class TritonAttention:
     def write(
         self,
         layer: int,
-        heads: tuple[Tensor, Tensor, Tensor],
+        heads: Tensor,
         norms: HeadNorms,
         tokens: Tokens,
     ) -> Tensor:
         """Norm and turn, store key and value; the query that is to attend."""
         query_norm, key_norm = norms or (None, None)
+        query, key, value = torch.split(heads, self._heads, dim=1)
         return rope_write_kv(
-            *heads,
+            query,
+            key,
+            value,
             self._cos_sin,
             tokens.positions,
             *self._pool.layer(layer),
@@ -194,11 +198,9 @@ class _TritonStep:
     generations: Generations
     num_context: int
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
         backend, num_context = self.backend, self.num_context
-        query = backend.write(layer, (query, key, value), norms, self.tokens)
+        query = backend.write(layer, heads, norms, self.tokens)
         if num_context == 0:
             return backend.attend_generation(layer, query, self.generations)
         if num_context == len(query):
@@ -218,11 +220,9 @@ class _MixedTritonStep:
     chunks: Chunks
     generations: Generations
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms
-    ) -> Tensor:
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
         backend, generations = self.backend, self.generations
-        query = backend.write(layer, (query, key, value), norms, self.tokens)
+        query = backend.write(layer, heads, norms, self.tokens)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         rows = len(generations.lengths)
         # In this order: rows without a generation get zeros, where there may be chunks.

@@ -110,7 +110,8 @@ class _Group:
     key_positions: Tensor  # [size, num_keys]
     is_causal: bool  # fresh prompts: key i is position i, no mask needed
     window: int | None
-    mask: Tensor | None = None  # [size, 1, 1, num_keys], generation only
+    needs_mask: bool
+    mask: Tensor | None = None  # for the whole group, reused by all layers
     buffers: tuple[Tensor, Tensor] | None = None  # gathered keys and values, reused by all layers
 
 
@@ -120,13 +121,24 @@ class AttentionPlan:
 
     groups: list[_Group]
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> Tensor:
-        """Attention of query [T, H, D], contiguous answer of the same shape."""
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        own: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attention of query [T, H, D], contiguous answer of the same shape.
+
+        ``own``: keys and values [T, KVH, D] of the same tokens, in the dtype of the caches. A
+        prompt that is computed as a whole then reads these, and nothing from the caches.
+        """
         if len(self.groups) == 1 and isinstance(self.groups[0].token_rows, slice):
-            return _attend_group(self.groups[0], query, key_cache, value_cache, scale)
+            return _attend_group(self.groups[0], query, key_cache, value_cache, scale, own)
         answer = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self.groups:
-            rows = _attend_group(group, query, key_cache, value_cache, scale)
+            rows = _attend_group(group, query, key_cache, value_cache, scale, own)
             if group.flat_rows is None or group.valid_tokens is None:
                 answer[group.token_rows] = rows
             else:
@@ -209,7 +221,9 @@ def _plan_group(
         valid_tokens = torch.from_numpy(tokens[is_valid]).to(device)
     tables = block_tables if len(rows) == len(block_tables) else block_tables[rows.tolist()]
     is_causal = num_queries > 1 and bool((first_positions == 0).all())
-    group = _Group(
+    is_causal = is_causal and (window is None or window >= num_queries)
+    is_exact = num_queries == 1 and context_lengths.min() == key_positions.shape[1]
+    return _Group(
         size=len(rows),
         num_queries=num_queries,
         token_rows=token_rows,
@@ -218,30 +232,36 @@ def _plan_group(
         blocks=tables.gather(1, torch.from_numpy(entries).to(device)).reshape(-1),
         query_positions=torch.from_numpy(query_positions).to(device),
         key_positions=torch.from_numpy(key_positions).to(device),
-        is_causal=is_causal and (window is None or window >= num_queries),
+        is_causal=is_causal,
         window=window,
+        needs_mask=not is_causal and not (is_exact and window is None),
     )
-    if num_queries == 1 and (context_lengths.min() != key_positions.shape[1] or window is not None):
-        group.mask = _mask(group, slice(None))
-    return group
 
 
 def _attend_group(
-    group: _Group, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float
+    group: _Group,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    scale: float,
+    own: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Attention of one group, its padded rows packed: [size * num_queries, H, D]."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
+    if own is not None and group.is_causal:
+        found = own[0][group.token_rows], own[1][group.token_rows]
+    else:
+        found = _gather(group, key_cache, value_cache)
     keys, values = (
-        gathered.view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2)
-        for gathered in _gather(group, key_cache, value_cache)
+        each.view(group.size, -1, num_kv_heads, head_dim).transpose(1, 2) for each in found
     )  # [n, KVH, L, D]
     queries = query[group.token_rows]
     if group.num_queries == 1:
         # The query heads of one KV head stand where query tokens stand: nothing is repeated.
         queries = queries.reshape(group.size, num_kv_heads, -1, head_dim)
         rows = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=group.mask, scale=scale
+            queries, keys, values, attn_mask=_mask(group, slice(None), query.dtype), scale=scale
         )
         return rows.reshape(group.size, num_heads, head_dim)
     queries = queries.reshape(group.size, group.num_queries, num_heads, head_dim).transpose(1, 2)
@@ -257,7 +277,7 @@ def _attend_group(
                 queries[:, :, tile],
                 keys,
                 values,
-                attn_mask=_mask(group, tile),
+                attn_mask=_mask(group, tile, query.dtype),
                 scale=scale,
                 enable_gqa=is_gqa,
             )
@@ -280,17 +300,29 @@ def _gather(group: _Group, key_cache: Tensor, value_cache: Tensor) -> tuple[Tens
 
 def _query_tiles(group: _Group) -> Iterator[slice]:
     tile = max(1, _MAX_MASK_ELEMENTS // group.key_positions.numel())
+    if tile >= group.num_queries:
+        yield slice(None)
+        return
     for start in range(0, group.num_queries, tile):
         yield slice(start, start + tile)
 
 
-def _mask(group: _Group, tile: slice) -> Tensor:
-    """True where a query may look: [size, 1, queries of the tile, num_keys]."""
+def _mask(group: _Group, tile: slice, dtype: torch.dtype) -> Tensor | None:
+    """What is added to scores: 0 where a query may look, else -inf; None where it may anywhere.
+
+    [size, 1, queries of the tile, num_keys]; that of a whole group is kept for the next layers.
+    """
+    if not group.needs_mask or group.mask is not None:
+        return group.mask
     distance = group.query_positions[:, tile, None] - group.key_positions[:, None]
-    mask = distance >= 0
+    is_seen = distance >= 0
     if group.window is not None:
-        mask &= distance < group.window
-    return mask[:, None]
+        is_seen &= distance < group.window
+    mask = torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device)
+    mask = mask.masked_fill_(~is_seen, -torch.inf)[:, None]
+    if tile == slice(None):
+        group.mask = mask
+    return mask
 
 
 def _bucket(lengths: IntArray, floor: int) -> IntArray:

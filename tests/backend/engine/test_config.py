@@ -176,7 +176,7 @@ def test_cleaning_keeps_numbers() -> None:
     pool = KvPool(2, 3, 4, 1, 2, torch.float32, "cpu")
     keys, values = pool.layer(1)
     keys[0], keys[2], values[2, 1] = torch.nan, 5.0, torch.inf
-    pool.clean(torch.tensor([2]))
+    pool.clean([2])
     assert keys[0].isnan().all()
     assert (keys[2] == 5.0).all()
     assert values.isfinite().all()

@@ -177,11 +177,14 @@ def test_a_broken_row_disturbs_nobody(tmp_path: Path, checkpoint: Folder) -> Non
     assert driver.step({broken: 0, good: 0}) == [-1, healthy[0]]
     assert driver.step({}, [good, broken]) == [healthy[1], -1]
     driver.release(broken)
-    # Its blocks, NaN and all, go to others: half filled, while the neighbour generates on.
-    heirs = [Job(prompt), Job(prompt), Job(prompt)]
+    # Its blocks, NaN and all, go to others: half filled, or one whole and one not, while the
+    # neighbour generates on.
+    long_prompt = list(range(10, 21))
+    heirs = [Job(long_prompt), Job(prompt)]
     driver.generate([good, *heirs], 4)
     assert good.generated == healthy
-    assert all(heir.generated == healthy[:4] for heir in heirs)
+    assert heirs[0].generated == oracle_tokens(source, long_prompt, 4)
+    assert heirs[1].generated == healthy[:4]
 
 
 def test_bfloat16_is_close_to_transformers(checkpoint: Folder) -> None:

@@ -96,7 +96,7 @@ def test_a_norm_takes_what_is_refused_without_its_scales(
     monkeypatch.setattr(Fp8Linear, "__call__", Fp8Linear._product)
     on_gpu = partialmethod(Fp8Linear._product, may_be_unscaled=True)
     monkeypatch.setattr(Fp8Linear, "for_norm", on_gpu)
-    attention = SimpleNamespace(attend=lambda _, query, *__: query.clone())
+    attention = SimpleNamespace(attend=lambda _, heads, *__: heads[:, : model.num_heads].clone())
 
     def forward(library: Library) -> Tensor:
         layers._refused.clear()
