@@ -61,8 +61,8 @@ _SERVED = {
 }
 ENGINES = {
     "before": (False, _BEFORE),
-    "packed": (True, _SERVED),
-    "after": (True, {**_SERVED, "GOMP_SPINCOUNT": "5000"}),
+    "served": (True, _SERVED),
+    "spinning": (True, {**_SERVED, "GOMP_SPINCOUNT": "5000"}),
 }
 _Row = dict[str, Any]
 

@@ -82,11 +82,11 @@ def cpu_engine(result: Result) -> str:
 
 
 def cpu_steps(result: Result) -> str:
-    """Prefill and decode step of the engine before and after weights were packed in bfloat16."""
+    """Prefill and decode step of the engine, beside those of an earlier commit."""
 
     def cells(milliseconds: dict[str, float]) -> tuple[str, ...]:
         before = milliseconds["before"]
-        changed = (milliseconds["packed"], milliseconds["after"])
+        changed = (milliseconds["served"], milliseconds["spinning"])
         return f"{before:.0f}", *(f"{each:.0f} ({before / each:.2f}x)" for each in changed)
 
     rows = [
@@ -104,15 +104,15 @@ def cpu_steps(result: Result) -> str:
         "## A step on a CPU\n\n"
         f"Random weights of these models' shapes; prompts of {result['prompt_tokens']} tokens, all "
         "in one step, then decode steps.\n*Before*: commit "
-        f"{result['before']}. *Packed*: weights of both types in oneDNN's layout, whatever the "
-        "number of\ntokens. *Spinning*: the same with `GOMP_SPINCOUNT=5000` in the environment, so "
-        "that OpenMP threads\nlook for work for some 0.1 ms before they sleep. `inflight serve` "
-        "leaves that to you: where other programs\nuse the cores a step takes longer with it, and "
-        "so does the first token after an idle time. In brackets:\nhow much faster than before.\n\n"
+        f"{result['before']}. *Served*: this version as `inflight serve` starts it. *Spinning*: "
+        "the same with\n`GOMP_SPINCOUNT=5000` in the environment, so that OpenMP threads look for "
+        "work for some 0.1 ms before\nthey sleep. `inflight serve` leaves that to you: where other "
+        "programs use the cores a step takes longer\nwith it, and so does the first token after "
+        "an idle time. In brackets: how much faster than before.\n\n"
     ) + table(("model", "type", "requests", *phases), rows, is_numeric=True)
 
 
-_STEP_COLUMNS = ("before", "packed", "spinning")
+_STEP_COLUMNS = ("before", "served", "spinning")
 
 
 def responses(result: Result) -> str:
