@@ -20,20 +20,20 @@ from typing import Any
 
 from report import describe_run, write_result
 
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.files import RecordingFile, open_recording
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.whatif import Clock, predict
+from inflight_recorder.workload import make_workload
 from inflight_scheduler import CapacitySchedulerPolicy
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.files import RecordingFile, open_recording
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.whatif import Clock, predict
-from inflight_scheduler.recording.workload import make_workload
 
 SETTINGS = Settings(CapacitySchedulerPolicy.MAX_UTILIZATION, 4000, 16, 256, 4096)
 COST = CostModel(3000.0, 30.0, 2000.0, 200.0, 0.5)
 RATE = 400.0
 COMMANDS = {"replay": "", "svg": "out.svg", "page": "out.html", "trace": "out.json"}
 _RUN = (
-    "import typer; from inflight_backend.commands.{0} import {0}; "
+    "import typer; from inflight_server.commands.{0} import {0}; "
     "app = typer.Typer(); app.command()({0}); app()"
 )
 

@@ -18,7 +18,7 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.settings import DEMO_MODEL
 
 
 class TimedRequest(NamedTuple):

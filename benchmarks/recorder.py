@@ -26,14 +26,15 @@ from typing import Any
 from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
 
-from inflight_backend import CapacitySchedulerPolicy, inflight_batcher
+from inflight_backend import CapacitySchedulerPolicy
+from inflight_backend.manager import inflight_batcher
+from inflight_recorder.files import RecordingFile, open_recording
+from inflight_recorder.in_force import scheduler_of
+from inflight_recorder.recorder import SEGMENT_ITERATIONS, FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.texts import RecordedTexts
+from inflight_recorder.workload import read_workload
 from inflight_scheduler import ActiveRequests, BatchPlanner, BlockManager, LlmRequest
-from inflight_scheduler.recording.files import RecordingFile, open_recording
-from inflight_scheduler.recording.in_force import scheduler_of
-from inflight_scheduler.recording.recorder import SEGMENT_ITERATIONS, FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.texts import RecordedTexts
-from inflight_scheduler.recording.workload import read_workload
 
 CALLS = ("arrived", "decided", "carried_out", "ended", "finish_iteration")
 

@@ -25,16 +25,16 @@ from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 
-from inflight_backend.inference_request import NamedTensor
-from inflight_backend.request_outputs import OutputGatherer
-from inflight_backend.response_tensors import make_tensors
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.step_outputs import StepOutputs
-from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.engine.interface import StepOutputs
+from inflight_backend.manager.output_gatherer import OutputGatherer
+from inflight_backend.manager.response_tensors import make_tensors
+from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
 from inflight_backend.triton.pieces import Piece
-from inflight_backend.triton.stop_text import StopText
-from inflight_backend.triton.token_stream import TextWriter, TokenStream
+from inflight_backend.triton_io.stop_text import StopText
+from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams
+from inflight_server.serve.settings import DEMO_MODEL
 
 NUM_STREAMS = 64
 LIMIT_MICROSECONDS = 10.0

@@ -37,7 +37,7 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.settings import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072

@@ -32,9 +32,9 @@ from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 
-from inflight_backend.drafting.config import SpeculativeDecodingConfig
-from inflight_backend.drafting.drafter import Drafter
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.speculative.drafter import Drafter
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,

@@ -59,7 +59,8 @@ def serve_tiny(num_requests: int) -> dict[str, Any]:
     from fakes import CountingEngine, FakePbUtils
     from triton_harness import Server
 
-    from inflight_backend import gpt_manager, triton_model
+    from inflight_backend.manager import gpt_manager
+    from inflight_backend.triton import triton_model
 
     sys.modules["triton_python_backend_utils"] = FakePbUtils  # type: ignore[assignment]
     vars(triton_model)["exit_with_parent"] = lambda model: None

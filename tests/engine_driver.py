@@ -19,7 +19,7 @@ from inflight_scheduler import (
     SlotSetup,
     VerifiedSlot,
 )
-from inflight_scheduler.verification import num_confirmed
+from inflight_scheduler.planning.verification import num_confirmed
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.engine.interface import MemoryUsage
 from inflight_scheduler import ScheduledBatch
 
 

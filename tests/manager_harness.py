@@ -11,10 +11,10 @@ from typing import Any
 
 from fakes import CountingEngine
 
-from inflight_backend.gpt_manager import GptManager
-from inflight_backend.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.step_engine import StepEngine
+from inflight_backend.engine.interface import StepEngine
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT

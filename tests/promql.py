@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from inflight_client.protocol import METRICS
+from inflight_protocol import METRICS
 
 FAMILY_TO_LABELS = {family.name: {family.label: set(family.values)} for family in METRICS}
 

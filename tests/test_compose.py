@@ -15,10 +15,10 @@ import pytest
 import typer
 import yaml
 from promql import FAMILY_TO_LABELS, check, selectors_of
-from typer.main import get_command, get_group
+from typer.main import get_command
 
-from inflight_backend.serve.command import serve
-from inflight_client.cli import app
+from inflight_openai.command import openai
+from inflight_server.serve.command import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -85,7 +85,9 @@ def test_the_front_listens_where_it_is_published_and_asks_the_server(
     service = services["openai"]
     program, name, *arguments = service["command"]
     assert (program, name) == ("inflight", "openai")
-    settings = get_group(app).commands[name].make_context(name, arguments).params
+    own = typer.Typer()
+    own.command()(openai)
+    settings = get_command(own).make_context(name, arguments).params
     assert service["ports"] == [f"127.0.0.1:{settings['port']}:{settings['port']}"]
     assert settings["url"] == "triton:8001"
     assert settings["host"] == "0.0.0.0"  # inside the container; `ports` decides who reaches it

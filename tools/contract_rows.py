@@ -2,14 +2,14 @@
 
 One row per input, output and parameter of `tensorrtllm_backend` v0.5 to v0.19 and later, in the
 order of its configs; metrics are in `contract_metrics`. What is honoured follows from
-`inflight_client.protocol` and `model_repository`; a row names the tests or what is in its place.
+`inflight_protocol` and `model_repository`; a row names the tests or what is in its place.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight_client.protocol.elsewhere import LLM_API_INPUT_MAP
+from inflight_protocol.elsewhere import LLM_API_INPUT_MAP
 
 _B, _E, _T = "backend/", "backend/engine/", "backend/triton/"
 CONTRACT, SAMPLING = "e2e/test_contract.py::test_", "e2e/test_sampling.py::test_"

@@ -26,12 +26,12 @@ from inflight_backend import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.svg import write_svg
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_recorder.files import open_recording
+from inflight_recorder.history import build_history
+from inflight_recorder.replay import replay
+from inflight_recorder.svg import write_svg
+from inflight_server.serve.settings import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs/images"

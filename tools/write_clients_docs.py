@@ -1,4 +1,4 @@
-"""Write the table of fields into docs/clients.md from `inflight_client.openai.field_table`;
+"""Write the table of fields into docs/clients.md from `inflight_openai.field_table`;
 ``--check`` only compares."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from page import table, write_or_check
 
-from inflight_client.openai.field_table import GROUPS, Action, FieldGroup
+from inflight_openai.field_table import GROUPS, Action, FieldGroup
 
 BEGIN = "<!-- the table: python tools/write_clients_docs.py -->\n"
 END = "<!-- its end -->\n"

@@ -21,14 +21,14 @@ from google.protobuf import text_format
 from page import ROOT, TESTS, all_tests, table, write_or_check
 from tritonclient.grpc import model_config_pb2
 
-from inflight_backend.serve.repository import DEFAULTS
-from inflight_client import protocol
+import inflight_protocol as protocol
+from inflight_server.serve.repository import DEFAULTS
 
 HEAD = """\
 # What clients of others send, and what happens here
 
 Written by `python tools/write_compatibility_docs.py` from `tools/contract_rows.py`,
-`inflight_client/protocol` and `model_repository`; do not edit.
+`inflight_protocol` and `model_repository`; do not edit.
 
 Every input, output, parameter and metric of the Triton models of `tensorrtllm_backend` v0.5 to
 v0.19 and later, and of `vllm_backend`: **honoured**, or **refused** with an error that names it. A

@@ -1,4 +1,4 @@
-"""Write docs/protocol.md from the table `inflight_client.protocol`; ``--check`` only compares."""
+"""Write docs/protocol.md from the table `inflight_protocol`; ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 from page import table, write_or_check
 
-from inflight_client import protocol
-from inflight_client.protocol import ParameterSpec, TensorSpec
+import inflight_protocol as protocol
+from inflight_protocol import ParameterSpec, TensorSpec
 
 HEAD = """\
 # Tensors and parameters
 
-Written by `python tools/write_protocol_docs.py` from `inflight_client/protocol`; do not edit.
+Written by `python tools/write_protocol_docs.py` from `inflight_protocol`; do not edit.
 
 Shapes are without the batch dimension, as in `config.pbtxt`: a client sends `[1, ...]`, or up to
 64 rows (`triton_max_batch_size`) of prompts padded to one length, with `input_lengths`; each

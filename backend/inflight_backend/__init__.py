@@ -10,20 +10,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inflight_backend.gpt_manager import GptManager
     from inflight_backend.guided.service import GuidedDecodingConfig
-    from inflight_backend.inference_request import InferenceRequest, NamedTensor
-    from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+    from inflight_backend.manager.gpt_manager import GptManager
+    from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+    from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
     from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
 _NAME_TO_MODULE = {
     "CapacitySchedulerPolicy": "inflight_scheduler",
-    "GptManager": "inflight_backend.gpt_manager",
+    "GptManager": "inflight_backend.manager.gpt_manager",
     "GuidedDecodingConfig": "inflight_backend.guided.service",
-    "InferenceRequest": "inflight_backend.inference_request",
-    "KvCacheConfig": "inflight_backend.optional_params",
-    "NamedTensor": "inflight_backend.inference_request",
-    "TrtGptModelOptionalParams": "inflight_backend.optional_params",
+    "InferenceRequest": "inflight_backend.requests.inference_request",
+    "KvCacheConfig": "inflight_backend.manager.optional_params",
+    "NamedTensor": "inflight_backend.requests.inference_request",
+    "TrtGptModelOptionalParams": "inflight_backend.manager.optional_params",
     "TrtGptModelType": "inflight_scheduler",
 }
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from gpu_parts.common import LLAMA_8B, Row, Setting
 
-from inflight_backend.engine.layers import Fp8Linear, Linear, is_scaled_apart, quantize
+from inflight_backend.models.layers import Fp8Linear, Linear, is_scaled_apart, quantize
 
 _LEAST_SHARE = 0.8
 """Of the nominal bandwidth: with less the GPU is shared or throttled."""

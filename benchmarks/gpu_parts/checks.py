@@ -28,7 +28,7 @@ from gpu_parts.report import shorten
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.layers import Fp8Linear, quantize
+from inflight_backend.models.layers import Fp8Linear, quantize
 from inflight_kernels import reference
 from inflight_scheduler import BlockAssignment, ContextChunk, SamplingParams, ScheduledBatch
 from inflight_scheduler import SlotSetup as Setup

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from inflight_backend.engine import Engine, EngineConfig, ModelConfig
+from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
-from inflight_backend.engine.layers import Parameter
-from inflight_backend.engine.loading import make_target
-from inflight_backend.engine.model_config import RopeConfig
-from inflight_backend.engine.parameters import decoder_parameters
+from inflight_backend.models.layers import Parameter
+from inflight_backend.models.loading import make_target
+from inflight_backend.models.model_config import ModelConfig, RopeConfig
+from inflight_backend.models.parameters import decoder_parameters
 
 Row = dict[str, Any]
 _T = TypeVar("_T")

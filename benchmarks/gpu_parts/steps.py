@@ -31,7 +31,7 @@ from gpu_parts.common import (
 from gpu_parts.offline import DEFAULTS, engines
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.attention import CapturableBackend
+from inflight_backend.models.attention import CapturableBackend
 from inflight_scheduler import (
     BlockAssignment,
     ContextChunk,

@@ -1,4 +1,4 @@
-"""Client of an inflight server, and the table of the wire (`inflight_client.protocol`).
+"""Client of an inflight server, and the table of the wire (`inflight_protocol`).
 
 The names below are loaded when first used, because a machine that runs the engine imports the
 table and needs neither tritonclient nor httpx for it.

@@ -33,8 +33,8 @@ from inflight_client.encoding import (
     why_call,
 )
 from inflight_client.headers import checked_headers
-from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
+from inflight_protocol import LLM_MODEL_NAME
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -1,4 +1,4 @@
-"""The command ``inflight``: generate, stop, stats, why, record, health, demo, openai, and plug-ins.
+"""The command ``inflight``: generate, stop, stats, why, record, health, demo, and plug-ins.
 
 A package adds a command with an entry point of the group ``inflight.commands`` that names a
 function with typer annotations. Heavy imports happen inside the commands, so that ``--help`` is
@@ -18,7 +18,6 @@ import typer
 
 from inflight_client.errors import InflightError
 from inflight_client.headers import parse_headers
-from inflight_client.openai.command import HeaderOption, openai
 
 if TYPE_CHECKING:
     from inflight_client.address import Protocol
@@ -52,6 +51,16 @@ UrlOption = Annotated[
     typer.Option(help="host:port of the server.", show_default="127.0.0.1:8001, with --http :8000"),
 ]
 HttpOption = Annotated[bool, typer.Option("--http", help="Use HTTP instead of gRPC.")]
+HeaderOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--header",
+        "-H",
+        metavar="NAME: VALUE",
+        help="Header of every call to the server, or @FILE with some; repeatable.",
+        show_default=False,
+    ),
+]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -191,7 +200,7 @@ def why(
 
     Exit code 1 if none with this id is in flight.
     """
-    from inflight_client.protocol import NOT_IN_FLIGHT
+    from inflight_protocol import NOT_IN_FLIGHT
 
     with _reported_errors(), _connect(url, http, header) as client:
         answer = client.why(request_id)
@@ -254,9 +263,6 @@ def demo() -> None:
 
     with _reported_errors():
         raise typer.Exit(run_demo())
-
-
-app.command("openai")(openai)
 
 
 def main() -> None:

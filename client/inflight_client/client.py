@@ -25,7 +25,6 @@ from inflight_client.encoding import (
     why_call,
 )
 from inflight_client.headers import checked_headers
-from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.results import GenerateChunk, GenerateResult
 from inflight_client.transport import (
     GrpcTransport,
@@ -34,6 +33,7 @@ from inflight_client.transport import (
     Transport,
     takes_requests,
 )
+from inflight_protocol import LLM_MODEL_NAME
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -1,6 +1,6 @@
 """What every client sends and reads, independent of how the bytes travel.
 
-A call is plain values under the names of `inflight_client.protocol`; the transports turn it into a
+A call is plain values under the names of `inflight_protocol`; the transports turn it into a
 protobuf message or into JSON. Values are checked here only for what the wire cannot carry (a number
 outside its dtype, text that is not Unicode): the server judges the rest, and its words are passed
 on.
@@ -19,8 +19,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, LLM_MODEL_NAME
 from inflight_client.results import FinishReason, GenerateChunk, GenerateResult
+from inflight_protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, LLM_MODEL_NAME
 
 DEFAULT_MAX_TOKENS = 64
 

@@ -25,8 +25,8 @@ from inflight_client.errors import (
     StreamInterrupted,
 )
 from inflight_client.headers import Headers, denied, is_denied
-from inflight_client.protocol import DTYPE_TO_NUMPY, ERROR_CODES_PARAMETER, INPUT_BY_NAME
-from inflight_client.tensors import make_inputs
+from inflight_protocol import DTYPE_TO_NUMPY, ERROR_CODES_PARAMETER, INPUT_BY_NAME
+from inflight_protocol.tensors import make_inputs
 
 _CODED_MESSAGE = re.compile(r"\[([A-Z_]+)\] (.*)", re.DOTALL)
 _DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)

@@ -16,12 +16,7 @@ import httpx
 
 from inflight_client.address import Address
 from inflight_client.encoding import InferCall, Response
-from inflight_client.errors import (
-    InflightError,
-    RequestTimeout,
-    ServerError,
-    StreamInterrupted,
-)
+from inflight_client.errors import InflightError, RequestTimeout, ServerError, StreamInterrupted
 from inflight_client.headers import Headers, denied
 
 _DENIED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)

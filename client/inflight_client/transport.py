@@ -21,18 +21,12 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight_client import grpc_wire, http_wire
 from inflight_client.address import Address
-from inflight_client.encoding import (
-    InferCall,
-    Response,
-    is_unknown_question,
-    ready_call,
-    stop_call,
-)
+from inflight_client.encoding import InferCall, Response, is_unknown_question, ready_call, stop_call
 from inflight_client.errors import InflightError, ServerError
 from inflight_client.headers import Headers
 from inflight_client.main_thread import iterate_beside_main_thread
-from inflight_client.protocol import LLM_MODEL_NAME
 from inflight_client.sse import SseParser
+from inflight_protocol import LLM_MODEL_NAME
 
 RELAYING_MODELS = frozenset({"ensemble", "tensorrt_llm_bls", "vllm_model"})
 """Models of ours that pass requests on to `LLM_MODEL_NAME`, which is asked in their place."""

@@ -1,7 +1,5 @@
 """Decides what runs in each iteration: requests, blocks, capacity, micro-batch. Pure Python."""
 
-from inflight_scheduler.active import DEFAULT_PRIORITY_SPAN, ActiveRequests, rank_at_arrival
-from inflight_scheduler.admission import refusal_reason
 from inflight_scheduler.batch import (
     BeamMove,
     BlockAssignment,
@@ -11,11 +9,21 @@ from inflight_scheduler.batch import (
     SlotSetup,
     VerifiedSlot,
 )
-from inflight_scheduler.beam_planning import NO_CANDIDATES, Candidates
 from inflight_scheduler.beam_search import BeamParams, BeamSearch, BeamStep, Hypothesis
-from inflight_scheduler.block_manager import BlockManager, ReuseStats
-from inflight_scheduler.blocks import BlockPool
-from inflight_scheduler.capacity import (
+from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
+from inflight_scheduler.kv.block_manager import BlockManager, ReuseStats
+from inflight_scheduler.kv.blocks import BlockPool
+from inflight_scheduler.planning.active import (
+    DEFAULT_PRIORITY_SPAN,
+    ActiveRequests,
+    rank_at_arrival,
+)
+from inflight_scheduler.planning.beam_planning import NO_CANDIDATES, Candidates
+from inflight_scheduler.planning.planner import BatchPlanner
+from inflight_scheduler.planning.slot_pool import SlotPool
+from inflight_scheduler.planning.verification import can_verify
+from inflight_scheduler.policies.admission import refusal_reason
+from inflight_scheduler.policies.capacity import (
     CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
@@ -23,29 +31,19 @@ from inflight_scheduler.capacity import (
     MaxUtilizationScheduler,
     StaticBatchScheduler,
 )
-from inflight_scheduler.chunking import ContextChunking, ContextChunkingPolicy
-from inflight_scheduler.decision import check_decision
-from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
-from inflight_scheduler.explain import WaitCode, WaitReason, explain, explain_left_out
-from inflight_scheduler.forecast import BlockForecast
-from inflight_scheduler.micro_batch import MicroBatchScheduler
-from inflight_scheduler.planner import BatchPlanner
-from inflight_scheduler.prefix_match import PrefixMatch
-from inflight_scheduler.request import LlmRequest
-from inflight_scheduler.resources import (
+from inflight_scheduler.policies.chunking import ContextChunking, ContextChunkingPolicy
+from inflight_scheduler.policies.decision import check_decision
+from inflight_scheduler.policies.explain import WaitCode, WaitReason, explain, explain_left_out
+from inflight_scheduler.policies.forecast import BlockForecast
+from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
+from inflight_scheduler.policies.resources import (
     CrossBlocks,
     Forecast,
     PeftPages,
     Resource,
     WindowBlocks,
 )
-from inflight_scheduler.sampling import (
-    MAX_STOP_TOKEN_IDS,
-    NO_OUTPUTS,
-    OutputParams,
-    SamplingParams,
-)
-from inflight_scheduler.scheduler import (
+from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
     RequestScheduler,
     ScheduleResult,
@@ -54,7 +52,9 @@ from inflight_scheduler.scheduler import (
     make_capacity_scheduler,
     make_scheduler,
 )
-from inflight_scheduler.slot_pool import SlotPool
+from inflight_scheduler.prefix_match import PrefixMatch
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.sampling import MAX_STOP_TOKEN_IDS, NO_OUTPUTS, OutputParams, SamplingParams
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
 __all__ = [
@@ -111,6 +111,7 @@ __all__ = [
     "WaitCode",
     "WaitReason",
     "WindowBlocks",
+    "can_verify",
     "check_decision",
     "explain",
     "explain_left_out",

@@ -15,12 +15,12 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, runn
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_recorder.files import open_recording
+from inflight_recorder.replay import replay
 from inflight_scheduler import CapacitySchedulerPolicy
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.replay import replay
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.checkpoint_files import find_file
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError
-from inflight_backend.request_validation import RequestLimits
-from inflight_backend.serve.checks import check_checkpoint
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.models.checkpoint_files import find_file
+from inflight_backend.models.weight_headers import read_weight_headers
+from inflight_backend.requests.request_validation import RequestLimits
+from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.description import TOKENIZER_FILES, ModelDescription
-from inflight_backend.weight_headers import read_weight_headers
+from inflight_server.serve.checks import check_checkpoint
+from inflight_server.serve.settings import DEMO_MODEL
 
 CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)
 LIMITS = RequestLimits(258, 100, 200, exclude_input_in_output=False, refusal_reason=lambda _: None)

@@ -19,16 +19,16 @@ from fakes import CountingEngine, FakePbUtils
 from triton_harness import Server, ids_of
 from write_compatibility_docs import absent
 
-from inflight_backend import gpt_manager
+import inflight_protocol as protocol
 from inflight_backend.errors import ConfigurationError, InvalidRequest
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.parameters import parse_parameters
-from inflight_backend.request_validation import RequestLimits, validate
-from inflight_backend.triton.decoding import choose_outputs
-from inflight_client import protocol
-from inflight_client.protocol import ParameterSpec, TensorSpec
-from inflight_client.protocol.elsewhere import TEMPLATE_HINTS
+from inflight_backend.manager import gpt_manager
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import parse_parameters
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_backend.triton_io.decoding import choose_outputs
+from inflight_protocol import ParameterSpec, TensorSpec
+from inflight_protocol.elsewhere import TEMPLATE_HINTS
 
 LIMITS = RequestLimits(
     vocab_size=100,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.settings import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
 SIZE_LIMIT = 4 << 20

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manager_harness import Recorder, request, running
 
-from inflight_backend.drafting.config import SpeculativeDecodingConfig
-from inflight_backend.drafting.drafter import Drafter
-from inflight_backend.drafting.ngram import NgramIndex
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.request_validation import RequestLimits, validate
-from inflight_client.tensors import make_inputs
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.speculative.drafter import Drafter
+from inflight_backend.speculative.ngram import NgramIndex
+from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,

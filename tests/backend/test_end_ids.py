@@ -20,11 +20,11 @@ from checkpoints import (
 from manager_harness import Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.step_loop import OverlapScheduler
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.replay import replay
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_recorder.files import open_recording
+from inflight_recorder.replay import replay
 
 PROMPTS = [[7 * i % VOCAB_SIZE, 3, *PROMPT[: 2 + i]] for i in range(6)]
 NUM_NEW = 16

@@ -12,17 +12,12 @@ from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend.draw_rules import NO_TOKEN
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.gpt_manager import GptManager
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_client.protocol import METRICS
-from inflight_scheduler import (
-    CapacitySchedulerPolicy,
-    LlmRequest,
-    ScheduledBatch,
-    TrtGptModelType,
-)
+from inflight_backend.manager.draw_rules import NO_TOKEN
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_protocol import METRICS
+from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch, TrtGptModelType
 
 
 @pytest.fixture(autouse=True, params=["plain loop", "overlapped loop"])

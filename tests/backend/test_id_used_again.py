@@ -9,11 +9,11 @@ import pytest
 from fakes import CountedStep, CountingEngine, LostStep
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.logits_processors import FIELD
-from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.requests.request_validation import PROCESSOR_FIELD
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.replay import replay
 from inflight_scheduler import ScheduledBatch
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.replay import replay
 
 
 class EngineThatLosesOne(CountingEngine):
@@ -34,7 +34,7 @@ class EngineThatLosesOne(CountingEngine):
 
 def test_a_lost_step_of_the_first_one_does_not_touch_the_second_one() -> None:
     """The first one ends while that step runs for it; the second one waits for blocks."""
-    values: dict[str, Any] = {FIELD: "mine"}
+    values: dict[str, Any] = {PROCESSOR_FIELD: "mine"}
     later = [request(1, range(289, 301), 4, **values)]
     recorder = Recorder([request(1, [20], 9, end_id=23), request(2, range(97, 101), 12)])
     recorder.on_response = lambda request_id, is_final: (
@@ -71,7 +71,7 @@ def test_nobody_knows_a_request_any_more_that_has_ended(end: str) -> None:
                 raise RuntimeError
             return super().execute(batch)
 
-    values: dict[str, Any] = {FIELD: "mine", "stop_words_list": [[900], [1]]}
+    values: dict[str, Any] = {PROCESSOR_FIELD: "mine", "stop_words_list": [[900], [1]]}
     recorder = Recorder([request(1, [100], 20, **values)])
     recorder.on_response = lambda request_id, is_final: (
         recorder.stops.add(1) if (end, len(recorder.tokens(1))) == ("stop", 5) else None

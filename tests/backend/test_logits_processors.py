@@ -19,15 +19,15 @@ from transformers import AutoTokenizer
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError, InvalidRequest
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.logits_processors import (
-    FIELD,
+from inflight_backend.manager.logits_processors import (
     ActiveProcessors,
     check_logits_processors,
     find_logits_processors,
 )
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import PROCESSOR_FIELD
 from inflight_scheduler import TrtGptModelType
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
@@ -106,7 +106,7 @@ def engine(folder: Path) -> Engine:
 def asking(
     request_id: int, prompt: Sequence[int], num_new: int, name: str, **values: Any
 ) -> InferenceRequest:
-    return request(request_id, prompt, num_new, **{FIELD: name, **values})
+    return request(request_id, prompt, num_new, **{PROCESSOR_FIELD: name, **values})
 
 
 def make_engine(folder: Path, num_tokens: int) -> Engine:
@@ -365,17 +365,19 @@ def test_a_name_that_is_not_there_is_refused(engine: Engine) -> None:
     for i, shown in ((1, "'nobody'"), (2, "'bad\\n'")):
         error = recorder.responses[i][-1][2]
         assert error == (
-            f"'{FIELD}' names {shown}, and this server has no logits processor of that name; "
-            "leave it out"
+            f"'{PROCESSOR_FIELD}' names {shown}, and this server has no logits processor "
+            "of that name; leave it out"
         )
     assert len(recorder.tokens(3)) == 2
 
 
 def test_beams_have_none() -> None:
     processors = ActiveProcessors({"bad": raises}, can_edit=True)
-    values: dict[str, Any] = {FIELD: "bad"}
+    values: dict[str, Any] = {PROCESSOR_FIELD: "bad"}
     processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=1, **values))
-    with pytest.raises(InvalidRequest, match=f"'{FIELD}' cannot go with a 'beam_width' above 1"):
+    with pytest.raises(
+        InvalidRequest, match=f"'{PROCESSOR_FIELD}' cannot go with a 'beam_width' above 1"
+    ):
         processors.check(InferenceRequest.from_tokens(1, [1], 2, beam_width=2, **values))
 
 

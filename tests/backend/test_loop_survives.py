@@ -15,13 +15,13 @@ from fakes import CountedStep, CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend import gpt_manager, idle_wait
-from inflight_backend.gpt_manager import GptManager
-from inflight_backend.health import MAX_FAILURES_IN_A_ROW, LoopHealth
-from inflight_backend.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.response_tensors import make_tensors
-from inflight_backend.step_loop import OverlapScheduler, StepOutcome
+from inflight_backend.manager import gpt_manager, idle_wait
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.health import MAX_FAILURES_IN_A_ROW, LoopHealth
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.response_tensors import make_tensors
+from inflight_backend.manager.step_loop import OverlapScheduler, StepOutcome
+from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch
 
 FAILED = "the batch manager failed while it held this request"

@@ -23,19 +23,9 @@ from checkpoints import VARIANTS, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inflight_backend import memory_plan
-from inflight_backend.commands.plan import plan
-from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine import Engine, EngineConfig, memory_plan
 from inflight_backend.engine.config import resolve
-from inflight_backend.engine.decoder import Decoder
-from inflight_backend.engine.layers import Parameter
-from inflight_backend.engine.model_config import ModelConfig
-from inflight_backend.engine.parameters import decoder_parameters
-from inflight_backend.engine.slot_memory import adjustment_shapes, num_bytes
-from inflight_backend.engine.torch_ops import TORCH_OPS
-from inflight_backend.errors import CheckpointError, ConfigurationError
-from inflight_backend.inflight_batcher import load_engine
-from inflight_backend.memory_plan import (
+from inflight_backend.engine.memory_plan import (
     GIB,
     MemoryPlan,
     PlanSettings,
@@ -45,10 +35,19 @@ from inflight_backend.memory_plan import (
     make_plan,
     usual_shapes,
 )
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.weight_headers import read_weight_headers
+from inflight_backend.engine.slot_memory import adjustment_shapes, num_bytes
+from inflight_backend.errors import CheckpointError, ConfigurationError
+from inflight_backend.manager.inflight_batcher import load_engine
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.layers import Parameter
+from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.torch_ops import TORCH_OPS
+from inflight_backend.models.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
+from inflight_server.commands.plan import plan
+from inflight_server.serve.settings import DEMO_MODEL
 
 
 def measured_engine(**settings: Any) -> Engine:
@@ -161,7 +160,8 @@ def test_the_largest_step_is_in_the_plan(hidden: int, intermediate: int) -> None
             for spec in decoder_parameters(model)
         }
         decoder = Decoder(model, parameters, ops)
-        attention = SimpleNamespace(attend=lambda _, query, *__: torch.empty(query.shape))
+        shape = (num_tokens, model.num_heads, model.head_dim)
+        attention = SimpleNamespace(attend=lambda *_: torch.empty(shape))
         tokens, rows = torch.empty(num_tokens, dtype=torch.int64), torch.empty(256).long()
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -333,7 +333,7 @@ def test_shapes_reach_the_longest_request() -> None:
 def test_no_torch_is_needed() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None\n"
-        "from pathlib import Path; from inflight_backend.memory_plan import make_plan\n"
+        "from pathlib import Path; from inflight_backend.engine.memory_plan import make_plan\n"
         f"print(make_plan(Path({str(DEMO_MODEL)!r})).num_blocks)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

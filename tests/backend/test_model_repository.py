@@ -11,8 +11,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from inflight_backend.serve.repository import OPTIONAL_MODELS
-from inflight_client.protocol import (
+from inflight_protocol import (
     ENSEMBLE_INPUT_MAP,
     ENSEMBLE_MODEL_NAME,
     ENSEMBLE_OUTPUT_MAP,
@@ -25,6 +24,7 @@ from inflight_client.protocol import (
     TRITON_PARAMETERS,
     TensorSpec,
 )
+from inflight_server.serve.repository import OPTIONAL_MODELS
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 
@@ -114,7 +114,7 @@ def test_model_py_only_names_the_class_of_the_package() -> None:
     source = (REPOSITORY / LLM_MODEL_NAME / "1" / "model.py").read_text()
     assert len(source.splitlines()) <= 10
     (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
-    assert statement.module == "inflight_backend.triton_model"
+    assert statement.module == "inflight_backend.triton.triton_model"
     assert [alias.name for alias in statement.names] == ["TritonPythonModel"]
 
 
@@ -157,4 +157,4 @@ def test_the_other_models_only_name_a_class_of_the_package(model: str) -> None:
     assert len(source.splitlines()) <= 10
     (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
     assert statement.module is not None
-    assert statement.module.startswith("inflight_backend.triton.")
+    assert statement.module.startswith("inflight_backend.triton_models.")

@@ -7,9 +7,9 @@ from dataclasses import fields
 import pytest
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.parameters import ServerParameters, parse_parameters
-from inflight_client.protocol import PARAMETERS
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import ServerParameters, parse_parameters
+from inflight_protocol import PARAMETERS
 from inflight_scheduler import ContextChunkingPolicy
 
 MINIMAL = {"gpt_model_path": "checkpoint"}

@@ -11,13 +11,13 @@ import pytest
 from fakes import CountedStep, CountingEngine
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.history import build_history
+from inflight_recorder.replay import replay
+from inflight_recorder.workload import read_workload
 from inflight_scheduler import ScheduledBatch
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.workload import read_workload
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,15 @@ from fakes import CountingEngine
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_recorder.cost_model import fit_cost_model
+from inflight_recorder.files import RecordingReader, open_recording
+from inflight_recorder.in_force import Lists
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.replay import ReplayResult, replay
+from inflight_recorder.whatif import Clock, predict
+from inflight_recorder.workload import read_workload
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     InvalidDecision,
@@ -25,13 +31,7 @@ from inflight_scheduler import (
     RequestScheduler,
     ScheduledBatch,
 )
-from inflight_scheduler.recording.cost_model import fit_cost_model
-from inflight_scheduler.recording.files import RecordingReader, open_recording
-from inflight_scheduler.recording.in_force import Lists
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.replay import ReplayResult, replay
-from inflight_scheduler.recording.whatif import Clock, predict
-from inflight_scheduler.recording.workload import read_workload
+from inflight_server.serve.settings import DEMO_MODEL
 
 
 def replay_file(path: Path) -> ReplayResult:

@@ -14,22 +14,22 @@ from fakes import CountingEngine
 from manager_harness import WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.gpt_manager import GptManager
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.guided.guide import Guide
 from inflight_backend.guided.service import GuideService
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.logits_processors import ActiveProcessors
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.request_outputs import OutputGatherer
-from inflight_backend.step_loop import OverlapScheduler
-from inflight_backend.stop_words import StopWordWatch
+from inflight_backend.manager.deadlines import DeadlineWatch
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.logits_processors import ActiveProcessors
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.output_gatherer import OutputGatherer
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.stop_words import StopWordWatch
+from inflight_recorder.files import open_recording
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.replay import replay
 from inflight_scheduler import ActiveRequests, BatchPlanner
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.replay import replay
 
 NOT_TAKEN = "the request could not be taken"
 VICTIM = 3

@@ -15,12 +15,12 @@ from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend import request_outputs
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, InvalidRequest
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.request_outputs import MAX_LOGITS_BYTES, check_outputs
-from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.manager import output_gatherer
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, check_outputs
 from inflight_scheduler import CapacitySchedulerPolicy, OutputParams
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2]
@@ -311,7 +311,7 @@ def test_logits_of_all_active_requests_share_one_room(
 ) -> None:
     """Three come at once: the first takes the room, and when it has ended the room is free."""
     limit = 4 * VOCAB_SIZE * (len(PROMPT) + NUM_NEW)
-    monkeypatch.setattr(request_outputs, "MAX_LOGITS_BYTES", limit)
+    monkeypatch.setattr(output_gatherer, "MAX_LOGITS_BYTES", limit)
     both = {"return_context_logits": True, "return_generation_logits": True}
     recorder = TensorRecorder(
         [

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
-from inflight_client import protocol
-from inflight_client.tensors import make_inputs
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
+from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import BeamSearch
 
 LIMITS = RequestLimits(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.request_validation import RequestLimits, validate
-from inflight_client.tensors import make_inputs
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import LlmRequest, SamplingParams
 
 LIMITS = RequestLimits(

@@ -17,11 +17,10 @@ from manager_harness import (
     running,
 )
 
-from inflight_backend.deadlines import DeadlineWatch
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, ConfigurationError
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_backend.manager.deadlines import DeadlineWatch
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_scheduler import (
     ActiveRequests,
     BlockManager,
@@ -31,6 +30,7 @@ from inflight_scheduler import (
     ScheduledBatch,
     TrtGptModelType,
 )
+from inflight_server.serve.settings import DEMO_MODEL
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS

@@ -14,14 +14,14 @@ import torch
 from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.replay import replay
 from inflight_scheduler import CapacitySchedulerPolicy
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.replay import replay
 
 NUM_NEW = 24
 NGRAM = SpeculativeDecodingConfig("ngram", max_draft_len=5, max_matching_ngram_size=3)

@@ -11,10 +11,10 @@ import pytest
 from fakes import CountingEngine, FakeMetricFamily, FakePbUtils, FakeTritonError
 from triton_harness import Server
 
-from inflight_backend import stub_checks, triton_model
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.serve.install import locate
-from inflight_backend.stub_checks import check_numpy, check_own_stub
+from inflight_backend.triton import stub_checks, triton_model
+from inflight_backend.triton.stub_checks import check_numpy, check_own_stub
+from inflight_server.serve.install import locate
 
 NEW_STUB = b"...numpy.lib\0NumpyVersion\0major\0numpy._core\0"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inflight_backend.errors import CheckpointError, InvalidRequest
-from inflight_backend.text import IncrementalDetokenizer, TextCodec
+from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
 
 
 def _byte_level() -> Tokenizer:

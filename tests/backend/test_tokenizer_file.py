@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.request_validation import RequestLimits
-from inflight_backend.text import TextCodec
+from inflight_backend.requests.request_validation import RequestLimits
+from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.description import ModelDescription
 
 BOS, EOS, PAD = "<bos>", "<eos>", "[PAD]"

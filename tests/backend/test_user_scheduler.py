@@ -43,12 +43,14 @@ from user_schedulers import (
     WholeContexts,
 )
 
-from inflight_backend.commands.common import scheduler_maker
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.inflight_batcher import InflightBatcher
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.step_loop import OverlapScheduler
-from inflight_backend.user_scheduler import find_scheduler_class
+from inflight_backend.manager.inflight_batcher import InflightBatcher
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.manager.user_scheduler import find_scheduler_class
+from inflight_recorder.files import RecordingReader, open_recording
+from inflight_recorder.history import build_history
+from inflight_recorder.replay import replay
 from inflight_scheduler import (
     BlockForecast,
     BlockManager,
@@ -56,9 +58,7 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     LlmRequest,
 )
-from inflight_scheduler.recording.files import RecordingReader, open_recording
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.replay import replay
+from inflight_server.commands.common import scheduler_maker
 
 
 def params_for(scheduler: type) -> TrtGptModelOptionalParams:

@@ -9,11 +9,12 @@ from typing import Any
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 
-from inflight_backend.gpt_manager import GptManager
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.iteration_stats import IterationStats, MemoryUsage
-from inflight_backend.optional_params import TrtGptModelOptionalParams
-from inflight_backend.why import describe_load, describe_wait
+from inflight_backend.engine.interface import MemoryUsage
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.iteration_stats import IterationStats
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.why import describe_load, describe_wait
+from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_scheduler import CapacitySchedulerPolicy
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor
 
-from inflight_client.protocol import DTYPE_TO_NUMPY, NOT_IN_FLIGHT
+from inflight_protocol import DTYPE_TO_NUMPY, NOT_IN_FLIGHT
 
 GAP_SECONDS = 0.01
 MODEL = "tensorrt_llm"

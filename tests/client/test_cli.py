@@ -273,7 +273,8 @@ def test_help_says_where_the_server_is_looked_for(command: str) -> None:
 
 
 def test_help_of_the_openai_front_says_where_the_server_is_looked_for() -> None:
-    shown = CliRunner().invoke(app, ["openai", "--help"], env={"COLUMNS": "100"}).output
+    front = plugin_app("inflight_openai.command:openai")
+    shown = CliRunner().invoke(front, ["serve", "--help"], env={"COLUMNS": "100"}).output
     assert f"127.0.0.1:{DEFAULT_PORTS['grpc']}" in shown
 
 

@@ -29,8 +29,8 @@ from inflight_client.encoding import (
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_client.grpc_wire import decode_response, encode_request
 from inflight_client.http_wire import decode_event, encode_body, error_of_status, model_path
-from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 from inflight_client.results import GenerateChunk
+from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
 EVERY_OPTION: GenerateOptions = {
     "temperature": 0.75,

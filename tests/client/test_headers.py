@@ -15,7 +15,7 @@ from client.test_cli import run, server_options
 
 from inflight_client import AccessDenied, InflightClient, InvalidArgument
 from inflight_client.headers import checked_headers, parse_headers
-from inflight_client.openai.settings import FrontSettings
+from inflight_openai.settings import FrontSettings
 
 KEY = ("infer-key", "s3cret: of mine")
 PREFIX = {"grpc": "triton-grpc-protocol-", "http": ""}

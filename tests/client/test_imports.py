@@ -18,7 +18,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_the_table_needs_no_client_library() -> None:
-    assert loaded_by("import inflight_client.protocol") == set()
+    assert loaded_by("import inflight_protocol") == set()
 
 
 def test_the_command_line_starts_light() -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import httpx
 
-from inflight_client.protocol import LLM_MODEL_NAME
+from inflight_protocol import LLM_MODEL_NAME
 
 HOST = "127.0.0.1"
 START_SECONDS = 120

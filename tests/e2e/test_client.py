@@ -20,9 +20,9 @@ from client.callers import CALLERS, LONG, Caller
 from e2e.harness import ServeProcess, assert_counts, assert_counts_in_part
 from tokenizers import Tokenizer
 
-from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient, RequestTimeout, ServerError
 from inflight_client.address import Protocol
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

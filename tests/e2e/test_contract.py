@@ -21,8 +21,8 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tokenizers import Tokenizer
 
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_client.protocol import INPUT_BY_NAME
+from inflight_protocol import INPUT_BY_NAME
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

@@ -15,8 +15,8 @@ from e2e.conftest import ServeFactory
 from e2e.harness import TRITONSERVER, ServeProcess, assert_counts, stream_text
 from tritonclient.utils import InferenceServerException
 
-from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

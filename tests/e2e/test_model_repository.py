@@ -33,9 +33,9 @@ from e2e.plain import (
 from tritonclient.utils import np_to_triton_dtype
 from write_compatibility_docs import absent
 
-from inflight_backend.serve.repository import OPTIONAL_MODELS
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_server.serve.repository import OPTIONAL_MODELS
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

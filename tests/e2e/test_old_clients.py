@@ -19,8 +19,8 @@ import tritonclient.http as httpclient
 from e2e.harness import assert_counts
 from e2e.plain import PlainServer, infer, repository_server, stream_infer
 
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

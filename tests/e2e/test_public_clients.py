@@ -23,9 +23,9 @@ from e2e.harness import assert_counts
 from e2e.plain import PlainServer, generate_stream, infer, repository_server, stream_infer
 from tritonclient.utils import np_to_triton_dtype
 
-from inflight_backend.serve.repository import OPTIONAL_MODELS
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_server.serve.repository import OPTIONAL_MODELS
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

@@ -15,8 +15,8 @@ from e2e.conftest import ServeFactory
 from e2e.harness import ServeProcess
 from tritonclient.utils import InferenceServerException
 
-from inflight_client.protocol import ENSEMBLE_INPUT_MAP, INPUT_BY_NAME
-from inflight_client.tensors import make_inputs
+from inflight_protocol import ENSEMBLE_INPUT_MAP, INPUT_BY_NAME
+from inflight_protocol.tensors import make_inputs
 
 pytestmark = pytest.mark.e2e
 

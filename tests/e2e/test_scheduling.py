@@ -20,8 +20,8 @@ from e2e.harness import ServeProcess, assert_counts, assert_counts_in_part, stre
 from e2e.test_contract import PeerClient, stats_of
 from tokenizers import Tokenizer
 
-from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

@@ -30,10 +30,10 @@ from e2e.harness import (
 )
 from tritonclient.utils import np_to_triton_dtype
 
-from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient, InflightError
-from inflight_client.protocol import ERRORS, METRICS
-from inflight_client.tensors import make_inputs
+from inflight_protocol import ERRORS, METRICS
+from inflight_protocol.tensors import make_inputs
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

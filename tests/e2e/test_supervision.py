@@ -26,10 +26,10 @@ from e2e.harness import (
     stream_text,
 )
 
-from inflight_backend.serve.repository import OPTIONAL_MODELS
-from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_client import InflightClient, StreamInterrupted, grpc_wire
-from inflight_client.openai.upstream import Upstream
+from inflight_openai.upstream import Upstream
+from inflight_server.serve.repository import OPTIONAL_MODELS
+from inflight_server.serve.settings import DEMO_MODEL
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,8 @@ from fakes import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import Server
 
-from inflight_backend import gpt_manager, triton_model
+from inflight_backend.manager import gpt_manager
+from inflight_backend.triton import triton_model
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from triton_harness import WAIT, Server, ids_of, wait_until
 
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_client import protocol
+import inflight_protocol as protocol
+from inflight_server.serve.settings import DEMO_MODEL
 
 Tensors = dict[str, Any]
 

@@ -13,14 +13,14 @@ from fuzz.fuzzing import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight_backend.engine.checkpoint import Checkpoint
-from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.errors import CheckpointError, ConfigurationError
-from inflight_backend.parameters import parse_parameters
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
-from inflight_backend.weight_headers import read_weight_headers
-from inflight_client.protocol import PARAMETERS
+from inflight_backend.manager.parameters import parse_parameters
+from inflight_backend.models.checkpoint import Checkpoint
+from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.weight_headers import read_weight_headers
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_protocol import PARAMETERS
+from inflight_server.serve.settings import DEMO_MODEL
 
 WEIGHTS = "model.safetensors"
 VALUES = st.recursive(

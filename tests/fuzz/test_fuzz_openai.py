@@ -11,12 +11,12 @@ from fuzz.fuzzing import assert_tells_nothing_internal, fuzzing
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inflight_client.openai.errors import ApiError
-from inflight_client.openai.field_table import GROUP_BY_NAME
-from inflight_client.openai.fields import Body
-from inflight_client.openai.parsing import parse_chat, parse_completion
-from inflight_client.openai.prompts import make_prompt_reader
-from inflight_client.openai.upstream import encode_job
+from inflight_openai.errors import ApiError
+from inflight_openai.field_table import GROUP_BY_NAME
+from inflight_openai.fields import Body
+from inflight_openai.parsing import parse_chat, parse_completion
+from inflight_openai.prompts import make_prompt_reader
+from inflight_openai.upstream import encode_job
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
 FIELDS = sorted(GROUP_BY_NAME)

@@ -21,13 +21,13 @@ from relay_harness import load
 from triton_harness import WAIT, Server
 from tritonclient.grpc import model_config_pb2 as pb
 
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
-from inflight_backend.triton import bls_model, relay, vllm_model
-from inflight_backend.triton.postprocessing_model import Postprocessor
-from inflight_backend.triton.preprocessing_model import Preprocessor
-from inflight_backend.triton.text_model import Convert, respond
-from inflight_client.protocol import DTYPE_TO_NUMPY
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_models import bls_model, relay, vllm_model
+from inflight_backend.triton_models.postprocessing_model import Postprocessor
+from inflight_backend.triton_models.preprocessing_model import Preprocessor
+from inflight_backend.triton_models.text_model import Convert, respond
+from inflight_protocol import DTYPE_TO_NUMPY
+from inflight_server.serve.settings import DEMO_MODEL
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from triton_harness import WAIT, Server, ids_of, wait_until
 
-from inflight_client import protocol
+import inflight_protocol as protocol
 
 QUESTIONS = frozenset({"stats", "why", "recording"})
 SPECS = [spec for spec in protocol.INPUTS if spec.name not in QUESTIONS]
@@ -109,10 +109,10 @@ class Panic(BaseException):
 @pytest.mark.parametrize(
     "place",
     [
-        "inflight_backend.text.TextCodec.encode",
-        "inflight_backend.text.TextCodec.decode",
-        "inflight_backend.request_intake.validate",
-        "inflight_backend.gpt_manager.make_tensors",
+        "inflight_backend.text.tokenizer.TextCodec.encode",
+        "inflight_backend.text.tokenizer.TextCodec.decode",
+        "inflight_backend.manager.request_intake.validate",
+        "inflight_backend.manager.gpt_manager.make_tensors",
         "fakes.CountingEngine.execute",
         "fakes.FakeSender.send",
     ],

@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inflight_scheduler import (
-    BeamSearch,
-    ContextChunk,
-    FinishReason,
-    ScheduledBatch,
-    SlotSetup,
-)
+from inflight_scheduler import BeamSearch, ContextChunk, FinishReason, ScheduledBatch, SlotSetup
 
 VOCAB_SIZE = 11
 EMPTY = -1

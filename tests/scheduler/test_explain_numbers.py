@@ -18,6 +18,8 @@ from scheduler.recording.recorded import (
 )
 from scheduler.world import generating, make_request
 
+from inflight_recorder.in_force import Lists
+from inflight_recorder.records import Settings
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
@@ -32,8 +34,6 @@ from inflight_scheduler import (
     explain_left_out,
     make_scheduler,
 )
-from inflight_scheduler.recording.in_force import Lists
-from inflight_scheduler.recording.records import Settings
 
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 

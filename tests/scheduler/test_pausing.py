@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 from scheduler.fake_engine import tokens_alone
 from scheduler.world import World, make_request
 
-from inflight_scheduler import (
-    BlockManager,
-    CapacitySchedulerPolicy,
-    LlmRequest,
-    make_scheduler,
-)
+from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 
 Lengths = list[tuple[int, int]]
 

@@ -27,7 +27,7 @@ from inflight_scheduler import (
     WindowBlocks,
     check_decision,
 )
-from inflight_scheduler.resources import Books
+from inflight_scheduler.policies.resources import Books
 
 
 def make_request(

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inflight_backend.engine.config import EngineConfig
     from inflight_backend.engine.engine import Engine
-    from inflight_backend.engine.model_config import ModelConfig
 
-_NAME_TO_MODULE = {"EngineConfig": "config", "Engine": "engine", "ModelConfig": "model_config"}
+_NAME_TO_MODULE = {"EngineConfig": "config", "Engine": "engine"}
 
-__all__ = ["Engine", "EngineConfig", "ModelConfig"]
+__all__ = ["Engine", "EngineConfig"]
 
 
 def __getattr__(name: str) -> object:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
-from inflight_backend.engine.ops import Ops
 from inflight_backend.engine.slot_memory import adjustment_shapes
 from inflight_backend.engine.slots import SamplingInputs
 from inflight_backend.engine.to_device import to_device
+from inflight_backend.models.ops import Ops
 from inflight_kernels.reference import COUNT_UNIT
 from inflight_scheduler import SamplingParams, SlotSetup
 

@@ -7,8 +7,6 @@ from importlib.util import find_spec
 
 import torch
 
-from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
-from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.model_limits import (
     HEAD_DIM_STEP,
     MAX_HEAD_DIM,
@@ -19,6 +17,8 @@ from inflight_backend.engine.model_limits import (
     has_attention_kernels,
 )
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.attention_backends import ATTENTION_BACKENDS
+from inflight_backend.models.model_config import ModelConfig
 from inflight_backend.private_log import get_logger
 
 _logger = get_logger(__name__)

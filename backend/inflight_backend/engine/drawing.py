@@ -10,16 +10,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.ops import Ops
-from inflight_backend.engine.slots import SamplingInputs
-from inflight_backend.engine.to_device import to_device
-from inflight_backend.step_outputs import (
+from inflight_backend.engine.interface import (
     EditSource,
     MaskSource,
     TokenMasks,
     edits_of_rows,
     masks_of_rows,
 )
+from inflight_backend.engine.slots import SamplingInputs
+from inflight_backend.engine.to_device import to_device
+from inflight_backend.models.ops import Ops
 
 
 @dataclass(slots=True)

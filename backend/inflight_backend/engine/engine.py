@@ -22,22 +22,15 @@ from torch import Tensor
 
 from inflight_backend.engine.adjustments import MIN_P, Adjustments
 from inflight_backend.engine.beams import BeamRows
-from inflight_backend.engine.checkpoint import Checkpoint
 from inflight_backend.engine.config import EngineConfig, resolve
-from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory, reserved_bytes
 from inflight_backend.engine.drawing import HostRules, edit_logits, restrict, send_masks
 from inflight_backend.engine.first_steps import run_first_steps, thread_step
 from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
-from inflight_backend.engine.kv_pool import choose_num_blocks, resident_memory
+from inflight_backend.engine.interface import EditSource, MaskSource, MemoryUsage, StepOutputs
 from inflight_backend.engine.largest_step import largest_batch
-from inflight_backend.engine.layers import Parameter
 from inflight_backend.engine.make_cache import make_cache
-from inflight_backend.engine.model_config import ModelConfig
 from inflight_backend.engine.observer import Observer
-from inflight_backend.engine.op_tables import make_ops
-from inflight_backend.engine.parameters import decoder_parameters
-from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import (
     SamplingInputs,
@@ -49,9 +42,15 @@ from inflight_backend.engine.step_buffer import StepBuffer, StepWords
 from inflight_backend.engine.step_recorder import Recordings, StepRecorder
 from inflight_backend.engine.token_reader import PendingTokens, TokenReader
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.iteration_stats import MemoryUsage
+from inflight_backend.models.checkpoint import Checkpoint
+from inflight_backend.models.decoder import Decoder
+from inflight_backend.models.kv_pool import choose_num_blocks, resident_memory
+from inflight_backend.models.layers import Parameter
+from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.op_tables import make_ops
+from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.rope import make_cos_sin
 from inflight_backend.private_log import get_logger
-from inflight_backend.step_outputs import EditSource, MaskSource, StepOutputs
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]

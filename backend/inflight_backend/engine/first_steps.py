@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from inflight_backend.engine.config import EngineConfig
-from inflight_backend.step_outputs import MaskSource, TokenMasks
+from inflight_backend.engine.interface import MaskSource, TokenMasks
 from inflight_scheduler import (
     BlockAssignment,
     BlockCopy,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from inflight_backend.engine.attention import AttentionBackend
-from inflight_backend.engine.attention_backends import ATTENTION_BACKENDS
 from inflight_backend.engine.config import EngineConfig
-from inflight_backend.engine.kv_pool import CopyBlocks, KvPool
-from inflight_backend.engine.model_config import ModelConfig
+from inflight_backend.models.attention import AttentionBackend
+from inflight_backend.models.attention_backends import ATTENTION_BACKENDS
+from inflight_backend.models.kv_pool import CopyBlocks, KvPool
+from inflight_backend.models.model_config import ModelConfig
 
 
 def make_cache(

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.interface import ContextLogits, StepOutputs, as_array
 from inflight_backend.engine.to_device import to_device
-from inflight_backend.step_outputs import ContextLogits, StepOutputs, as_array
 from inflight_scheduler import ContextChunk, SlotSetup
 
 _Value = TypeVar("_Value")

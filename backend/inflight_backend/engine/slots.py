@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from inflight_backend.engine import step_buffer as columns
-from inflight_backend.engine.attention import AttentionInputs, HostLengths, MixedAttention
 from inflight_backend.engine.mixed_step import MixedInputs, MixedWords
 from inflight_backend.engine.slot_memory import slot_table_shapes
 from inflight_backend.engine.step_buffer import StepWords
+from inflight_backend.models.attention import AttentionInputs, HostLengths, MixedAttention
 from inflight_scheduler import BlockAssignment, ScheduledBatch
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inflight_backend.engine.attention import AttentionBackend, CapturableBackend
 from inflight_backend.engine.config import EngineConfig
-from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.device_memory import DeviceMemory
 from inflight_backend.engine.graph_runner import Capture, GraphRunner, unless_refused
 from inflight_backend.engine.mixed_runner import MixedRunner
 from inflight_backend.engine.mixed_step import MixedWords, mixed_sizes
 from inflight_backend.engine.slots import SamplingInputs, SlotTable
+from inflight_backend.models.attention import AttentionBackend, CapturableBackend
+from inflight_backend.models.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)

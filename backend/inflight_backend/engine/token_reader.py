@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from inflight_backend.engine.interface import StepOutputs
 from inflight_backend.engine.observer import PendingOutputs
-from inflight_backend.step_outputs import StepOutputs
 
 _DEPTH = 2  # steps whose tokens may be on their way at once
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from inflight_backend.engine.interface import TokenMasks
 from inflight_backend.guided.guide import GUIDE_FIELD
-from inflight_backend.step_outputs import TokenMasks
 from inflight_scheduler import LlmRequest
 
 _NOTHING_FORCED = -1

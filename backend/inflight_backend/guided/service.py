@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inflight_backend.checkpoint_files import find_file
 from inflight_backend.errors import ConfigurationError, UnsupportedRequest
 from inflight_backend.guided.guide import TYPE_FIELD, Guide
+from inflight_backend.models.checkpoint_files import find_file
 
 if TYPE_CHECKING:
     from inflight_backend.guided.compiler import GuideCompiler, PendingGuide
@@ -55,7 +55,7 @@ class GuideService:
         if self._refusal or folder is None:
             return
         from inflight_backend.guided.compiler import GuideCompiler  # needs llguidance
-        from inflight_backend.text import TextCodec  # needs tokenizers
+        from inflight_backend.text.tokenizer import TextCodec  # needs tokenizers
 
         codec = TextCodec(folder, checkpoint)
         self.end_id = codec.end_id

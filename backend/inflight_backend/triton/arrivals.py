@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, RequestInFlight
-from inflight_backend.inference_request import InferenceRequest
-from inflight_client.protocol import MAX_QUEUE_SIZE
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_protocol import MAX_QUEUE_SIZE
 from inflight_scheduler import DEFAULT_PRIORITY_SPAN, rank_at_arrival
 
 _MIN_CLEAN = 64  # deadlines kept before those of requests that have left are looked for

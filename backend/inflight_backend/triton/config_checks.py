@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.parameters import set_or_empty
+from inflight_backend.manager.parameters import set_or_empty
 
 _PROMPTS = ("input_ids", "text_input")
 _GPU = ("KIND_GPU", "GPU")

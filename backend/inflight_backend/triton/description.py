@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from inflight_backend.checkpoint_files import find_file
+from inflight_backend.models.checkpoint_files import find_file
 from inflight_backend.private_log import get_logger
-from inflight_backend.request_validation import RequestLimits, longest_text
-from inflight_backend.text import TextCodec
+from inflight_backend.requests.request_validation import RequestLimits, longest_text
+from inflight_backend.text.tokenizer import TextCodec
 
 _logger = get_logger(__name__)
 
@@ -28,9 +28,9 @@ class ModelDescription:
     The limits are those of one request alone, whatever sets them: more is always refused.
 
     ``files`` maps the name of every file of `TOKENIZER_FILES` that exists to its text, that of
-    tokenizer.json to what `inflight_backend.tokenizer_file` makes of it. No path of this machine is
-    told. The files are read when first asked for; `CheckpointError` at once, and then, if one of
-    them is a link that leaves the folder.
+    tokenizer.json to what `text.tokenizer_file` makes of it. No path of this machine is told. The
+    files are read when first asked for; `CheckpointError` at once, and then, if one of them is a
+    link that leaves the folder.
     """
 
     def __init__(

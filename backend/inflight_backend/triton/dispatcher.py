@@ -25,13 +25,13 @@ from enum import Enum
 import numpy as np
 
 from inflight_backend.errors import CapacityText, RefusalText
-from inflight_backend.inference_request import Array, NamedTensor
 from inflight_backend.private_log import get_logger
-from inflight_backend.triton.beam_stream import BeamStream
+from inflight_backend.requests.inference_request import Array, NamedTensor
 from inflight_backend.triton.pieces import Piece
-from inflight_backend.triton.stream import ResponseStream
-from inflight_backend.triton.token_stream import TokenStream
 from inflight_backend.triton.watchdog import Mover, Progress
+from inflight_backend.triton_io.beam_stream import BeamStream
+from inflight_backend.triton_io.stream import ResponseStream
+from inflight_backend.triton_io.token_stream import TokenStream
 
 _logger = get_logger(__name__)
 

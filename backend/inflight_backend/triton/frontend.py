@@ -18,16 +18,24 @@ from inflight_backend.errors import (
     RequestInFlight,
     UnsupportedRequest,
 )
-from inflight_backend.inference_request import InferenceRequest
+from inflight_backend.manager.response_tensors import make_unstarted_tensors
+from inflight_backend.manager.tally import Tally
+from inflight_backend.manager.why import PREPARING, why_queued
 from inflight_backend.private_log import get_logger
-from inflight_backend.request_validation import RequestLimits, validate
-from inflight_backend.response_tensors import make_unstarted_tensors
-from inflight_backend.tally import Tally
-from inflight_backend.text import TextCodec
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
-from inflight_backend.triton.benchmark_settings import SETTINGS, with_settings
-from inflight_backend.triton.coded_errors import CodedFactory
-from inflight_backend.triton.decoding import (
+from inflight_backend.triton.description import ModelDescription
+from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.inspection import Inspector
+from inflight_backend.triton.relay_listener import RelayConnection
+from inflight_backend.triton.relay_messages import PartFactory, RelayedRequest
+from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
+from inflight_backend.triton.watchdog import Progress
+from inflight_backend.triton_io.benchmark_settings import SETTINGS, with_settings
+from inflight_backend.triton_io.coded_errors import CodedFactory
+from inflight_backend.triton_io.decoding import (
     check_streaming,
     is_streaming,
     make_request,
@@ -36,22 +44,14 @@ from inflight_backend.triton.decoding import (
     read_flag,
     read_inputs,
 )
-from inflight_backend.triton.description import ModelDescription
-from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.inspection import Inspector
-from inflight_backend.triton.relay_listener import RelayConnection
-from inflight_backend.triton.relay_messages import PartFactory, RelayedRequest
-from inflight_backend.triton.request_head import read_head
-from inflight_backend.triton.rows import split_rows
-from inflight_backend.triton.sampling_parameters import expand
-from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream, Stream
-from inflight_backend.triton.watchdog import Progress
-from inflight_backend.why import PREPARING, why_queued
-from inflight_client.protocol import STREAMING_PARAMETER
+from inflight_backend.triton_io.request_head import read_head
+from inflight_backend.triton_io.rows import split_rows
+from inflight_backend.triton_io.sampling_parameters import expand
+from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream, Stream
+from inflight_protocol import STREAMING_PARAMETER
 
 if TYPE_CHECKING:
-    from inflight_backend.gpt_manager import GptManager
+    from inflight_backend.manager.gpt_manager import GptManager
 
 _logger = get_logger(__name__)
 

@@ -10,12 +10,18 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inflight_backend.errors import CapacityExceeded
+from inflight_backend.manager.why import (
+    NOT_IN_FLIGHT,
+    PREPARING,
+    Places,
+    describe_queued,
+    why_queued,
+)
 from inflight_backend.private_log import get_logger
 from inflight_backend.triton.arrivals import ArrivalQueue
 from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.stream import ResponseStream
-from inflight_backend.why import NOT_IN_FLIGHT, PREPARING, Places, describe_queued, why_queued
+from inflight_backend.triton_io.stream import ResponseStream
 
 _logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Triton custom metrics, set from the statistics JSON; the table is `inflight_client.protocol`.
+"""Triton custom metrics, set from the statistics JSON; the table is `inflight_protocol`.
 
 With Triton's ``--log-verbose=1`` each JSON that changed a gauge is a line of its log.
 """
@@ -13,14 +13,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-from inflight_backend.triton.parent import leave_if_orphaned
-from inflight_client.protocol import (
-    INPUT_LENGTHS,
-    METRICS,
-    OUTPUT_LENGTHS,
-    V1_METRICS,
-    MetricFamilySpec,
-)
+from inflight_backend.parent import leave_if_orphaned
+from inflight_protocol import INPUT_LENGTHS, METRICS, OUTPUT_LENGTHS, V1_METRICS, MetricFamilySpec
 
 _TIMESTAMP = "Timestamp"
 _ANEW_SECONDS = 10.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from inflight_backend.inference_request import NamedTensor
-from inflight_backend.triton.extras import Extras
+from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.triton_io.extras import Extras
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from inflight_backend.triton.stream import ResponseFactory
+from inflight_backend.triton_io.stream import ResponseFactory
 
 Array = npt.NDArray[Any]
 Tensors = dict[str, Array]

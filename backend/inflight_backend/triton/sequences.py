@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.inference_request import Array, InferenceRequest
-from inflight_backend.triton.beam_stream import has_beams
-from inflight_backend.triton.stream import ResponseStream
+from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.triton_io.beam_stream import has_beams
+from inflight_backend.triton_io.stream import ResponseStream
 
 
 class SharedStream:

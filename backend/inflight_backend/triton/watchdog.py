@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from inflight_backend.awake_clock import AwakeClock
 from inflight_backend.private_log import get_logger
+from inflight_backend.triton.awake_clock import AwakeClock
 
 _logger = get_logger(__name__)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from backend.commands.harness import run
 
-from inflight_backend.commands.plan import format_size, parse_size, plan
 from inflight_backend.engine import EngineConfig
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.commands.plan import format_size, parse_size, plan
+from inflight_server.serve.settings import DEMO_MODEL
 
 
 def test_the_command_prints_a_table_and_json() -> None:

@@ -9,8 +9,8 @@ import pytest
 from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.commands.timeline import timeline
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_server.commands.timeline import timeline
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 from scheduler.recording.test_whatif_ring import ring
 
-from inflight_backend.commands.replay import replay
-from inflight_backend.commands.whatif import MAX_VARIANTS, whatif
-from inflight_backend.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_server.commands.replay import replay
+from inflight_server.commands.whatif import MAX_VARIANTS, whatif
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_the_timelines_of_all_settings_on_one_page(recording: Path, tmp_path: Pa
 def test_too_many_requests_for_one_page(
     recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight_scheduler.recording.comparison.MAX_ROWS", 39)
+    monkeypatch.setattr("inflight_recorder.comparison.MAX_ROWS", 39)
     done = run(whatif, recording, "--timelines", tmp_path / "w.html")
     assert done.exit_code == 1
     assert "error: 40 requests in all timelines are more than 39 for one page" in done.stderr
@@ -134,8 +134,8 @@ def test_a_prediction_that_goes_on_and_on_is_an_error_of_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three have hundreds of tokens to come; requests that are made up take as long as asked."""
-    monkeypatch.setattr("inflight_scheduler.recording.whatif.MIN_STEPS", 500)
-    monkeypatch.setattr("inflight_scheduler.recording.whatif.STEPS_PER_STEP", 0)
+    monkeypatch.setattr("inflight_recorder.whatif.MIN_STEPS", 500)
+    monkeypatch.setattr("inflight_recorder.whatif.STEPS_PER_STEP", 0)
     path = tmp_path / "ring.jsonl"
     path.write_text(ring(), encoding="ascii")
     done = run(whatif, path)

@@ -15,8 +15,8 @@ from engine_driver import EngineDriver, Job
 from safetensors.torch import load_file, save_file
 
 from inflight_backend.engine import Engine, EngineConfig
+from inflight_backend.engine.memory_plan import make_plan
 from inflight_backend.errors import CheckpointError
-from inflight_backend.memory_plan import make_plan
 
 CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)
 WEIGHTS = "model.safetensors"

@@ -10,9 +10,11 @@ import torch
 from engine_driver import EngineDriver, Job
 from torch import Tensor
 
-from inflight_backend.engine import Engine, EngineConfig, ModelConfig, triton_attention
+from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
 from inflight_backend.errors import ConfigurationError
+from inflight_backend.models import triton_attention
+from inflight_backend.models.model_config import ModelConfig
 from inflight_kernels import invariant_linear
 from inflight_scheduler import SamplingParams
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from inflight_backend.engine.checkpoint import Checkpoint
-from inflight_backend.engine.layers import Fp8Weight, Parameter, quantize
-from inflight_backend.engine.model_config import ModelConfig
-from inflight_backend.engine.parameters import decoder_parameters
-from inflight_backend.memory_plan import PlanSettings, make_plan
+from inflight_backend.engine.memory_plan import PlanSettings, make_plan
+from inflight_backend.models.checkpoint import Checkpoint
+from inflight_backend.models.layers import Fp8Weight, Parameter, quantize
+from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.parameters import decoder_parameters
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 16}
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from inflight_backend.engine import ModelConfig
-from inflight_backend.engine.json_reader import JsonReader
-from inflight_backend.engine.model_config import RopeConfig
-from inflight_backend.engine.rope import make_cos_sin
 from inflight_backend.errors import CheckpointError
+from inflight_backend.models.json_reader import JsonReader
+from inflight_backend.models.model_config import ModelConfig, RopeConfig
+from inflight_backend.models.rope import make_cos_sin
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -20,11 +20,11 @@ from manager_harness import Recorder, request, running
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.decoder import Decoder
 from inflight_backend.engine.slot_memory import max_words
 from inflight_backend.engine.slots import SlotTable
 from inflight_backend.engine.token_reader import TokenReader
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.models.decoder import Decoder
 from inflight_scheduler import OutputParams, SamplingParams
 
 CPU = EngineConfig(

@@ -13,12 +13,12 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from manager_harness import Recorder, request, running
 
-from inflight_backend.inference_request import InferenceRequest, NamedTensor
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.step_loop import OverlapScheduler
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
+from inflight_recorder.files import open_recording
+from inflight_recorder.replay import replay
 from inflight_scheduler import CapacitySchedulerPolicy
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.replay import replay
 
 Folder = Callable[..., Path]
 NUM_REQUESTS = 12

@@ -16,7 +16,7 @@ from replay import Rerun
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.step_outputs import TokenMasks
+from inflight_backend.engine.interface import TokenMasks
 from inflight_scheduler import SamplingParams
 
 END = 7

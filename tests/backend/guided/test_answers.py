@@ -16,19 +16,19 @@ from checkpoints import write_checkpoint
 from llguidance import LLParserLimits
 from manager_harness import Recorder, request, running
 
-from inflight_backend.drafting.config import SpeculativeDecodingConfig
 from inflight_backend.guided import compiler as compiler_module
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.guided.service import GuidedDecodingConfig
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.step_loop import OverlapScheduler
-from inflight_backend.text import TextCodec
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.step_loop import OverlapScheduler
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_recorder.files import open_recording
+from inflight_recorder.replay import replay
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.replay import replay
+from inflight_server.serve.settings import DEMO_MODEL
 
 CODEC = TextCodec(DEMO_MODEL)
 END = CODEC.end_id

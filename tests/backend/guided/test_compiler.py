@@ -177,7 +177,7 @@ import json, sys, time
 from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.settings import DEMO_MODEL
 
 module.COMPILE_SECONDS = 100.0  # 2 are needed
 compiler = GuideCompiler((DEMO_MODEL / "tokenizer.json").read_text, 270, 0)

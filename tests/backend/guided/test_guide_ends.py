@@ -11,10 +11,10 @@ import pytest
 from checkpoints import write_checkpoint
 from manager_harness import Recorder, request, running
 
-from inflight_backend.inference_request import InferenceRequest
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_server.serve.settings import DEMO_MODEL
 
 CODEC = TextCodec(DEMO_MODEL)
 END = CODEC.end_id

@@ -15,13 +15,13 @@ from manager_harness import WAIT, Recorder, request, running
 from triton_harness import wait_until
 
 from inflight_backend.errors import CapacityExceeded, ServingError
-from inflight_backend.gpt_manager import GptManager
 from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
-from inflight_backend.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.text import TextCodec
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_server.serve.settings import DEMO_MODEL
 
 CODEC = TextCodec(DEMO_MODEL)
 

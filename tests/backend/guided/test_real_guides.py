@@ -14,7 +14,7 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.bounds import check_schema
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.settings import DEMO_MODEL
 
 TOKENIZER = DEMO_MODEL / "tokenizer.json"
 EBNF, SCHEMA = GuideType.EBNF_GRAMMAR, GuideType.JSON_SCHEMA

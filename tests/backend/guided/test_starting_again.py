@@ -17,8 +17,8 @@ from inflight_backend.guided import masks as masks_module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
-from inflight_backend.serve.settings import DEMO_MODEL
 from inflight_scheduler import LlmRequest
+from inflight_server.serve.settings import DEMO_MODEL
 
 VOCAB_SIZE, END, NUM_ANSWERS = 270, 0, 8
 SHARED = Guide(GuideType.REGEX, "x(.{0,90}y){2}")  # states that all its answers have in common

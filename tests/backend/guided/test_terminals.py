@@ -18,7 +18,7 @@ from inflight_backend.guided import terminals
 from inflight_backend.guided.bounds import MAX_UNROLLED, pattern_size
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.ebnf import to_lark
-from inflight_backend.serve.settings import DEMO_MODEL
+from inflight_server.serve.settings import DEMO_MODEL
 
 TOKENIZER = DEMO_MODEL / "tokenizer.json"
 LISTS = """

@@ -13,9 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from inflight_backend.serve import launcher
-from inflight_backend.serve.command import serve
-from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings
+from inflight_server.serve import launcher
+from inflight_server.serve.command import serve
+from inflight_server.serve.settings import DEMO_MODEL, ServeSettings
 
 app = typer.Typer()
 app.command()(serve)

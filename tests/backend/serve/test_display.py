@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.serve.display import LoadingDisplay, ready_block
-from inflight_backend.serve.settings import ServeSettings
 from inflight_backend.status import ModelStatus
+from inflight_server.serve.display import LoadingDisplay, ready_block
+from inflight_server.serve.settings import ServeSettings
 
 READY = ModelStatus(
     "ready",

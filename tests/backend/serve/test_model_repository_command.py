@@ -11,8 +11,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from typer.testing import CliRunner
 
-from inflight_backend.serve.model_repository import model_repository
-from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
+from inflight_server.serve.model_repository import model_repository
+from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 
 APP = typer.Typer()
 APP.command()(model_repository)

@@ -15,8 +15,8 @@ import pytest
 from backend.serve.logs import without_grpc
 
 from inflight_backend.errors import ServingError
-from inflight_backend.serve import process as process_module
-from inflight_backend.serve.process import ServerProcess, children_of, end_of, is_running
+from inflight_server.serve import process as process_module
+from inflight_server.serve.process import ServerProcess, children_of, end_of, is_running
 
 POLITE = "import time; print('up', flush=True); time.sleep(60)"
 # The kernel keeps 15 bytes of a name: the first half of a character at the end.
@@ -197,7 +197,7 @@ def test_missing_binary_is_one_clear_error() -> None:
 def test_server_dies_with_its_launcher(tmp_path: Path) -> None:
     code = (
         "import os, subprocess, time\n"
-        "from inflight_backend.serve.process import ServerProcess\n"
+        "from inflight_server.serve.process import ServerProcess\n"
         f"p = ServerProcess([{sys.executable!r}, '-c', {STUBBORN!r}], os.environ, "
         "subprocess.DEVNULL)\n"
         "print(p.pid, flush=True)\n"

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 
-from inflight_backend.serve.repository import assemble
+from inflight_server.serve.repository import assemble
 
 
 def assembled(target: Path, **values: str) -> Any:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
-from inflight_backend.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
+from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
+from inflight_server.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
 
 MODEL = Path("checkpoint")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ServerKilled, ServingError
-from inflight_backend.serve import supervisor
-from inflight_backend.serve.signals import StopSignals
-from inflight_backend.serve.supervisor import STEADY_SECONDS, Attempt, RestartPolicy, Supervisor
-from inflight_backend.serve.workspace import Workspace
+from inflight_server.serve import supervisor
+from inflight_server.serve.signals import StopSignals
+from inflight_server.serve.supervisor import STEADY_SECONDS, Attempt, RestartPolicy, Supervisor
+from inflight_server.serve.workspace import Workspace
 
 
 @pytest.fixture

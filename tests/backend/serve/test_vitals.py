@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ServingError
-from inflight_backend.serve import vitals
-from inflight_backend.serve.process import ServerProcess, children_of, is_running
-from inflight_backend.serve.repository import DEFAULT_MODELS
-from inflight_backend.serve.settings import ServeSettings
-from inflight_backend.serve.vitals import Vitals
-from inflight_backend.serve.workspace import Workspace
 from inflight_backend.status import StatusWriter, read_status
-from inflight_client.protocol import LLM_MODEL_NAME
+from inflight_protocol import LLM_MODEL_NAME
+from inflight_server.serve import vitals
+from inflight_server.serve.process import ServerProcess, children_of, is_running
+from inflight_server.serve.repository import DEFAULT_MODELS
+from inflight_server.serve.settings import ServeSettings
+from inflight_server.serve.vitals import Vitals
+from inflight_server.serve.workspace import Workspace
 
 # Says that it is live, as tritonserver does, until it is stopped by a signal; each argument is a
 # model file, which it starts a process for and does not look at again.

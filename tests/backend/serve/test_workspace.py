@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.serve.log import before
-from inflight_backend.serve.workspace import Workspace, sweep_abandoned
 from inflight_backend.status import stop_file_of
+from inflight_server.serve.log import before
+from inflight_server.serve.workspace import Workspace, sweep_abandoned
 
 KILLED = """
 import os
-from inflight_backend.serve.log import before
-from inflight_backend.serve.workspace import Workspace
+from inflight_server.serve.log import before
+from inflight_server.serve.workspace import Workspace
 workspace = Workspace()
 print(workspace.path, flush=True)
 os.kill(os.getpid(), 9)
@@ -121,8 +121,8 @@ def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
 NEIGHBOUR = """
 import sys
 from pathlib import Path
-from inflight_backend.serve.log import before
-from inflight_backend.serve.workspace import Workspace
+from inflight_server.serve.log import before
+from inflight_server.serve.workspace import Workspace
 with Workspace() as workspace:
     (Path("/dev/shm") / f"{workspace.shm_prefix}abc").touch()
     print(workspace.path, flush=True)

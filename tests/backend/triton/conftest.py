@@ -12,8 +12,9 @@ from fakes import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import Gate, Server
 
-from inflight_backend import gpt_manager, idle_wait, triton_model
-from inflight_backend.triton import preprocessing_model, relay
+from inflight_backend.manager import gpt_manager, idle_wait
+from inflight_backend.triton import triton_model
+from inflight_backend.triton_models import preprocessing_model, relay
 
 MakeServer = Callable[..., Server]
 

@@ -20,11 +20,11 @@ from unittest import mock
 from fakes import CountedStep, CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, Server, wait_until
 
-from inflight_backend import gpt_manager, triton_model
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.triton import frontend
+from inflight_backend.manager import gpt_manager
+from inflight_backend.triton import frontend, triton_model
 from inflight_scheduler import ScheduledBatch
+from inflight_server.serve.settings import DEMO_MODEL
 
 NUM_NAMES = 6
 KINDS = ("ok", "raise", "not a number", "one not a number", "exit", "wrong count")

@@ -12,10 +12,10 @@ import pytest
 from fakes import FakePbUtils, FakeSender
 from triton_harness import error_of, ids_of
 
-from inflight_backend.inference_request import NamedTensor
+from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream
-from inflight_backend.triton.token_stream import TokenStream
+from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.token_stream import TokenStream
 
 
 class Sent(ResponseStream):

@@ -14,11 +14,11 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import WAIT, Server, error_of, wait_until, wait_until_queued
 
+from inflight_backend.engine.interface import MaskSource
 from inflight_backend.guided import compiler
 from inflight_backend.guided.guide import Guide
-from inflight_backend.serve.settings import DEMO_MODEL
-from inflight_backend.step_outputs import MaskSource
 from inflight_scheduler import ScheduledBatch
+from inflight_server.serve.settings import DEMO_MODEL
 
 
 class MaskingEngine(CountingEngine):

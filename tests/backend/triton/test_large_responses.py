@@ -7,10 +7,10 @@ import pytest
 from fakes import FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, error_of
 
-from inflight_backend.inference_request import NamedTensor
+from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.stream import Array, ResponseFactory, ResponseStream
-from inflight_backend.triton.token_stream import TokenStream
+from inflight_backend.triton_io.stream import Array, ResponseFactory, ResponseStream
+from inflight_backend.triton_io.token_stream import TokenStream
 
 LOGITS = np.zeros((1, 1, 2000, 256), dtype=np.float32)
 TEXT = "x" * 2**21

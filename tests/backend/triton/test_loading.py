@@ -10,8 +10,9 @@ import pytest
 from fakes import CountingEngine, FakePbUtils
 from triton_harness import Server
 
-from inflight_backend import gpt_manager, triton_model
+from inflight_backend.manager import gpt_manager
 from inflight_backend.status import read_status
+from inflight_backend.triton import triton_model
 
 
 @pytest.fixture(autouse=True)

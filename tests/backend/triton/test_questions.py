@@ -25,10 +25,10 @@ from triton_harness import (
 
 from inflight_backend.status import read_status
 from inflight_backend.triton import inspection
-from inflight_client.tensors import make_inputs
+from inflight_protocol.tensors import make_inputs
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.replay import replay
 from inflight_scheduler import ScheduledBatch
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.replay import replay
 
 
 def answer_of(sender: FakeSender, name: str) -> str:

@@ -14,12 +14,11 @@ from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 from relay_harness import answering, load
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
-from inflight_backend import triton_model
-from inflight_backend.triton import relay as module
-from inflight_backend.triton import relay_listener, relay_socket
-from inflight_backend.triton.bls_model import TritonPythonModel
+from inflight_backend.triton import relay_listener, relay_socket, triton_model
 from inflight_backend.triton.relay_messages import RelayedRequest, Tensors, pack
-from inflight_client.tensors import make_inputs
+from inflight_backend.triton_models import relay as module
+from inflight_backend.triton_models.bls_model import TritonPythonModel
+from inflight_protocol.tensors import make_inputs
 
 NOT_RELAYED = "the request could not be relayed"
 NOT_LOADED = "the model 'tensorrt_llm' is not loaded, or the server is shutting down"

@@ -23,12 +23,7 @@ from triton_harness import WAIT, Server, wait_until
 
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.triton import relay_listener, relay_socket
-from inflight_backend.triton.relay_messages import (
-    Message,
-    RelayedEnd,
-    RelayedError,
-    pack,
-)
+from inflight_backend.triton.relay_messages import Message, RelayedEnd, RelayedError, pack
 from inflight_backend.triton.relay_socket import address_of, connect, read_messages
 
 

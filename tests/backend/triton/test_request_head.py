@@ -9,12 +9,12 @@ import pytest
 from fakes import FakePbUtils, FakeRequest
 from triton_harness import WAIT, Gate, Server, error_of, ids_of
 
+import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton.request_head import read_head
-from inflight_backend.triton.text_model import respond
-from inflight_client import protocol
-from inflight_client.protocol.elsewhere import LLM_API_INPUT_MAP
-from inflight_client.tensors import make_inputs
+from inflight_backend.triton_io.request_head import read_head
+from inflight_backend.triton_models.text_model import respond
+from inflight_protocol.elsewhere import LLM_API_INPUT_MAP
+from inflight_protocol.tensors import make_inputs
 
 UNKNOWN = "'surprise' came as a request parameter"
 

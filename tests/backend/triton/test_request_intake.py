@@ -9,7 +9,7 @@ import pytest
 from fakes import CountingEngine, FakePbUtils
 from triton_harness import WAIT, error_of, ids_of, wait_until
 
-from inflight_backend.logits_processors import ActiveProcessors
+from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.status import read_status
 from inflight_scheduler import ScheduledBatch
 

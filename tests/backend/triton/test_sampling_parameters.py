@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton.sampling_parameters import expand
-from inflight_client.protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
+from inflight_backend.triton_io.sampling_parameters import expand
+from inflight_protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
 
 
 def request(content: Any, **more: Any) -> dict[str, Any]:

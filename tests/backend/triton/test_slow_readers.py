@@ -13,8 +13,8 @@ from triton_harness import WAIT, ids_of, wait_until
 
 from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream
-from inflight_backend.triton.token_stream import TokenStream
+from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.token_stream import TokenStream
 
 
 class Reader:

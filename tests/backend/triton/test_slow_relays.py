@@ -12,7 +12,7 @@ from fakes import CountingEngine
 from relay_harness import asking, ids_in, packed
 from triton_harness import WAIT, Gate, Server, wait_until
 
-from inflight_backend.inference_request import Array
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton import relay_listener
 from inflight_backend.triton.relay_listener import RelayConnection
 from inflight_backend.triton.relay_messages import LastTensors, Message, RelayedEnd, pack

@@ -9,11 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from inflight_backend.sampling_validation import MAX_WORD_TOKENS, MAX_WORDS
-from inflight_backend.text import IncrementalDetokenizer, TextCodec
-from inflight_backend.triton.beam_stream import BeamTexts
-from inflight_backend.triton.stop_text import StopText, StopTokens
-from inflight_backend.triton.token_stream import TextWriter
+from inflight_backend.requests.sampling_validation import MAX_WORD_TOKENS, MAX_WORDS
+from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton_io.beam_stream import BeamTexts
+from inflight_backend.triton_io.stop_text import StopText, StopTokens
+from inflight_backend.triton_io.token_stream import TextWriter
 
 TEXT = st.text("abc", max_size=20)
 WORDS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)

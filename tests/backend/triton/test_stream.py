@@ -9,7 +9,7 @@ from fakes import FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, error_of
 
 from inflight_backend.triton.sequences import share
-from inflight_backend.triton.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.text import IncrementalDetokenizer, TextCodec
-from inflight_backend.triton.decoding import choose_outputs
-from inflight_backend.triton.stop_text import StopText, StopTokens
-from inflight_backend.triton.token_stream import TextWriter, TokenStream
-from inflight_client import protocol
+from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton_io.decoding import choose_outputs
+from inflight_backend.triton_io.stop_text import StopText, StopTokens
+from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 
 OUTPUTS = frozenset(
     {"output_ids", "sequence_length", "text_output", "finish_reason", "output_log_probs"}

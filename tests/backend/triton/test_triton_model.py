@@ -15,9 +15,10 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_until
 
-from inflight_backend import gpt_manager, triton_model
+from inflight_backend.manager import gpt_manager
 from inflight_backend.status import read_status
-from inflight_client.protocol import METRICS, REUSE
+from inflight_backend.triton import triton_model
+from inflight_protocol import METRICS, REUSE
 from inflight_scheduler import ScheduledBatch
 
 

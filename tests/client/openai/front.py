@@ -11,11 +11,11 @@ import aiohttp
 from aiohttp import web
 from client.conftest import Local
 
-from inflight_client.openai.app import Front
-from inflight_client.openai.prompts import make_prompt_reader
-from inflight_client.openai.running import make_runner
-from inflight_client.openai.settings import FrontSettings
-from inflight_client.openai.upstream import Upstream
+from inflight_openai.app import Front
+from inflight_openai.prompts import make_prompt_reader
+from inflight_openai.running import make_runner
+from inflight_openai.settings import FrontSettings
+from inflight_openai.upstream import Upstream
 
 DEMO = Path(__file__).parents[3] / "backend/inflight_backend/demo_model"
 NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")

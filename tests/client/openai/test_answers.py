@@ -10,18 +10,11 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from inflight_client.openai.answers import (
-    Choice,
-    EventWriter,
-    Head,
-    new_choices,
-    usage,
-    whole_answer,
-)
-from inflight_client.openai.log_probs import TokenLogProbs
-from inflight_client.openai.parsing import GenerationJob
-from inflight_client.openai.tokens import Token
-from inflight_client.openai.upstream import Piece
+from inflight_openai.answers import Choice, EventWriter, Head, new_choices, usage, whole_answer
+from inflight_openai.log_probs import TokenLogProbs
+from inflight_openai.parsing import GenerationJob
+from inflight_openai.tokens import Token
+from inflight_openai.upstream import Piece
 
 PIECES = [
     Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5, [(5, -0.5), (9, -1.5)])]),

@@ -16,8 +16,8 @@ from yarl import URL
 
 from inflight_client.address import parse_address
 from inflight_client.errors import InvalidArgument
-from inflight_client.openai import chat_template
-from inflight_client.openai.server_info import find_metrics_url
+from inflight_openai import chat_template
+from inflight_openai.server_info import find_metrics_url
 
 WAIT_SECONDS = 60.0
 COMPLETION = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}

@@ -10,8 +10,8 @@ import weakref
 import aiohttp
 from aiohttp import web
 
-from inflight_client.openai.aside import Aside
-from inflight_client.openai.places import Places
+from inflight_openai.aside import Aside
+from inflight_openai.places import Places
 
 WAIT_SECONDS = 60.0
 

@@ -9,9 +9,9 @@ import pytest
 from client.openai.front import DESCRIPTION
 from openai.types.chat import ChatCompletionMessage
 
-from inflight_client.openai.chat_messages import read_messages
-from inflight_client.openai.errors import ApiError
-from inflight_client.openai.prompts import PromptReader, make_prompt_reader
+from inflight_openai.chat_messages import read_messages
+from inflight_openai.errors import ApiError
+from inflight_openai.prompts import PromptReader, make_prompt_reader
 
 USER = {"role": "user", "content": "u"}
 ARGUMENTS = '{"city": "Köln"}'

@@ -10,8 +10,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from inflight_client.errors import InvalidArgument
-from inflight_client.openai import chat_template
-from inflight_client.openai.chat_template import ChatTemplate, find_template, special_tokens
+from inflight_openai import chat_template
+from inflight_openai.chat_template import ChatTemplate, find_template, special_tokens
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 CHAT = [

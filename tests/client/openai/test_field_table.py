@@ -9,18 +9,11 @@ from typing import Any
 import pytest
 from client.openai.front import DESCRIPTION
 
-from inflight_client.openai.errors import ApiError
-from inflight_client.openai.field_table import (
-    CHAT,
-    COMPLETION,
-    GROUP_BY_NAME,
-    GROUPS,
-    Action,
-    FieldGroup,
-)
-from inflight_client.openai.fields import Body, UnknownFields
-from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
-from inflight_client.openai.prompts import make_prompt_reader
+from inflight_openai.errors import ApiError
+from inflight_openai.field_table import CHAT, COMPLETION, GROUP_BY_NAME, GROUPS, Action, FieldGroup
+from inflight_openai.fields import Body, UnknownFields
+from inflight_openai.parsing import GenerationJob, parse_chat, parse_completion
+from inflight_openai.prompts import make_prompt_reader
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
 USER = {"role": "user", "content": "1 2"}

@@ -21,10 +21,10 @@ from client.local_server import GAP_SECONDS, Arrival, LocalTriton
 from client.openai.front import front_of, serving
 
 from inflight_client.grpc_wire import encode_bytes
-from inflight_client.openai import app, upstream
-from inflight_client.openai.parsing import parse_chat
-from inflight_client.openai.running import run
-from inflight_client.openai.settings import FrontSettings
+from inflight_openai import app, upstream
+from inflight_openai.parsing import parse_chat
+from inflight_openai.running import run
+from inflight_openai.settings import FrontSettings
 
 WAIT_SECONDS = 60.0
 COMPLETION = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}

@@ -8,7 +8,7 @@ import sys
 
 LOGS_MUCH = """
 import logging, sys
-from inflight_client.openai import messages
+from inflight_openai import messages
 messages._PATIENCE_SECONDS = float(sys.argv[1])
 logging.root.addHandler(messages.LogHandler())
 for number in range(int(sys.argv[2])):

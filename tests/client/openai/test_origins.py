@@ -10,7 +10,7 @@ from client.conftest import Local
 from client.openai.front import front_of
 
 from inflight_client.errors import InvalidArgument
-from inflight_client.openai.origins import AllowedOrigins
+from inflight_openai.origins import AllowedOrigins
 
 PAGE = "https://chat.example"
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 3}

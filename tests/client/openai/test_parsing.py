@@ -11,12 +11,12 @@ import pytest
 from client.openai.front import DESCRIPTION
 
 from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.openai.errors import TENSOR_TO_FIELD, ApiError, from_upstream
-from inflight_client.openai.fields import Body
-from inflight_client.openai.parsing import GenerationJob, parse_chat, parse_completion
-from inflight_client.openai.prompts import PromptReader, make_prompt_reader
-from inflight_client.openai.upstream import make_calls
-from inflight_client.protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
+from inflight_openai.errors import TENSOR_TO_FIELD, ApiError, from_upstream
+from inflight_openai.fields import Body
+from inflight_openai.parsing import GenerationJob, parse_chat, parse_completion
+from inflight_openai.prompts import PromptReader, make_prompt_reader
+from inflight_openai.upstream import make_calls
+from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
 
 @pytest.fixture(scope="module")

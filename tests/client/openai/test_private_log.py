@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from inflight_client.openai import app
-from inflight_client.openai.app import Front
-from inflight_client.openai.running import make_runner
-from inflight_client.openai.settings import FrontSettings
+from inflight_openai import app
+from inflight_openai.app import Front
+from inflight_openai.running import make_runner
+from inflight_openai.settings import FrontSettings
 
 BODY = b'{"prompt": "SECRETWORD"}'
 

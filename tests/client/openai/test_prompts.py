@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import BPE
 
-from inflight_client.openai.errors import ApiError
-from inflight_client.openai.fields import Body
-from inflight_client.openai.parsing import parse_chat, parse_completion
-from inflight_client.openai.prompts import make_prompt_reader
+from inflight_openai.errors import ApiError
+from inflight_openai.fields import Body
+from inflight_openai.parsing import parse_chat, parse_completion
+from inflight_openai.prompts import make_prompt_reader
 
 
 def test_the_text_of_a_token_has_the_space_that_it_begins_with() -> None:

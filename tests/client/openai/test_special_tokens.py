@@ -9,11 +9,11 @@ import pytest
 from client.openai.front import DESCRIPTION
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from inflight_client.openai.errors import ApiError
-from inflight_client.openai.fields import Body
-from inflight_client.openai.parsing import parse_chat
-from inflight_client.openai.prompts import PromptReader, make_prompt_reader
-from inflight_client.openai.special_tokens import Marks, SpecialTokens
+from inflight_openai.errors import ApiError
+from inflight_openai.fields import Body
+from inflight_openai.parsing import parse_chat
+from inflight_openai.prompts import PromptReader, make_prompt_reader
+from inflight_openai.special_tokens import Marks, SpecialTokens
 
 SPECIAL = ["<s>", "<|user|>", "<|end|>", "<|assistant|>", "<pad>"]
 LETTERS = [chr(code) for code in range(32, 127)] + ["\n", "\u2581", "\u00e4"]

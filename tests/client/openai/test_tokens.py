@@ -9,8 +9,8 @@ from openai.types import CompletionChoice
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from inflight_client.openai.log_probs import TokenLogProbs, TokenPlaces, for_chat, for_completion
-from inflight_client.openai.tokens import Token, TokenReader
+from inflight_openai.log_probs import TokenLogProbs, TokenPlaces, for_chat, for_completion
+from inflight_openai.tokens import Token, TokenReader
 
 TEXT = "a é🎈b\n"
 

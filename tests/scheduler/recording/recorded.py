@@ -13,6 +13,14 @@ from hypothesis import strategies as st
 from scheduler.fake_engine import FakeEngine, draw
 from scheduler.world import make_request
 
+from inflight_recorder import likeness, part_log
+from inflight_recorder import recorder as recorder_module
+from inflight_recorder.cost_model import CostModel, Load
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.in_force import Lists, scheduler_of
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.whatif import Clock
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
@@ -26,14 +34,6 @@ from inflight_scheduler import (
     RequestScheduler,
     ScheduledBatch,
 )
-from inflight_scheduler.recording import likeness, part_log
-from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.cost_model import CostModel, Load
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.in_force import Lists, scheduler_of
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.whatif import Clock
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION

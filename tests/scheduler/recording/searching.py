@@ -8,11 +8,11 @@ from scheduler.fake_engine import draw
 from scheduler.recording.recorded import RecordedWorld
 from scheduler.world import make_request
 
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.in_force import Lists, scheduler_of
+from inflight_recorder.records import Settings
 from inflight_scheduler import BatchPlanner, BeamParams, LlmRequest, ScheduledBatch
 from inflight_scheduler.beam_search import Candidate
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.in_force import Lists, scheduler_of
-from inflight_scheduler.recording.records import Settings
 
 MAX_BEAMS = 3
 

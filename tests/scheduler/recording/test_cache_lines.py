@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, play, read, tiny_ring
 
-from inflight_scheduler.recording import cache_lines
-from inflight_scheduler.recording.cache_lines import LINE_NUMBERS
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.header import Header
-from inflight_scheduler.recording.likeness import Likeness
-from inflight_scheduler.recording.lines import MAX_LINE_BYTES, LineWriter
-from inflight_scheduler.recording.records import (
+from inflight_recorder import cache_lines
+from inflight_recorder.cache_lines import LINE_NUMBERS
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.header import Header
+from inflight_recorder.likeness import Likeness
+from inflight_recorder.lines import MAX_LINE_BYTES, LineWriter
+from inflight_recorder.records import (
     MAX_NUM_BLOCKS,
     MAX_NUM_REQUESTS,
     MAX_NUM_TEXTS,
@@ -27,8 +27,8 @@ from inflight_scheduler.recording.records import (
     Settings,
     TextPart,
 )
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.simulation import Simulation
+from inflight_recorder.replay import replay
+from inflight_recorder.simulation import Simulation
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 2, 6, 40, None, True, True)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, read
 
+from inflight_recorder import likeness
+from inflight_recorder.likeness import NO_LIKENESS, Likeness
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
 from inflight_scheduler import LlmRequest
-from inflight_scheduler.recording import likeness
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
 
 PROMPT = [5, 6, 7, 8, 9]
 

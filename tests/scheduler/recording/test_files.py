@@ -11,18 +11,13 @@ from pathlib import Path
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, RecordedWorld, play
 
-from inflight_scheduler.recording import files
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.files import (
-    MAX_KEPT,
-    RecordingFile,
-    open_recording,
-    set_aside,
-)
-from inflight_scheduler.recording.lines import MAX_LINE_BYTES
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
+from inflight_recorder import files
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.files import MAX_KEPT, RecordingFile, open_recording, set_aside
+from inflight_recorder.lines import MAX_LINE_BYTES
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6)
 

@@ -8,11 +8,11 @@ from itertools import takewhile
 import pytest
 from scheduler.recording.recorded import GUARANTEED, RecordedWorld, read
 
+from inflight_recorder.history import build_history
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
+from inflight_recorder.workload import read_workload
 from inflight_scheduler import FinishReason, LlmRequest
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.workload import read_workload
 
 PROMPT = [5, 6, 7, 8]
 

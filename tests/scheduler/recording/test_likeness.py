@@ -11,17 +11,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from inflight_recorder import likeness
+from inflight_recorder import texts as texts_module
+from inflight_recorder.likeness import NO_LIKENESS, Likeness, TextIndex, Texts, pack
+from inflight_recorder.text_book import TextBook
 from inflight_scheduler import LlmRequest
-from inflight_scheduler.recording import likeness
-from inflight_scheduler.recording import texts as texts_module
-from inflight_scheduler.recording.likeness import (
-    NO_LIKENESS,
-    Likeness,
-    TextIndex,
-    Texts,
-    pack,
-)
-from inflight_scheduler.recording.text_book import TextBook
 
 texts = st.lists(st.sampled_from((0, 1, 256)), min_size=1, max_size=12)
 

@@ -18,15 +18,14 @@ from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read
 from scheduler.recording.searching import SearchingWorld
 from scheduler.recording.test_recorded_drafts import DraftingWorld
 
-from inflight_scheduler import ContextChunking
-from inflight_scheduler.recording import steps
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.header import Header
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.lines import LineReader, LineWriter
-from inflight_scheduler.recording.records import (
+from inflight_recorder import steps
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.header import Header
+from inflight_recorder.history import build_history
+from inflight_recorder.lines import LineReader, LineWriter
+from inflight_recorder.records import (
     END_REASONS,
     Arrival,
     Chunk,
@@ -35,10 +34,11 @@ from inflight_scheduler.recording.records import (
     Iteration,
     Settings,
 )
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.svg import write_svg
-from inflight_scheduler.recording.whatif import predict
-from inflight_scheduler.recording.workload import read_workload
+from inflight_recorder.replay import replay
+from inflight_recorder.svg import write_svg
+from inflight_recorder.whatif import predict
+from inflight_recorder.workload import read_workload
+from inflight_scheduler import ContextChunking
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 TEXT = play(SETTINGS, num_requests=20, seed=9).text

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from inflight_scheduler.recording import part_log
-from inflight_scheduler.recording.likeness import Likeness
-from inflight_scheduler.recording.part_log import PartLog
-from inflight_scheduler.recording.records import TextPart
-from inflight_scheduler.recording.text_book import TextBook
+from inflight_recorder import part_log
+from inflight_recorder.likeness import Likeness
+from inflight_recorder.part_log import PartLog
+from inflight_recorder.records import TextPart
+from inflight_recorder.text_book import TextBook
 
 LENGTH = 30
 

@@ -22,17 +22,17 @@ from scheduler.recording.recorded import (
 from scheduler.recording.test_recorded_drafts import DraftingWorld
 from scheduler.world import make_request
 
+from inflight_recorder import page, svg
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.history import Activity, History, assign_lanes, build_history
+from inflight_recorder.page import write_page
+from inflight_recorder.palette import COLOURS, ERROR_COLOUR, title
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.svg import write_svg
+from inflight_recorder.trace import write_trace
+from inflight_recorder.whatif import Clock
 from inflight_scheduler import FinishReason
-from inflight_scheduler.recording import page, svg
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.history import Activity, History, assign_lanes, build_history
-from inflight_scheduler.recording.page import write_page
-from inflight_scheduler.recording.palette import COLOURS, ERROR_COLOUR, title
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.svg import write_svg
-from inflight_scheduler.recording.trace import write_trace
-from inflight_scheduler.recording.whatif import Clock
 
 SETTINGS = Settings(MAX_UTILIZATION, 12, 4, 6, 40)
 
@@ -127,7 +127,7 @@ def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.Monke
     sizes = []
     for number in (500, 1500):
         world = RecordedWorld(SETTINGS)
-        monkeypatch.setattr("inflight_scheduler.recording.recorder.NUM_SEGMENTS", 1000)
+        monkeypatch.setattr("inflight_recorder.recorder.NUM_SEGMENTS", 1000)
         play(SETTINGS, num_requests=number, seed=1, world=world)
         history = build_history(read(world.text), with_reasons=False)
         picture = write_svg(history)
@@ -139,7 +139,7 @@ def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.Monke
 def test_more_spans_than_memory_is_for_are_refused(
     world: RecordedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight_scheduler.recording.history.MAX_NUM_SPANS", 100)
+    monkeypatch.setattr("inflight_recorder.history.MAX_NUM_SPANS", 100)
     with pytest.raises(RecordingError, match="more than 100 spans: cut the recording"):
         build_history(read(world.text))
 

@@ -20,17 +20,17 @@ from scheduler.recording.recorded import (
 )
 from scheduler.world import make_request
 
+from inflight_recorder import recorder as recorder_module
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.header import Header
+from inflight_recorder.history import build_history
+from inflight_recorder.in_force import Lists
+from inflight_recorder.lines import LineReader, LineWriter
+from inflight_recorder.records import Decision, Drafts, Iteration, Settings
+from inflight_recorder.replay import replay
+from inflight_recorder.workload import read_workload
 from inflight_scheduler import ContextChunking, ContextChunkingPolicy, LlmRequest, ScheduledBatch
-from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.header import Header
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.in_force import Lists
-from inflight_scheduler.recording.lines import LineReader, LineWriter
-from inflight_scheduler.recording.records import Decision, Drafts, Iteration, Settings
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.workload import read_workload
 
 
 class DraftingWorld(RecordedWorld):

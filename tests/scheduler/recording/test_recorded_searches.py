@@ -19,11 +19,11 @@ from scheduler.recording.recorded import (
 from scheduler.recording.searching import SearchingWorld
 from scheduler.world import make_request
 
+from inflight_recorder import recorder as recorder_module
+from inflight_recorder.history import build_history
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
 from inflight_scheduler import CapacitySchedulerPolicy, FinishReason
-from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
 
 REUSE = Settings(MAX_UTILIZATION, 40, 2, 5, enable_reuse=True, is_overlapped=True)
 

@@ -25,19 +25,19 @@ from scheduler.recording.recorded import (
 )
 from scheduler.world import make_request
 
+from inflight_recorder import likeness
+from inflight_recorder import recorder as recorder_module
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
+from inflight_recorder.simulation import Simulation
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
     ContextChunking,
     ContextChunkingPolicy,
     RequestScheduler,
 )
-from inflight_scheduler.recording import likeness
-from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.simulation import Simulation
 
 SMALL = Settings(MAX_UTILIZATION, num_blocks=12, tokens_per_block=4, max_batch_size=6)
 

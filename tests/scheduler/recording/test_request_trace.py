@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from inflight_scheduler.recording import request_trace
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.request_trace import TracedRequests, TraceOptions, read_trace
-from inflight_scheduler.recording.whatif import predict
-from inflight_scheduler.scheduler import CapacitySchedulerPolicy
+from inflight_recorder import request_trace
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.records import Settings
+from inflight_recorder.request_trace import TracedRequests, TraceOptions, read_trace
+from inflight_recorder.whatif import predict
+from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
 
 MOONCAKE = {"timestamp": 3000, "input_length": 6758, "output_length": 500}
 

@@ -8,19 +8,11 @@ import pytest
 from scheduler.recording.recorded import GUARANTEED, RecordedWorld
 from scheduler.world import make_request
 
-from inflight_scheduler import (
-    ActiveRequests,
-    BeamParams,
-    BeamSearch,
-    BlockManager,
-    LlmRequest,
-)
-from inflight_scheduler.beam_search import BeamStep
-from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.beams import Moves
-from inflight_scheduler.recording.likeness import Likeness
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import (
+from inflight_recorder import recorder as recorder_module
+from inflight_recorder.beams import Moves
+from inflight_recorder.likeness import Likeness
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import (
     Arrival,
     Chunk,
     Decision,
@@ -30,7 +22,9 @@ from inflight_scheduler.recording.records import (
     Iteration,
     Settings,
 )
-from inflight_scheduler.recording.segment import Unpacker, pack_ids, pack_iteration
+from inflight_recorder.segment import Unpacker, pack_ids, pack_iteration
+from inflight_scheduler import ActiveRequests, BeamParams, BeamSearch, BlockManager, LlmRequest
+from inflight_scheduler.beam_search import BeamStep
 
 NUM_REQUESTS = 5000
 

@@ -12,11 +12,11 @@ from itertools import combinations, pairwise
 import pytest
 from scheduler.recording.recorded import MAX_UTILIZATION, play, read
 
-from inflight_scheduler.recording import svg
-from inflight_scheduler.recording.history import Activity, History, Span, build_history
-from inflight_scheduler.recording.palette import COLOURS
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.svg import describe, write_svg
+from inflight_recorder import svg
+from inflight_recorder.history import Activity, History, Span, build_history
+from inflight_recorder.palette import COLOURS
+from inflight_recorder.records import Settings
+from inflight_recorder.svg import describe, write_svg
 
 LEFT, TOP, WIDTH = 92, 78, 1080
 CHART_HEIGHT = 64

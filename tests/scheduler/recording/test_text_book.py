@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.likeness import NO_LIKENESS, Likeness
-from inflight_scheduler.recording.text_book import MAX_STEPS, TextBook
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.likeness import NO_LIKENESS, Likeness
+from inflight_recorder.text_book import MAX_STEPS, TextBook
 
 
 @pytest.mark.case(112)

@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from inflight_recorder.header import Header
+from inflight_recorder.lines import LineWriter
+from inflight_recorder.records import Settings
 from inflight_scheduler import CapacitySchedulerPolicy
-from inflight_scheduler.recording.header import Header
-from inflight_scheduler.recording.lines import LineWriter
-from inflight_scheduler.recording.records import Settings
 
 NUM_REQUESTS, AT_ONCE = 100_000, 200
 SETTINGS = Settings(CapacitySchedulerPolicy.MAX_UTILIZATION, 4000, 16, 2 * AT_ONCE, 4096)
@@ -23,10 +23,10 @@ MAX_CPU_SECONDS = 60  # 8 are needed
 DRAW = """
 import resource, sys
 from pathlib import Path
-from inflight_scheduler.recording.files import open_recording
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.page import write_page
-from inflight_scheduler.recording.svg import write_svg
+from inflight_recorder.files import open_recording
+from inflight_recorder.history import build_history
+from inflight_recorder.page import write_page
+from inflight_recorder.svg import write_svg
 
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[3]), int(sys.argv[3])))

@@ -13,23 +13,17 @@ from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, read
 from scheduler.world import make_request
 
+from inflight_recorder import whatif
+from inflight_recorder.cost_model import MIN_SAMPLES, CostModel, Load, Sample, fit_cost_model
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.files import RecordingReader
+from inflight_recorder.latency import Latencies
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
+from inflight_recorder.whatif import Clock, predict
+from inflight_recorder.workload import Job, make_workload, read_workload
 from inflight_scheduler import ContextChunking
-from inflight_scheduler.recording import whatif
-from inflight_scheduler.recording.cost_model import (
-    MIN_SAMPLES,
-    CostModel,
-    Load,
-    Sample,
-    fit_cost_model,
-)
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.files import RecordingReader
-from inflight_scheduler.recording.latency import Latencies
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.whatif import Clock, predict
-from inflight_scheduler.recording.workload import Job, make_workload, read_workload
 
 PRICES = CostModel(900.0, 12.0, 40.0, 25.0, 0.5)
 

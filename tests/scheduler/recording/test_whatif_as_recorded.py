@@ -22,25 +22,20 @@ from scheduler.recording.searching import SearchingWorld as OverlappedSearchingW
 from scheduler.recording.test_recorded_drafts import DraftingWorld
 from scheduler.world import make_request
 
-from inflight_scheduler import (
-    BatchPlanner,
-    LlmRequest,
-    RequestScheduler,
-    rank_at_arrival,
-)
-from inflight_scheduler.recording import beams
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.errors import RecordingError
-from inflight_scheduler.recording.header import Header
-from inflight_scheduler.recording.history import build_history
-from inflight_scheduler.recording.in_force import Lists, scheduler_of
-from inflight_scheduler.recording.latency import Latencies, Summary
-from inflight_scheduler.recording.lines import LineReader, LineWriter
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.whatif import Clock, predict
-from inflight_scheduler.recording.workload import Job, RecordedWorkload, read_workload
+from inflight_recorder import beams
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.header import Header
+from inflight_recorder.history import build_history
+from inflight_recorder.in_force import Lists, scheduler_of
+from inflight_recorder.latency import Latencies, Summary
+from inflight_recorder.lines import LineReader, LineWriter
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
+from inflight_recorder.whatif import Clock, predict
+from inflight_recorder.workload import Job, RecordedWorkload, read_workload
+from inflight_scheduler import BatchPlanner, LlmRequest, RequestScheduler, rank_at_arrival
 
 PRICES = CostModel(900.0, 120.0, 40.0, 25.0, 1.0)  # whole microseconds, as recorded times are
 

@@ -16,15 +16,15 @@ from scheduler.recording.recorded import (
 )
 from scheduler.world import make_request
 
+from inflight_recorder.cost_model import CostModel
+from inflight_recorder.history import Activity, build_history
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_recorder.replay import replay
+from inflight_recorder.whatif import Clock, predict
+from inflight_recorder.workload import Job, make_workload, read_workload
 from inflight_scheduler import ContextChunking, LlmRequest
-from inflight_scheduler.explain import LeftOut, explain_left_out
-from inflight_scheduler.recording.cost_model import CostModel
-from inflight_scheduler.recording.history import Activity, build_history
-from inflight_scheduler.recording.recorder import FlightRecorder
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.replay import replay
-from inflight_scheduler.recording.whatif import Clock, predict
-from inflight_scheduler.recording.workload import Job, make_workload, read_workload
+from inflight_scheduler.policies.explain import LeftOut, explain_left_out
 
 PRICES = CostModel(900.0, 120.0, 40.0, 25.0, 1.0)  # whole microseconds, as recorded times are
 BASE = Settings(MAX_UTILIZATION, 24, 4, 8, 40, enable_reuse=True, may_copy_blocks=True)

@@ -7,11 +7,11 @@ from scheduler.recording.recorded import GUARANTEED, RecordedWorld, read
 from scheduler.recording.test_whatif_as_recorded import PRICES
 from scheduler.world import make_request
 
-from inflight_scheduler.recording import recorder as recorder_module
-from inflight_scheduler.recording.latency import Latencies
-from inflight_scheduler.recording.records import Settings
-from inflight_scheduler.recording.whatif import predict
-from inflight_scheduler.recording.workload import read_workload
+from inflight_recorder import recorder as recorder_module
+from inflight_recorder.latency import Latencies
+from inflight_recorder.records import Settings
+from inflight_recorder.whatif import predict
+from inflight_recorder.workload import read_workload
 
 
 def ring() -> str:

@@ -1,0 +1,1 @@
+"""The loop of the contract: `GptManager`, its callbacks and its statistics."""

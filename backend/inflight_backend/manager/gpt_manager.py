@@ -1,0 +1,453 @@
+"""`GptManager`: one worker thread that turns requests into tokens through four callbacks.
+
+The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager.md` and
+`cpp/include/tensorrt_llm/batch_manager/GptManager.h`); names are its names in Python's spelling.
+
+Order of one iteration, and what each part may do:
+
+1. *get* new requests, at most as many as there is room for, and take them in (`RequestIntake`);
+   end those whose time is up;
+2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
+3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
+   (in the overlapped loop these are the tokens of the step before, see `step_loop`);
+4. *send* what was produced: only now, so that a final response finds everything free already;
+5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
+6. *return statistics*, unless nothing was active.
+
+A request that cannot be taken ends alone; a failing step ends the requests of that step with an
+error; a failing callback is logged; whatever else escapes ends all requests with an error. None of
+them stops the loop (see `LoopHealth`). What is held when nobody is active is lost (`IdleCheck`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inflight_backend.engine.interface import StepEngine
+from inflight_backend.errors import RefusalText
+from inflight_backend.guided.service import GuideService
+from inflight_backend.manager.callback_guard import CallbackGuard
+from inflight_backend.manager.deadlines import DeadlineWatch
+from inflight_backend.manager.draw_rules import NO_TOKEN
+from inflight_backend.manager.health import LoopHealth
+from inflight_backend.manager.idle_check import IdleCheck
+from inflight_backend.manager.idle_wait import IdleWait
+from inflight_backend.manager.inflight_batcher import InflightBatcher, load_engine
+from inflight_backend.manager.iteration_stats import IterationStats, StaticBatchStats
+from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.questions import Questions
+from inflight_backend.manager.request_intake import RequestIntake
+from inflight_backend.manager.response_tensors import HeldResponse, make_tensors
+from inflight_backend.manager.static_batching import (
+    StaticBatchTally,
+    params_in_force,
+    policy_in_force,
+)
+from inflight_backend.manager.tally import Tally
+from inflight_backend.manager.token_lengths import TokenLengths
+from inflight_backend.manager.why import Waits, describe_load, describe_wait, expiry_error
+from inflight_backend.private_log import get_logger
+from inflight_backend.requests.beam_validation import check_beam_width
+from inflight_backend.requests.inference_request import (
+    GetInferenceRequestsCallback,
+    InferenceRequest,
+    PollStopSignalCallback,
+    ReturnBatchManagerStatsCallback,
+    SendResponseCallback,
+)
+from inflight_backend.requests.stop_words import StopWordWatch
+from inflight_scheduler import (
+    CapacitySchedulerPolicy,
+    FinishReason,
+    LlmRequest,
+    ScheduledBatch,
+    TrtGptModelType,
+)
+
+if TYPE_CHECKING:
+    from inflight_backend.guided.masks import OwnGuide
+
+_logger = get_logger(__name__)
+
+_NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers
+_NO_BATCH = ScheduledBatch(iteration=0)
+
+
+class GptManager:
+    """Owns the loop, the requests in flight and their KV blocks; see the module's docstring.
+
+    ``model`` is a Hugging Face checkpoint folder (or an engine that is loaded already). The
+    callbacks run on the worker thread, which starts at once. Use it as a context manager or call
+    `shutdown`. With ``model_type`` V1 the policy is STATIC_BATCH whatever ``scheduler_policy``
+    says, and streaming requests get one whole answer (see `static_batching`).
+
+    An id that `get_inference_requests_cb` returns while it is in flight is logged and not
+    accepted: an error response would end the request that runs. ``terminate_req_id``: a request
+    with this id ends the loop once everything in flight has finished.
+
+    ``poll_when_idle`` is asked when nothing is in flight: True, the default, has the callbacks
+    called again after 5 ms, then less and less often, every 50 ms at last; False waits for `wake`,
+    which must then follow each request and stop signal that a callback is to return.
+
+    `ConfigurationError` or `CheckpointError` if a setting or the checkpoint cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | StepEngine,
+        model_type: TrtGptModelType,
+        max_beam_width: int,
+        scheduler_policy: CapacitySchedulerPolicy,
+        get_inference_requests_cb: GetInferenceRequestsCallback,
+        send_response_cb: SendResponseCallback,
+        poll_stop_signal_cb: PollStopSignalCallback | None = None,
+        return_batch_manager_stats_cb: ReturnBatchManagerStatsCallback | None = None,
+        optional_params: TrtGptModelOptionalParams | None = None,
+        terminate_req_id: int | None = None,
+        exclude_input_in_output: bool = False,
+        on_progress: Callable[[int, int], None] | None = None,
+        poll_when_idle: Callable[[], bool] = lambda: True,
+    ) -> None:
+        check_beam_width(max_beam_width)
+        params = params_in_force(model_type, optional_params)
+        policy = policy_in_force(model_type, scheduler_policy, params)
+        engine = load_engine(model, params, on_progress, max_beam_width)
+        self._batcher = InflightBatcher(engine, policy, params, max_beam_width)
+        self._guide_service = GuideService(
+            params.guided_decoding_config,
+            Path(model) if isinstance(model, str | Path) else None,
+            engine.vocab_size,
+            can_mask=self._batcher.rules.can_mask,
+        )
+        self._rules = self._batcher.rules
+        self._rules.guides.tokenizer_end_id = self._guide_service.end_id
+        self.model_type = model_type
+        is_v1 = model_type == TrtGptModelType.V1
+        self._static_tally = StaticBatchTally() if is_v1 else None
+        self._static_stats = StaticBatchStats() if is_v1 else None
+        self.limits = replace(
+            self._batcher.limits,
+            exclude_input_in_output=exclude_input_in_output,
+            may_stream=not is_v1,
+            start_guide=lambda guide: self._guide_service.start(guide, self.wake),
+            guided_end_id=self._guide_service.end_id,
+            guided_more_end_ids=self._guide_service.more_end_ids,
+        )
+        self._intake = RequestIntake(
+            self.limits,
+            lambda request_id: self._active.get(request_id) is not None,
+            self._enrol,
+            self._refuse,
+        )
+        self.max_num_requests = params.max_batch_size
+        self._get_cb = get_inference_requests_cb
+        self._send_cb = send_response_cb
+        self._poll_cb = poll_stop_signal_cb
+        self._stats_cb = return_batch_manager_stats_cb
+        self._terminate_req_id = terminate_req_id
+        self._steps = self._batcher.make_steps()
+        self._active = self._batcher.active
+        self._deadlines = DeadlineWatch()
+        self.health = LoopHealth()
+        self._idle_check, self._stop_words = IdleCheck(), StopWordWatch()
+        self.lengths, self.events = TokenLengths(), Tally()
+        self._gatherer = self._batcher.gatherer
+        self._responses: deque[HeldResponse] = deque()
+        self._iteration = self._num_waiting = 0
+        self._batch, self._is_idle = _NO_BATCH, True
+        self._guard = CallbackGuard()
+        self._stats = self._measure()
+        self._questions = Questions(self.wake)
+        self._is_closing = False
+        self._idle_wait = IdleWait(self._guard, poll_when_idle)
+        is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
+        self._thread = threading.Thread(target=self._run, name="GptManager", daemon=True)
+        self._thread.start()
+        if is_prepared.exception() is not None:
+            self.shutdown()  # nobody else would
+        is_prepared.result()
+
+    def __enter__(self) -> GptManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    @property
+    def stats_json(self) -> str:
+        """The statistics of the last iteration; while idle, those of doing nothing."""
+        return self._stats.to_json()
+
+    def describe_load(self) -> str:
+        """How full it is after the last iteration, for the text of a refusal; from any thread."""
+        return describe_load(self._stats)
+
+    @property
+    def engine(self) -> StepEngine:
+        """The engine that runs the plans."""
+        return self._batcher.engine
+
+    @property
+    def policy(self) -> CapacitySchedulerPolicy:
+        """The capacity policy in force."""
+        return self._batcher.policy
+
+    def get_num_active_requests(self) -> int:
+        """Requests accepted and not finished."""
+        return len(self._active) + len(self._intake)
+
+    def wake(self) -> None:
+        """Ask for requests and stop signals now, also if nothing is in flight; from any thread."""
+        self._idle_wait.wake()
+
+    def why(self, *request_ids: int) -> Future[dict[str, Any]]:
+        """What the first of these that is active does, and why not run; from any thread."""
+        return self._questions.ask(lambda: describe_wait(self._batcher, *request_ids))
+
+    def recording(self) -> Future[Iterator[str]]:
+        """The lines of what was decided lately (see `FlightRecorder`); from any thread."""
+        return self._questions.ask(self._batcher.recorder.lines)
+
+    def shutdown(self) -> None:
+        """End the loop once no request is active, and wait for that."""
+        self._is_closing = True
+        self.wake()
+        self.wait_until_terminate()
+
+    def wait_until_terminate(self) -> None:
+        """Wait until the loop has ended, by `shutdown` or by the request that says so."""
+        self._thread.join()
+
+    # The loop. Everything below runs on the worker thread only.
+
+    def _run(self) -> None:
+        self._questions.answer()  # the engine's own beginning, where it has one
+        while True:
+            self.health.turn_begins()
+            try:
+                self._iterate()
+            except BaseException:  # our bug, or a callback that wants to end the thread
+                with self.health.recovering(self._iteration):
+                    self._start_afresh()
+            self._questions.answer()  # also of a loop that fails again and again
+            self.health.turn_ends(has_work=bool(self._active))
+            has_requests = self.get_num_active_requests() > 0
+            if self._is_closing and not has_requests:
+                break
+            is_idle = self._is_idle and not self._steps.is_running
+            self._idle_wait.after_turn(is_idle=is_idle, has_requests=has_requests)
+        try:
+            self._batcher.recorder.close()
+            self._guide_service.close()
+        finally:
+            self._questions.close()
+
+    def _iterate(self) -> None:
+        if not self._is_closing:
+            self.fetch_new_requests()
+        self._intake.admit_ready()
+        was_active = bool(self._active)
+        self.finish_timed_out_requests()
+        self.step()
+        self.return_completed_requests()
+        self.poll_stop_signals()
+        self._batcher.recorder.finish_iteration()
+        self._stats = self._measure()
+        if was_active:
+            self.return_batch_manager_stats()
+        if self._idle_check.finds_fault(self._batcher, is_running=self._steps.is_running):
+            self._renew()
+
+    def fetch_new_requests(self) -> None:
+        """Get new requests and take them in."""
+        room = max(self.max_num_requests - self.get_num_active_requests(), 0)  # below: no bound
+        for request in self._guard.call_for_list("get_inference_requests", self._get_cb, room):
+            is_request = isinstance(request, InferenceRequest)
+            if is_request and request.request_id == self._terminate_req_id:
+                self._is_closing = True
+            else:
+                self._intake.accept(request)
+
+    def finish_timed_out_requests(self) -> None:
+        """End requests past a deadline; without any token that is an error with the reason."""
+        if not (expired_requests := self._deadlines.take_expired()):
+            return
+        waits = Waits.of(self._batcher)  # before anybody makes room
+        for expired in expired_requests:
+            request = expired.request
+            if self._active.get(request.request_id) is not request:
+                continue  # both its deadlines have passed, and the first one ended it
+            error = expiry_error(expired, waits)
+            request.finish(FinishReason.TIMED_OUT)
+            self._end(request, error)
+
+    def step(self) -> None:
+        """Schedule, execute, update; nothing when no request is active."""
+        outcome = self._steps.turn()
+        self._batch = outcome.batch
+        self.events.add("pause", self._batcher.num_paused)
+        self._is_idle = self._batch.is_empty and not outcome.is_completed
+        batch_size = len(self._batch.context_chunks) + self._batch.num_generation_requests
+        self._num_waiting = len(self._active) - batch_size
+        if self._static_tally is not None:
+            self._static_stats = self._static_tally.count(self._batch, self._batcher.num_passed)
+        self._iteration += not self._batch.is_empty
+        self.health.note(is_completed=outcome.is_completed, has_failed=bool(outcome.failed))
+        self.health.note_device(is_lost=self._steps.has_lost_device)
+        self._gatherer.executed(outcome.advanced, outcome.outputs)
+        self._stop_words.check()
+        for request in outcome.advanced if self._rules.processors else outcome.concerned:
+            self._apply(request)
+        for request in outcome.failed:
+            if self._active.get(request.request_id) is request:  # else another may have its id
+                self._end(request, "the engine failed while it ran this request")
+
+    def return_completed_requests(self) -> None:
+        """Send everything this iteration produced; all state of finished requests is free.
+
+        Responses leave their list one by one: whatever is raised here, the others are still there.
+        """
+        if any(each.is_final for each in self._responses):
+            self._stats = self._measure()  # before somebody hears of an end and looks
+        while self._responses:
+            response = self._responses.popleft()
+            request, is_final, error = response.request, response.is_final, response.error
+            try:
+                tensors = [] if error else make_tensors(request, is_final, self._gatherer)
+            except BaseException:  # this one ends with an error, the others get theirs
+                _logger.exception("a response of request %d cannot be built", request.request_id)
+                self._end_instead(request, "the response could not be built")
+                continue
+            if error:
+                self._gatherer.discard(request.request_id)
+            self._guard.call(
+                "send_response", self._send_cb, request.request_id, tensors, is_final, error
+            )
+
+    def poll_stop_signals(self) -> None:
+        """End the requests named by the stop callback; unknown ids are passed over."""
+        if self._poll_cb is None:
+            return
+        for request_id in self._guard.call_for_ids("poll_stop_signal", self._poll_cb):
+            self._intake.stop_waiting(request_id)
+            request = self._active.get(request_id)
+            if request is not None:
+                request.finish(FinishReason.CANCELLED)
+                self._end(request)
+        self.return_completed_requests()
+
+    def return_batch_manager_stats(self) -> None:
+        """Hand the JSON of this iteration to the statistics callback."""
+        if self._stats_cb is not None:
+            self._guard.call("return_batch_manager_stats", self._stats_cb, self._stats.to_json())
+
+    def _refuse(self, request_id: int, error: str) -> None:
+        self._guard.call("send_response", self._send_cb, request_id, [], True, error)
+
+    def _enrol(
+        self, request: InferenceRequest, llm_request: LlmRequest, guide: OwnGuide | None
+    ) -> None:
+        """The one way in: everybody who works for a request knows it from now on, or nobody."""
+        try:
+            if guide is not None:
+                self._rules.guides.add(request.request_id, *guide)
+            self._rules.processors.add(request)
+            self._active.add(llm_request)
+            self._deadlines.add(llm_request)
+            if llm_request.beams is None:  # a search looks for them in every beam
+                self._stop_words.add(llm_request, llm_request.stop_words)
+            self._gatherer.add(llm_request, request.created_ns)
+            self._batcher.recorder.arrived(llm_request, request.created_ns)
+        except BaseException:
+            self._rules.discard(llm_request.request_id)
+            self._stop_words.forget(llm_request)
+            self._gatherer.discard(llm_request.request_id)
+            self._batcher.recorder.withdrawn(llm_request)
+            self._deadlines.forget(llm_request)
+            self._active.remove(llm_request)
+            raise
+
+    def _apply(self, request: LlmRequest) -> None:
+        """What one new token means for its request: a response, or the end."""
+        num_known = request.num_drawn_tokens
+        if request.tokens[num_known - 1] == _NON_FINITE:
+            reason = self._rules.why_no_token(request.request_id)
+            self._end(request, RefusalText(reason) or NO_TOKEN)
+        elif error := self._rules.processors.error_of(request.request_id):
+            self._end(request, RefusalText(error))
+        elif request.is_finished:
+            self._end(request)
+        elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:
+            self._responses.append(HeldResponse(request, is_final=False))
+
+    def _end(self, request: LlmRequest, error: str = "") -> None:
+        """The one way out: release everything, then queue the one final response."""
+        self._rules.discard(request.request_id)
+        self._batcher.planner.release(request)
+        if self._active.remove(request):
+            self._responses.append(HeldResponse(request, is_final=True, error=error))
+            self.health.ended()
+            if not error:
+                self.lengths.ended(request)
+            self._stop_words.forget(request)
+            self._deadlines.forget(request)
+            self._batcher.recorder.ended(request, error)
+
+    def _end_instead(self, request: LlmRequest, error: str) -> None:
+        """End a request with ``error`` in place of the responses that it was still to get."""
+        self._responses = deque(each for each in self._responses if each.request is not request)
+        if self._active.get(request.request_id) is request:
+            self._end(request, error)
+        else:  # it holds nothing any more; what could not be built was its final response
+            self._responses.append(HeldResponse(request, is_final=True, error=error))
+
+    def _measure(self) -> IterationStats:
+        return self._batcher.measure(
+            self._batch,
+            iteration=self._iteration,
+            num_paused=self._batcher.num_paused,
+            num_waiting=self._num_waiting,
+            num_repairs=self._idle_check.num_repairs,
+            static_batch=self._static_stats,
+        )
+
+    def _start_afresh(self) -> None:
+        """Everyone in flight hears of a failure; what it may have spoilt is made anew."""
+        self._batch, self._is_idle = _NO_BATCH, True
+        try:
+            self._end_all("the batch manager failed while it held this request")
+        finally:
+            self._steps.abandon()
+            # A step that has begun: who knows how far it came, and no recording can tell.
+            is_intact = self._batcher.is_idle_and_intact() and self._batcher.planner.is_at_rest
+            if self.health.has_failed_again or not is_intact:
+                self._renew()
+
+    def _renew(self) -> None:
+        """Begin with new books of blocks and places; nobody is active, no step runs."""
+        self._batcher = self._batcher.renewed()
+        self._batcher.rules = self._rules  # of nobody now
+        self._steps, self._active = self._batcher.make_steps(), self._batcher.active
+        self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
+        self._deadlines = DeadlineWatch()
+
+    def _end_all(self, error: str) -> None:
+        """Everyone in flight gets an error final, even if giving back what they hold fails too."""
+        self._intake.end_waiting(error)
+        requests = list(self._active)
+        for request in requests:
+            try:
+                self._end(request, error)
+            except BaseException:
+                _logger.exception("request %d could not release all it held", request.request_id)
+        told = {each.request.request_id for each in self._responses if each.is_final}
+        untold = [request for request in requests if request.request_id not in told]
+        self._responses += [HeldResponse(request, is_final=True, error=error) for request in untold]
+        self._batcher.recorder.finish_iteration()
+        self.return_completed_requests()

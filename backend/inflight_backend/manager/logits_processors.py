@@ -1,0 +1,233 @@
+"""Logits processors: Python callables of the operator, one of which a request chooses by name.
+
+The contract is TensorRT-LLM's ``LogitsPostProcessor`` (`cpp/include/tensorrt_llm/batch_manager/
+inferenceRequest.h`, `executor/executor.h`): called before each draw of a request with
+
+* its id, a number;
+* its logits, a tensor [1, beams, vocab] float32 on the device, to be changed in place;
+* the tokens so far of each beam, the prompt's first;
+* the stream on which the device works (a ``cudaStream_t`` as a number; None on a CPU, as those that
+  are published expect it where there is none).
+
+One that wants five arguments, as all published since TensorRT-LLM 0.12, is given None for the id
+that a client may have there; one that wants three, as before 0.10, no stream. Of a class each
+request gets an instance of its own, made when its first token is drawn.
+
+It runs on the loop's thread and before everything else that is done to the logits. A tensor that it
+returns takes the place of the one it got. One that fails ends its own request and nothing else: its
+row becomes NaN, from which nothing is drawn. What its request draws after the last token of an
+answer is dropped, so a processor with a memory may be asked once more than there are tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight_backend.engine.interface import LogitsEdit, LogitsEdits
+from inflight_backend.errors import ConfigurationError, InvalidRequest
+from inflight_backend.manager.entry_names import find_entry
+from inflight_backend.private_log import get_logger
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_validation import PROCESSOR_FIELD, read_processor_name
+from inflight_backend.requests.request_values import integer
+from inflight_scheduler import LlmRequest
+
+_logger = get_logger(__name__)
+
+LogitsPostProcessor = Callable[..., Any]
+"""(request id, logits [1, beams, vocab], tokens so far of each beam, stream) -> None or logits."""
+
+SETTING = "logits_processors"
+
+_NUM_ARGUMENTS = (4, 5, 3)  # the first of these that a processor can take
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NAN = float("nan")
+_FORCED = 1e30  # divided by the least repetition_penalty, 1e-6, it is still finite in float32
+
+
+def find_logits_processors(text: str | None) -> dict[str, LogitsPostProcessor]:
+    """The processors of ``name=package.module:callable``, several divided by commas, by name."""
+    processors: dict[str, LogitsPostProcessor] = {}
+    for item in filter(None, (each.strip() for each in (text or "").split(","))):
+        name, equals, entry = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise ConfigurationError(
+                f"{SETTING}: '{item}' must have the form name=package.module:callable"
+            )
+        if name in processors:
+            raise ConfigurationError(f"{SETTING} names '{name}' twice")
+        processors[name] = find_entry(SETTING, entry, "callable")
+    check_logits_processors(processors)
+    return processors
+
+
+def check_logits_processors(processors: Mapping[str, object]) -> None:
+    """`ConfigurationError` for a name that no request could send, or no callable behind it."""
+    for name, processor in processors.items():
+        if not _NAME.fullmatch(name):
+            raise ConfigurationError(
+                f"{SETTING}: a name has 1 to 64 letters, digits, '_', '.' or '-', not '{name}'"
+            )
+        if not callable(processor):
+            raise ConfigurationError(f"{SETTING}: '{name}' is not callable")
+        if _num_arguments(processor) is None:
+            raise ConfigurationError(
+                f"{SETTING}: '{name}' must take (request_id, logits, tokens, stream), with a "
+                "client_id behind them or without the stream; of a class, its instances"
+            )
+        if isinstance(processor, type) and not _takes(processor, ()):
+            raise ConfigurationError(
+                f"{SETTING}: '{name}' is a class that cannot be made without arguments, as each "
+                "request makes one: extend it, or name an object"
+            )
+
+
+def _num_arguments(processor: Any) -> int | None:
+    """How many arguments ``processor``, or an instance of it, is given; None: it cannot be."""
+    own: tuple[None, ...] = ()
+    if isinstance(processor, type):
+        if not any("__call__" in vars(base) for base in processor.__mro__):
+            return None
+        processor, own = processor.__call__, (None,)  # a function that wants its self
+    taken = (number for number in _NUM_ARGUMENTS if _takes(processor, (*own, *[None] * number)))
+    return next(taken, None)
+
+
+def _takes(function: Any, arguments: tuple[None, ...]) -> bool:
+    """Whether ``function`` can be called with so many; True where nobody can say (some of C's)."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except ValueError:
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What one request has chosen; of a class, its instance once there is one."""
+
+    name: str
+    processor: LogitsPostProcessor
+    num_arguments: int
+    error: str = ""
+
+    def call(self, *arguments: object) -> Any:
+        """What the processor answers to as many of the ``arguments`` as it wants."""
+        if isinstance(self.processor, type):
+            self.processor = self.processor()
+        return self.processor(*arguments[: self.num_arguments])
+
+
+class ActiveProcessors:
+    """Owner of what the active requests have chosen."""
+
+    def __init__(self, processors: Mapping[str, LogitsPostProcessor], *, can_edit: bool) -> None:
+        """``can_edit`` False: the engine lets nobody at its logits."""
+        self._processors = {
+            name: (processor, _num_arguments(processor) or _NUM_ARGUMENTS[0])
+            for name, processor in processors.items()
+        }
+        self._can_edit = can_edit
+        self._chosen: dict[int, _Choice] = {}
+
+    def check(self, request: InferenceRequest) -> None:
+        """`InvalidRequest` for a name that is not there."""
+        name = read_processor_name(request)
+        if name and not (self._can_edit and name in self._processors):
+            raise InvalidRequest(
+                f"'{PROCESSOR_FIELD}' names {name[:64]!r}, and this server has no logits "
+                "processor of that name; leave it out"
+            )
+        if name and integer(request, "beam_width", 1, -(2**31), 2**31 - 1) > 1:
+            raise InvalidRequest(f"'{PROCESSOR_FIELD}' cannot go with a 'beam_width' above 1")
+
+    def add(self, request: InferenceRequest) -> None:
+        """Process the logits of a request that was checked, if it chose a processor."""
+        if name := read_processor_name(request):
+            self._chosen[request.request_id] = _Choice(name, *self._processors[name])
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request, whether it has a processor or not."""
+        self._chosen.pop(request_id, None)
+
+    def error_of(self, request_id: int) -> str:
+        """What went wrong in the processor of a request; empty if nothing did."""
+        choice = self._chosen.get(request_id)
+        return "" if choice is None else choice.error
+
+    def why_no_token(self, request_id: int) -> str:
+        """What to say of a request for which nothing could be drawn; empty without a processor."""
+        choice = self._chosen.get(request_id)
+        if choice is None:
+            return ""
+        return choice.error or (
+            f"no token could be drawn behind logits processor '{choice.name}': it left no finite "
+            "number, or the other rules forbid what it left"
+        )
+
+    def is_chosen(self, request_id: int) -> bool:
+        """True for a request with a processor."""
+        return request_id in self._chosen
+
+    def __bool__(self) -> bool:
+        return bool(self._chosen)
+
+    def chosen_rows(self, owners: Sequence[LlmRequest]) -> list[tuple[int, LlmRequest]]:
+        """Those of ``owners`` that chose a processor, with their places."""
+        return [(row, each) for row, each in enumerate(owners) if each.request_id in self._chosen]
+
+    def edits(
+        self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
+    ) -> LogitsEdits:
+        """What is to be done to ``rows`` now; ``latest`` has the tokens that are drawn and not
+        settled, by request id."""
+        found = ((row, self._edit(request, latest)) for row, request in rows)
+        return [(row, edit) for row, edit in found if edit is not None]
+
+    def _edit(self, request: LlmRequest, latest: Mapping[int, int]) -> LogitsEdit | None:
+        """None for a request that has ended: whatever it draws is dropped."""
+        choice = self._chosen.get(request.request_id)
+        tokens = request.tokens[: request.num_drawn_tokens]
+        if request.num_pending_tokens:
+            tokens.append(latest[request.request_id])
+        has_answer = len(tokens) > request.orig_prompt_len
+        if choice is None or (has_answer and (tokens[-1] < 0 or tokens[-1] in request.end_ids)):
+            return None
+        bound = choice
+
+        def edit(logits: Any, stream: int | None) -> None:
+            _process(bound, request.request_id, logits, tokens, stream)
+
+        return edit
+
+
+def _process(
+    choice: _Choice, request_id: int, logits: Any, tokens: list[int], stream: int | None
+) -> None:
+    """Let the user's code change logits [1, beams, vocab]; NaN where that fails.
+
+    Infinity forces a token: it becomes a number that no rule behind makes infinite again.
+    """
+    try:
+        result = choice.call(request_id, logits, [tokens], stream, None)
+        if result is not None and getattr(result, "shape", None) != logits.shape:
+            shape = list(getattr(result, "shape", ())) or type(result).__name__
+            choice.error = (
+                f"logits processor '{choice.name}' returned {shape} where logits of shape "
+                f"{list(logits.shape)} belong"
+            )
+        else:
+            if result is not None:
+                logits.copy_(result)
+            logits.clamp_(max=_FORCED)
+    except BaseException:  # a panic of a tokenizer's is no Exception
+        choice.error = f"logits processor '{choice.name}' failed"
+        _logger.warning("%s in request %d", choice.error, request_id, exc_info=True)
+    if choice.error:
+        logits.fill_(_NAN)

@@ -1,0 +1,257 @@
+"""What requests want to know beside their tokens, gathered step by step and sent with them.
+
+Only requests that asked for something are known here; for the others nothing is kept, computed or
+sent. Times are those of `time.monotonic_ns`. The rows of log probabilities and generation logits
+are those of the tokens sent, and ``num_output_tokens`` counts these; ``cum_log_probs`` is the sum
+of the log probabilities so far. The logits of the prompt go with the first response.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from inflight_backend.engine.interface import ContextLogits, Logits, StepOutputs, TopLogProbs
+from inflight_backend.errors import CapacityExceeded
+from inflight_backend.requests.inference_request import NamedTensor
+from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, names_of_logits, num_logits_rows
+from inflight_backend.requests.tensors import FLOAT32, INT32, INT64, row, scalar
+from inflight_scheduler import NO_OUTPUTS, LlmRequest, ScheduledBatch
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Of one request. ``num_logits_bytes`` is what its logits may come to; ``is_asked_for_more``:
+    than rows for its tokens."""
+
+    request: LlmRequest
+    arrival_ns: int
+    num_logits_bytes: int
+    is_asked_for_more: bool
+    awaits_context: bool  # those logits go with the first response only
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_blocks: int = 0
+    num_reused_blocks: int = 0
+    log_probs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_log_probs: list[TopLogProbs] = field(default_factory=list)
+    logits: list[Logits] = field(default_factory=list)
+    context_logits: Logits | None = None
+    num_context_rows: int = 0  # of those logits, from the first
+    num_sent: int = 0
+    cum_log_prob: float = 0.0
+
+
+class OutputGatherer:
+    """Owner of what was gathered, by request id, and of the room for logits."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._row_bytes = 4 * vocab_size
+        self._gathered: dict[int, _Gathered] = {}
+
+    def add(self, request: LlmRequest, arrival_ns: int) -> None:
+        """Gather for ``request`` from now on, if it wants to know anything.
+
+        `CapacityExceeded` if there is no room for its logits beside those of the others.
+        """
+        asked = request.outputs
+        if asked is not NO_OUTPUTS:
+            num_bytes = self._reserve(request)
+            is_asked_for_more = (
+                asked.context_logits
+                or asked.num_input_tokens
+                or asked.num_output_tokens
+                or asked.perf_metrics
+            )
+            gathered = _Gathered(
+                request, arrival_ns, num_bytes, is_asked_for_more, asked.context_logits
+            )
+            self._gathered[request.request_id] = gathered
+
+    def _reserve(self, request: LlmRequest) -> int:
+        """What the logits of ``request`` may come to, in bytes, if that fits."""
+        asked = request.outputs
+        num_rows = num_logits_rows(asked, request.orig_prompt_len, request.max_new_tokens)
+        num_bytes = num_rows * self._row_bytes
+        num_reserved = sum(each.num_logits_bytes for each in self._gathered.values())
+        if num_bytes + num_reserved > MAX_LOGITS_BYTES:
+            raise CapacityExceeded(
+                f"{names_of_logits(asked)} would take {num_bytes} bytes, and the logits of active "
+                f"requests take {num_reserved} of {MAX_LOGITS_BYTES} already; try again later"
+            )
+        return num_bytes
+
+    def planned(self, batch: ScheduledBatch) -> None:
+        """A step is about to run: who is scheduled for the first time, who got blocks."""
+        if not self._gathered:
+            return
+        now, num_blocks = time.monotonic_ns(), Counter(block.slot for block in batch.new_blocks)
+        started = {setup.slot for setup in batch.setups}
+        for gathered in self._gathered.values():
+            slot = gathered.request.seq_slot
+            if slot is None:
+                continue
+            rows = range(slot, slot + gathered.request.num_rows)
+            gathered.num_blocks += sum(num_blocks[row] for row in rows)
+            if slot in started:
+                gathered.num_reused_blocks += gathered.request.num_reused_blocks
+                gathered.first_scheduled_ns = gathered.first_scheduled_ns or now
+
+    def executed(self, advanced: Sequence[LlmRequest], outputs: StepOutputs | None) -> None:
+        """A step has run: ``advanced`` have a new token."""
+        if not self._gathered:
+            return
+        now = time.monotonic_ns()
+        for request in advanced:
+            gathered = self._gathered.get(request.request_id)
+            if gathered is not None:
+                gathered.first_token_ns = gathered.first_token_ns or now
+                gathered.last_token_ns = now
+                if outputs is not None:
+                    _keep_draw(gathered, outputs)
+        for context in () if outputs is None else outputs.context_logits:
+            if context.request_id in self._gathered:
+                _keep_context(self._gathered[context.request_id], context)
+
+    def take(self, request: LlmRequest, num_tokens: int, is_final: bool) -> list[NamedTensor]:
+        """The tensors that go with the next ``num_tokens`` tokens of the answer."""
+        gathered = self._gathered.get(request.request_id)
+        if gathered is None:
+            return []
+        tensors = _take_tensors(gathered, num_tokens)
+        if is_final:
+            self.discard(request.request_id)
+        return tensors
+
+    def take_of_beams(
+        self, request: LlmRequest, num_tokens: int, is_final: bool
+    ) -> list[NamedTensor]:
+        """What goes with ``num_tokens`` tokens of all beams, beside what the search knows."""
+        gathered = self._gathered.get(request.request_id)
+        if gathered is None:
+            return []
+        if is_final:
+            self.discard(request.request_id)
+        return _take_of_request(gathered, num_tokens)
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request."""
+        self._gathered.pop(request_id, None)
+
+
+def _keep_draw(gathered: _Gathered, drawn: StepOutputs) -> None:
+    request, asked = gathered.request, gathered.request.outputs
+    request_id = request.request_id
+    if asked.log_probs:
+        _keep(gathered.log_probs, drawn.log_probs.get(request_id, ()), request)
+    if asked.log_prob_ranks:
+        _keep(gathered.ranks, drawn.ranks.get(request_id, ()), request)
+    if asked.num_top_log_probs:
+        _keep(gathered.top_log_probs, drawn.top_log_probs.get(request_id, ()), request)
+    if asked.generation_logits:
+        _keep(gathered.logits, drawn.generation_logits.get(request_id, ()), request)
+
+
+def _keep(kept: list[_Row], rows: Sequence[_Row], request: LlmRequest) -> None:
+    """As many as tokens count: behind a wrong draft others were drawn."""
+    if len(rows) == 1:  # nearly always, and that one counts
+        kept.append(rows[0])
+    else:
+        kept += rows[: request.num_generated_tokens - len(kept)]
+
+
+def _keep_context(gathered: _Gathered, context: ContextLogits) -> None:
+    """Only of the prompt: after a pause the answer so far is computed as a context, too."""
+    if not gathered.awaits_context:
+        return
+    prompt_len = gathered.request.orig_prompt_len
+    if gathered.context_logits is None:
+        shape = (prompt_len, context.logits.shape[1])
+        gathered.context_logits = np.zeros(shape, dtype=np.float32)
+    end = min(context.start + len(context.logits), prompt_len)
+    if end > context.start:
+        gathered.context_logits[context.start : end] = context.logits[: end - context.start]
+        gathered.num_context_rows = max(gathered.num_context_rows, end)
+
+
+def _take_tensors(gathered: _Gathered, num_tokens: int) -> list[NamedTensor]:
+    outputs = gathered.request.outputs
+    start, end = gathered.num_sent, gathered.num_sent + num_tokens
+    gathered.num_sent = end
+    tensors: list[NamedTensor] = []
+    if outputs.log_probs:
+        log_probs = gathered.log_probs[start:end]
+        gathered.cum_log_prob += log_probs[0] if num_tokens == 1 else sum(log_probs)
+        tensors.append(NamedTensor("output_log_probs", row(log_probs, FLOAT32)))
+        tensors.append(NamedTensor("cum_log_probs", scalar(gathered.cum_log_prob, FLOAT32)))
+    if outputs.log_prob_ranks:
+        tensors.append(NamedTensor("output_log_prob_ranks", row(gathered.ranks[start:end], INT32)))
+    if outputs.num_top_log_probs:
+        tops, shape = gathered.top_log_probs[start:end], (1, 1, -1, outputs.num_top_log_probs)
+        ids = np.array([ids for ids, _ in tops], dtype=np.int32).reshape(shape)
+        values = np.array([values for _, values in tops], dtype=np.float32).reshape(shape)
+        tensors.append(NamedTensor("top_log_probs", values))
+        tensors.append(NamedTensor("top_log_prob_ids", ids))
+    if outputs.generation_logits:
+        rows = gathered.logits[start:end]
+        logits = np.stack(rows) if rows else np.empty((0, 0), dtype=np.float32)
+        tensors.append(NamedTensor("generation_logits", logits[None, None]))
+    if gathered.is_asked_for_more:
+        tensors += _take_of_request(gathered, num_tokens)
+    return tensors
+
+
+def _take_of_request(gathered: _Gathered, num_output_tokens: int) -> list[NamedTensor]:
+    """What is the same however many beams there are."""
+    outputs = gathered.request.outputs
+    tensors: list[NamedTensor] = []
+    if gathered.awaits_context:
+        logits = gathered.context_logits
+        if logits is None:  # stopped before its first step
+            logits = np.empty((0, 0), dtype=np.float32)
+        # Who is stopped in the middle of the prompt gets the logits that were computed.
+        logits = logits[: gathered.num_context_rows]
+        tensors.append(NamedTensor("context_logits", logits[None]))
+        gathered.context_logits, gathered.awaits_context = None, False
+    if outputs.num_input_tokens:
+        tensors.append(_integer("num_input_tokens", gathered.request.orig_prompt_len))
+    if outputs.num_output_tokens:
+        tensors.append(_integer("num_output_tokens", num_output_tokens))
+    if outputs.perf_metrics:
+        tensors += _perf_metrics(gathered)
+    return tensors
+
+
+def _perf_metrics(gathered: _Gathered) -> list[NamedTensor]:
+    """The ten of the contract, as they stand now."""
+    request = gathered.request
+    acceptance_rate = request.num_accepted_drafts / max(request.num_verified_drafts, 1)
+    times = {
+        "arrival_time_ns": gathered.arrival_ns,
+        "first_scheduled_time_ns": gathered.first_scheduled_ns,
+        "first_token_time_ns": gathered.first_token_ns,
+        "last_token_time_ns": gathered.last_token_ns,
+    }
+    new = gathered.num_blocks - gathered.num_reused_blocks
+    return [
+        _integer("kv_cache_alloc_new_blocks", new),
+        _integer("kv_cache_reused_blocks", gathered.num_reused_blocks),
+        _integer("kv_cache_alloc_total_blocks", new),  # the peer's leaves out reused ones, too
+        *(NamedTensor(name, scalar(ns, INT64)) for name, ns in times.items()),
+        NamedTensor("acceptance_rate", scalar(acceptance_rate, FLOAT32)),
+        _integer("total_accepted_draft_tokens", request.num_accepted_drafts),
+        _integer("total_draft_tokens", request.num_verified_drafts),
+    ]
+
+
+def _integer(name: str, value: int) -> NamedTensor:
+    return NamedTensor(name, scalar(value, INT32))

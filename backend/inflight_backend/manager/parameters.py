@@ -1,0 +1,189 @@
+"""The settings of the server, parsed from the strings of Triton's ``parameters`` block.
+
+The table with names, kinds, defaults and bounds is `inflight_protocol.PARAMETERS`; the
+launcher and the model both come through `parse_parameters`, so they agree on what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from inflight_backend.errors import ConfigurationError
+from inflight_protocol import PARAMETER_BY_NAME, PARAMETERS, TRITON_PARAMETERS, ParameterSpec
+from inflight_protocol.elsewhere import TEMPLATE_HINTS
+
+PRIVATE_VARIABLE = "INFLIGHT_PRIVATE_PARAMETERS"
+"""Environment variable with parameters as a JSON object: whoever reaches Triton can read those of a
+model's configuration, so `inflight serve` hands paths to its models in this way."""
+
+_PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
+_TRUE = frozenset({"true", "1"})
+_FALSE = frozenset({"false", "0"})
+_KIND_IN_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerParameters:
+    """Every honoured key of the table with its value; None = not set, the model decides.
+
+    Build it with `parse_parameters`, which knows the defaults.
+    """
+
+    gpt_model_type: str
+    gpt_model_path: str
+    tokenizer_dir: str | None
+    batch_scheduler_policy: str
+    scheduler_class: str | None
+    max_beam_width: int
+    max_batch_size: int
+    max_num_tokens: int | None
+    max_seq_len: int | None
+    max_input_len: int | None
+    max_queue_size: int
+    tokens_per_block: int
+    max_tokens_in_paged_kv_cache: int | None
+    kv_cache_free_gpu_mem_fraction: float
+    exclude_input_in_output: bool
+    merge_responses: bool
+    cancellation_check_period_ms: int
+    stats_check_period_ms: int
+    device: str
+    dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    attention_backend: str
+    cuda_graph_mode: bool
+    cuda_graph_mixed_tokens: int
+    deterministic_mode: bool
+    overlap_scheduler: str
+    stall_seconds: float
+    status_file: str | None
+    drain_file: str | None
+    record_file: str | None
+    enable_chunked_context: bool | None
+    context_chunking_policy: str
+    context_chunk_unit: int | None
+    priority_span: float
+    max_queue_seconds: float | None
+    max_run_seconds: float | None
+    enable_kv_cache_reuse: bool
+    guided_decoding_backend: str
+    logits_processors: str | None
+    normalize_log_probs: bool
+    out_of_vocabulary: str
+    speculative_decoding_mode: str
+    max_draft_len: int
+    max_matching_ngram_size: int
+    speculative_disable_by_batch_size: int
+
+
+def parse_parameters(raw: Mapping[str, str]) -> ServerParameters:
+    """Check and convert ``raw``; an empty value or an unfilled ``${...}`` counts as not set.
+
+    ``ConfigurationError`` for an unknown key, a value outside its kind, choices or bounds, a key
+    that is not supported with another value than its default, or a missing ``gpt_model_path``.
+    """
+    check_keys(raw, PARAMETER_BY_NAME)
+    values: dict[str, Any] = {}
+    for spec in PARAMETERS:
+        value = _parse_value(spec, set_or_empty(raw.get(spec.name, "")))
+        if spec.is_honoured:
+            values[spec.name] = value
+    if values["gpt_model_path"] is None:
+        raise ConfigurationError(
+            "gpt_model_path is not set: give the folder of a Hugging Face checkpoint"
+        )
+    return ServerParameters(**values)
+
+
+def read_raw(model_config: str) -> dict[str, str]:
+    """The ``parameters`` block of a model's configuration, which is JSON; of those that the model
+    has, the ones in `PRIVATE_VARIABLE` count."""
+    private: dict[str, str] = json.loads(os.environ.get(PRIVATE_VARIABLE, "{}"))
+    block = json.loads(model_config)["parameters"]
+    return {key: private.get(key, value["string_value"]) for key, value in block.items()}
+
+
+def check_keys(raw: Mapping[str, str], known: Collection[str]) -> None:
+    """`ConfigurationError` for a key with a value that is neither ``known`` nor Triton's own.
+
+    One that is not set asks for nothing: the peer's templates have many that nobody fills.
+    """
+    for key, text in raw.items():
+        if set_or_empty(text) and key not in known and key not in TRITON_PARAMETERS:
+            raise ConfigurationError(unknown_key_message(key, known))
+
+
+def unknown_key_message(key: str, known: Collection[str] = PARAMETER_BY_NAME) -> str:
+    """Say that ``key`` is no setting, and what the peer's is here or which of those that are
+    ``known`` looks most like it."""
+    if key in TEMPLATE_HINTS:
+        return f"unknown setting {key!r}: {TEMPLATE_HINTS[key]}"
+    nearest = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"unknown setting {key!r}{hint}"
+
+
+def set_or_empty(text: str) -> str:
+    """The text without surrounding blanks; "" for a placeholder nobody filled."""
+    text = text.strip()
+    return "" if _PLACEHOLDER.fullmatch(text) else text
+
+
+def _parse_value(spec: ParameterSpec, text: str) -> str | int | float | bool | None:
+    """The typed value of one key, its default if ``text`` is empty."""
+    value = _convert(spec, text or spec.default)
+    if spec.is_honoured:
+        return value
+    if value != _convert(spec, spec.default):
+        allowed = f"remove it or set it to {spec.default!r}" if spec.default else "remove it"
+        raise ConfigurationError(
+            f"{spec.name} ({spec.meaning}) is not supported, got {text!r}: {allowed}"
+        )
+    return value
+
+
+def _convert(spec: ParameterSpec, text: str) -> str | int | float | bool | None:
+    """``text`` as the kind of ``spec``, within its choices or bounds; None for ""."""
+    if not text:
+        return None
+    if spec.kind == "choice":
+        if text not in spec.choices:
+            choices = ", ".join(spec.choices)
+            raise ConfigurationError(f"Invalid {spec.name} {text!r}: choose one of {choices}")
+        return text
+    if spec.kind == "bool":
+        return _convert_bool(spec, text)
+    if spec.kind in ("int", "float"):
+        return _convert_number(spec, text)
+    return text
+
+
+def _convert_bool(spec: ParameterSpec, text: str) -> bool:
+    if text.lower() not in _TRUE | _FALSE:
+        raise _wrong_kind(spec, text)
+    return text.lower() in _TRUE
+
+
+def _convert_number(spec: ParameterSpec, text: str) -> int | float:
+    try:
+        value = int(text) if spec.kind == "int" else float(text)
+    except ValueError:
+        raise _wrong_kind(spec, text) from None
+    low = spec.minimum if spec.minimum is not None else -float("inf")
+    high = spec.maximum if spec.maximum is not None else float("inf")
+    if not low <= value <= high:  # also catches NaN
+        raise ConfigurationError(
+            f"{spec.name} is {text}: it must be between {spec.minimum} and {spec.maximum}"
+        )
+    return value
+
+
+def _wrong_kind(spec: ParameterSpec, text: str) -> ConfigurationError:
+    return ConfigurationError(f"{spec.name} must be {_KIND_IN_WORDS[spec.kind]}, got {text!r}")

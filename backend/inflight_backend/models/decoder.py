@@ -1,0 +1,116 @@
+"""The decoder all families share: norm, attention, norm, gated MLP, over packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from inflight_backend.models.attention import AttentionStep, HeadNorms
+from inflight_backend.models.layers import Activation, Parameter
+from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.ops import Ops
+
+_Linear: TypeAlias = Callable[[Any], Tensor]  # takes the `Activation` of its own `Ops`
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: _Linear
+    head_norms: HeadNorms
+    output: _Linear
+    post_norm: Tensor
+    gate_up: _Linear
+    down: _Linear
+
+
+class Decoder:
+    """Weights of a model and the way through them. Holds no state of any request."""
+
+    def __init__(self, config: ModelConfig, parameters: dict[str, Parameter], ops: Ops) -> None:
+        """Takes ``parameters`` (names of `decoder_parameters`) over: the dict is emptied."""
+        self._config = config
+        self._ops = ops
+        self._embedding = _tensor(parameters.pop("embedding"))
+        self._layers = [_take_layer(parameters, layer, ops) for layer in range(config.num_layers)]
+        self._norm = _tensor(parameters.pop("norm"))
+        self._lm_head = ops.make_head(_tensor(parameters.pop("lm_head", self._embedding)))
+        assert not parameters, f"parameters without a use: {sorted(parameters)}"
+
+    def forward(self, tokens: Tensor, attention: AttentionStep, rows: Tensor | None) -> Tensor:
+        """tokens [T] -> normed hidden states [N, hidden] of ``rows`` [N], None for all.
+
+        The other tokens only leave their keys and values; the last layer does no more for them.
+        """
+        ops, last = self._ops, len(self._layers) - 1
+        residual = self._embedding[tokens]  # [T, hidden]
+        eps = self._config.rms_norm_eps
+        normed = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            x = self._attend(index, layer, normed, len(tokens), attention)
+            if rows is not None and index == last:
+                if rows.numel() == 0:
+                    return x[:0].new_empty(0, self._config.hidden_size)
+                x, residual = x[rows], residual[rows]
+            x = layer.output(ops.to_activation(x))
+            normed, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = layer.down(ops.silu_mul(layer.gate_up(normed)))
+            if index < last:
+                next_norm = self._layers[index + 1].input_norm
+                normed, residual = ops.add_rms_norm(x, residual, next_norm, eps)
+        return ops.final_norm(x, residual, self._norm, eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> [N, vocab] float32."""
+        return self.plain_logits(hidden).float()
+
+    def plain_logits(self, hidden: Tensor) -> Tensor:
+        """The same numbers in the dtype of the model, for a draw that changes none of them: of many
+        rows, their float32 form takes longer to write and to read than all else of a draw."""
+        return self._lm_head(hidden)
+
+    def _attend(
+        self, index: int, layer: _Layer, x: Activation, num_tokens: int, attention: AttentionStep
+    ) -> Tensor:
+        """x [T, hidden] -> what the heads found, [T, query_size]."""
+        config = self._config
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        heads = layer.qkv(x).view(num_tokens, num_heads + 2 * num_kv_heads, config.head_dim)
+        found = attention.attend(index, heads, layer.head_norms)
+        return found.view(num_tokens, config.query_size)
+
+
+def _tensor(parameter: Parameter) -> Tensor:
+    assert isinstance(parameter, Tensor), "only the weights of linears are quantised"
+    return parameter
+
+
+def _take_layer(parameters: dict[str, Parameter], layer: int, ops: Ops) -> _Layer:
+    prefix = f"layers.{layer}."
+
+    def take(name: str) -> Tensor:
+        return _tensor(parameters.pop(prefix + name))
+
+    def take_optional(name: str) -> Tensor | None:
+        return take(name) if prefix + name in parameters else None
+
+    def take_linear(name: str) -> _Linear:
+        weight = parameters.pop(f"{prefix}{name}.weight")
+        return ops.make_linear(weight, take_optional(f"{name}.bias"))
+
+    def for_norm(linear: _Linear) -> _Linear:
+        return getattr(linear, "for_norm", linear) if ops.norms_scale else linear
+
+    query_norm, key_norm = take_optional("query_norm"), take_optional("key_norm")
+    return _Layer(
+        input_norm=take("input_norm"),
+        qkv=take_linear("qkv"),
+        head_norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+        output=for_norm(take_linear("output")),
+        post_norm=take("post_norm"),
+        gate_up=take_linear("gate_up"),
+        down=for_norm(take_linear("down")),
+    )

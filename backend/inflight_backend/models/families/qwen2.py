@@ -1,0 +1,12 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value; the upper layers may slide."""
+
+from inflight_backend.models.families.traits import ModelTraits, read_layer_windows
+from inflight_backend.models.json_reader import JsonReader
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+MODEL_TYPE = "qwen2"
+
+
+def read_traits(reader: JsonReader) -> ModelTraits:
+    """The biases are fixed, no key speaks of them."""
+    return ModelTraits(has_qkv_bias=True, sliding_windows=read_layer_windows(reader))

@@ -1,0 +1,19 @@
+"""Qwen3 (dense): query and key are normed per head before they turn; head_dim is written."""
+
+from inflight_backend.models.families.traits import ModelTraits, read_layer_windows
+from inflight_backend.models.json_reader import JsonReader
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+MODEL_TYPE = "qwen3"
+
+
+def read_traits(reader: JsonReader) -> ModelTraits:
+    """``attention_bias`` puts a bias on all four projections."""
+    has_bias = reader.boolean("attention_bias", default=False)
+    return ModelTraits(
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias,
+        has_qk_norm=True,
+        sliding_windows=read_layer_windows(reader),
+        is_head_dim_required=True,
+    )

@@ -1,0 +1,44 @@
+"""The small operations a step is made of, as a table, so that a device can bring its own.
+
+What a linear layer reads is an `Activation`: a tensor, or with FP8 linears its `Quantized` twin.
+The decoder hands it from the op that made it to the layer and never looks inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from inflight_backend.models.layers import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Signatures and meaning are those of `inflight_kernels.reference`, except as said here.
+
+    ``rms_norm``, ``add_rms_norm`` and ``silu_mul`` feed linears; ``to_activation`` makes of plain
+    numbers what a linear reads, ``final_norm`` is ``add_rms_norm`` in plain numbers, for the head.
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Activation]
+    add_rms_norm: Callable[[Any, Tensor, Tensor, float], tuple[Activation, Tensor]]
+    final_norm: Callable[[Any, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Activation]
+    to_activation: Callable[[Tensor], Activation]
+    make_linear: Callable[[Any, Tensor | None], Callable[[Any], Tensor]]
+    make_head: Callable[[Tensor], Callable[[Tensor], Tensor]]
+    greedy: Callable[[Tensor], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    sample_with_log_probs: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+    ]
+    adjust_logits: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], None]
+    ban_repeated_ngrams: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]
+    ban_words: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    mask_logits: Callable[[Tensor, Tensor], None]
+    norms_scale: bool = False
+    """True if ``add_rms_norm`` and ``final_norm`` also take what `layers.Fp8Linear.for_norm` gives
+    in place of a tensor."""

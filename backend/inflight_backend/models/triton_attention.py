@@ -1,0 +1,227 @@
+"""The attention backend in the Triton language; importing this needs triton.
+
+Context chunks and generations of a mixed step are two launches, each of the kernel that suits it;
+`docs/gpu.md` gives the figures of the compiled code behind that choice. A step of generations
+alone, and a mixed one of fixed sizes, read nothing from the host, so that a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight_backend.models.attention import (
+    AttentionInputs,
+    AttentionStep,
+    HeadNorms,
+    MixedAttention,
+)
+from inflight_backend.models.kv_pool import KvPool
+from inflight_backend.models.model_config import ModelConfig
+from inflight_kernels._generation_work import GenerationWork
+from inflight_kernels.paged_attention_context import paged_attention_context
+from inflight_kernels.paged_attention_generation import paged_attention_generation, plan_generation
+from inflight_kernels.rope_write_kv import rope_write_kv
+
+DETERMINISTIC_SPLITS = 16
+"""Splits of a row in the deterministic mode: a row of 2,048 tokens fills 16 programs per KV head,
+as many as a batch of 8 of an 8B needs on 132 multiprocessors; a large batch pays for combining."""
+
+
+class TritonAttention:
+    """Kernels on the memory of one pool, whose KV may be FP8."""
+
+    reads_past_the_end = False
+
+    def __init__(
+        self, pool: KvPool, model: ModelConfig, cos_sin: Tensor, *, is_deterministic: bool = False
+    ) -> None:
+        # Then splits and tiles depend on a row's own length, not on the batch.
+        self._num_splits = DETERMINISTIC_SPLITS if is_deterministic else None
+        self._pool = pool
+        self._cos_sin = cos_sin
+        self._eps = model.rms_norm_eps
+        self._windows = model.sliding_windows
+        self._num_heads = model.num_heads
+        self._heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
+        self._scale = model.head_dim**-0.5
+
+    def begin(self, inputs: AttentionInputs) -> AttentionStep:
+        """Shared are views, the longest chunk, a hint for the size of tiles, and which program of
+        the generation attention does what."""
+        count, longest = inputs.num_context_sequences, 1
+        if count:
+            assert inputs.host is not None, "only steps of fixed sizes can be captured"
+            longest = int(inputs.host.query[:count].max())
+        return _TritonStep(
+            self,
+            Tokens(inputs.positions, inputs.slot_mapping),
+            Chunks(
+                inputs.block_tables[:count],
+                inputs.context_lengths[:count],
+                inputs.query_starts,
+                longest,
+            ),
+            self._generations(inputs.block_tables[count:], inputs.context_lengths[count:]),
+            inputs.num_context_tokens,
+        )
+
+    def begin_mixed(self, inputs: MixedAttention) -> AttentionStep:
+        """Any chunk may be as long as the step, so tiles are large; programs without work leave."""
+        return _MixedTritonStep(
+            self,
+            Tokens(inputs.positions, inputs.slot_mapping),
+            Chunks(
+                inputs.chunk_tables,
+                inputs.chunk_lengths,
+                inputs.query_starts,
+                len(inputs.positions),
+            ),
+            self._generations(inputs.generation_tables, inputs.generation_lengths),
+        )
+
+    def _generations(self, tables: Tensor, lengths: Tensor) -> Generations:
+        """With the work of each kind of layer."""
+        windows = set(self._windows) if len(lengths) else ()
+        return Generations(
+            tables,
+            lengths,
+            {
+                window: plan_generation(
+                    self._num_heads,
+                    self._pool.layer(0)[0],
+                    tables,
+                    lengths,
+                    window,
+                    num_splits=self._num_splits,
+                )
+                for window in windows
+            },
+        )
+
+    def write(
+        self,
+        layer: int,
+        heads: Tensor,
+        norms: HeadNorms,
+        tokens: Tokens,
+    ) -> Tensor:
+        """Norm and turn, store key and value; the query that is to attend."""
+        query_norm, key_norm = norms or (None, None)
+        query, key, value = torch.split(heads, self._heads, dim=1)
+        return rope_write_kv(
+            query,
+            key,
+            value,
+            self._cos_sin,
+            tokens.positions,
+            *self._pool.layer(layer),
+            tokens.slot_mapping,
+            query_norm,
+            key_norm,
+            self._eps,
+        )
+
+    def attend_context(
+        self, layer: int, query: Tensor, chunks: Chunks, out: Tensor | None = None
+    ) -> Tensor:
+        """The chunks of a step: query and ``out`` [num_context_tokens, H, D]."""
+        return paged_attention_context(
+            query,
+            *self._pool.layer(layer),
+            chunks.tables,
+            chunks.query_starts,
+            chunks.lengths,
+            self._scale,
+            self._windows[layer],
+            max_query_len=chunks.longest if self._num_splits is None else None,
+            out=out,
+        )
+
+    def attend_generation(
+        self, layer: int, query: Tensor, generations: Generations, out: Tensor | None = None
+    ) -> Tensor:
+        """The generations of a step: query and ``out`` [num_generations, H, D]."""
+        return paged_attention_generation(
+            query,
+            *self._pool.layer(layer),
+            generations.tables,
+            generations.lengths,
+            self._scale,
+            self._windows[layer],
+            work=generations.work.get(self._windows[layer]),
+            out=out,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Where the tokens of a step stand and lie, [num_tokens] int64 each."""
+
+    positions: Tensor
+    slot_mapping: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Context chunks: block tables [S, max_blocks], lengths [S] and starts [S + 1], int32, and the
+    most tokens that one may have."""
+
+    tables: Tensor
+    lengths: Tensor
+    query_starts: Tensor
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generations:
+    """Single tokens: block tables [B, max_blocks] and lengths [B], int32, and by sliding window
+    (None: without one) which program of the attention does what."""
+
+    tables: Tensor
+    lengths: Tensor
+    work: dict[int | None, GenerationWork]
+
+
+@dataclass(frozen=True, slots=True)
+class _TritonStep:
+    """Chunks first, ``num_context`` tokens of them, then generations."""
+
+    backend: TritonAttention
+    tokens: Tokens
+    chunks: Chunks
+    generations: Generations
+    num_context: int
+
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
+        backend, num_context = self.backend, self.num_context
+        query = backend.write(layer, heads, norms, self.tokens)
+        if num_context == 0:
+            return backend.attend_generation(layer, query, self.generations)
+        if num_context == len(query):
+            return backend.attend_context(layer, query, self.chunks)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        backend.attend_context(layer, query[:num_context], self.chunks, out[:num_context])
+        backend.attend_generation(layer, query[num_context:], self.generations, out[num_context:])
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _MixedTritonStep:
+    """Generations first, then chunks, then padding; how many of each only the device knows."""
+
+    backend: TritonAttention
+    tokens: Tokens
+    chunks: Chunks
+    generations: Generations
+
+    def attend(self, layer: int, heads: Tensor, norms: HeadNorms) -> Tensor:
+        backend, generations = self.backend, self.generations
+        query = backend.write(layer, heads, norms, self.tokens)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        rows = len(generations.lengths)
+        # In this order: rows without a generation get zeros, where there may be chunks.
+        backend.attend_generation(layer, query[:rows], generations, out[:rows])
+        return backend.attend_context(layer, query, self.chunks, out)

@@ -1,0 +1,1 @@
+"""From the tensors of a request to an `LlmRequest`, or an error that names the field."""

@@ -1,0 +1,70 @@
+"""What a request wants to know beside its tokens, as it says so in its inputs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
+from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.request_values import flag, integer
+from inflight_scheduler import NO_OUTPUTS, OutputParams
+
+MAX_LOGITS_BYTES = 2**29
+"""Logits of prompts and answers that all active requests together may ask for. One response may
+hold them all, on its way through shared memory."""
+
+
+MAX_TOP_LOG_PROBS = 20
+"""Likeliest tokens told beside each token: OpenAI's bound of ``top_logprobs``."""
+
+_OF_LOGITS = (
+    "log_probs",
+    "log_prob_ranks",
+    "num_top_log_probs",
+    "context_logits",
+    "generation_logits",
+)
+_FLAGS = [each.name for each in fields(OutputParams) if each.name != "num_top_log_probs"]
+
+
+def read_outputs(request: InferenceRequest) -> OutputParams:
+    """What the ``return_...`` inputs ask for."""
+    wanted: dict[str, Any] = {name: flag(request, f"return_{name}", False) for name in _FLAGS}
+    wanted["num_top_log_probs"] = integer(request, "num_top_log_probs", 0, 0, MAX_TOP_LOG_PROBS)
+    return OutputParams(**wanted) if any(wanted.values()) else NO_OUTPUTS
+
+
+def check_outputs(
+    outputs: OutputParams,
+    prompt_len: int,
+    max_new_tokens: int,
+    vocab_size: int,
+    *,
+    is_observable: bool,
+) -> None:
+    """Raise `InvalidRequest` for what the engine cannot tell, or not in so many numbers."""
+    if outputs.num_top_log_probs > vocab_size:
+        raise InvalidRequest(f"'num_top_log_probs' is more than the {vocab_size} tokens there are")
+    for name in _OF_LOGITS:
+        if getattr(outputs, name) and not is_observable:
+            name = name if name.startswith("num_") else f"return_{name}"
+            raise UnsupportedRequest(f"'{name}' is not supported by the engine of this server")
+    num_rows = num_logits_rows(outputs, prompt_len, max_new_tokens)
+    num_bytes = 4 * num_rows * vocab_size
+    if num_bytes > MAX_LOGITS_BYTES:
+        raise InvalidRequest(
+            f"{names_of_logits(outputs)} would take {num_rows} tokens x {vocab_size} logits = "
+            f"{num_bytes} bytes, more than {MAX_LOGITS_BYTES}; ask for fewer tokens"
+        )
+
+
+def num_logits_rows(outputs: OutputParams, prompt_len: int, max_new_tokens: int) -> int:
+    """Rows of logits, [vocab] each, that a request asks for at most."""
+    return prompt_len * outputs.context_logits + max_new_tokens * outputs.generation_logits
+
+
+def names_of_logits(outputs: OutputParams) -> str:
+    """The inputs that ask for logits, for the text of an error."""
+    kinds = ("context_logits", "generation_logits")
+    return " and ".join(f"'return_{kind}'" for kind in kinds if getattr(outputs, kind))

@@ -1,0 +1,121 @@
+"""Who gets drafts from the server, and how many.
+
+Drafts are worth their cost where the device has room to spare, so only while few requests are
+active and all of them generate. They never make anybody wait: they take what is left of the token
+budget and of the free blocks after everybody's next token. How many a request gets follows what
+became of its last ones: twice as many once all were right, half as many once none was; and when a
+single one was wrong, none for some steps.
+
+A request whose draws depend on more of the text than its logits do (penalties, no-repeat n-grams,
+bad words of several tokens, a decaying top-p), one that is guided, and one with beams get none:
+their state is kept for one token per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.speculative.ngram import NgramIndex
+from inflight_scheduler import ActiveRequests, BlockManager, LlmRequest, can_verify
+
+_NUM_QUIET_STEPS = 8
+
+
+@dataclass(slots=True)
+class _Guessing:
+    request: LlmRequest
+    index: NgramIndex
+    num_drafts: int
+    num_quiet_steps: int = 0  # to come
+    num_verified: int = 0
+    num_accepted: int = 0
+
+    def take_result(self, max_draft_len: int) -> None:
+        """Look at what became of the drafts since the last time."""
+        num_verified = self.request.num_verified_drafts - self.num_verified
+        num_accepted = self.request.num_accepted_drafts - self.num_accepted
+        self.num_verified += num_verified
+        self.num_accepted += num_accepted
+        if num_verified == 0:
+            self.num_quiet_steps = max(self.num_quiet_steps - 1, 0)
+        elif num_accepted == num_verified:
+            self.num_drafts = min(2 * self.num_drafts, max_draft_len)
+        elif num_accepted == 0 and self.num_drafts > 1:
+            self.num_drafts //= 2
+        elif num_accepted == 0:
+            self.num_quiet_steps = _NUM_QUIET_STEPS
+
+
+class Drafter:
+    """Guesses for the requests that generate; knows the texts of those it guessed for last."""
+
+    def __init__(
+        self,
+        config: SpeculativeDecodingConfig,
+        block_manager: BlockManager,
+        max_num_tokens: int,
+        is_guided: Callable[[LlmRequest], bool],
+    ) -> None:
+        self._config = config
+        self._block_manager = block_manager
+        self._max_num_tokens = max_num_tokens
+        self._is_guided = is_guided
+        self._guessing: dict[int, _Guessing] = {}
+
+    def is_on(self, active: ActiveRequests) -> bool:
+        """True while drafts are worth their cost."""
+        return 0 < len(active) <= self._config.disable_by_batch_size and (
+            len(active.generation) == len(active)
+        )
+
+    def guess(self, active: ActiveRequests) -> None:
+        """Give drafts to those of ``active`` for whom something is known; nothing if not `is_on`.
+
+        O(new tokens), but O(text) for a request that was not guessed for last time.
+        """
+        if not self.is_on(active):
+            return
+        manager, requests = self._block_manager, active.generation
+        for request in requests:
+            request.set_draft_tokens(())
+        num_spare_tokens = self._max_num_tokens - len(requests)
+        num_spare_blocks = manager.num_free_blocks
+        num_spare_blocks -= sum(map(manager.get_needed_blocks_one_step, requests))
+        guessing: dict[int, _Guessing] = {}
+        for request in requests:
+            if not can_verify(request) or self._is_guided(request):
+                continue
+            known = guessing[request.request_id] = self._find(request)
+            num_drafts = min(known.num_drafts, request.num_remaining_tokens - 1, num_spare_tokens)
+            may_guess = num_drafts > 0 and known.num_quiet_steps == 0
+            drafts = known.index.guess(num_drafts) if may_guess else []
+            num_blocks = _num_more_blocks(manager, request, drafts)
+            if drafts and num_blocks <= num_spare_blocks:
+                request.set_draft_tokens(drafts)
+                num_spare_tokens -= len(drafts)
+                num_spare_blocks -= num_blocks
+        self._guessing = guessing
+
+    def _find(self, request: LlmRequest) -> _Guessing:
+        """What is known of ``request``, with what became of its last drafts."""
+        known = self._guessing.get(request.request_id)
+        if known is None or known.request is not request:
+            index = NgramIndex(request.tokens, self._config.max_matching_ngram_size)
+            known = _Guessing(request, index, self._config.max_draft_len)
+            known.num_verified, known.num_accepted = (
+                request.num_verified_drafts,
+                request.num_accepted_drafts,
+            )
+        known.take_result(self._config.max_draft_len)
+        return known
+
+
+def _num_more_blocks(manager: BlockManager, request: LlmRequest, drafts: list[int]) -> int:
+    """Blocks that a step with ``drafts`` takes and one without does not."""
+    num_plain = manager.get_needed_blocks_one_step(request)
+    request.set_draft_tokens(drafts)
+    num_needed = manager.get_needed_blocks_one_step(request)
+    request.set_draft_tokens(())
+    return num_needed - num_plain

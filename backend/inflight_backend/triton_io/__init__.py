@@ -1,0 +1,1 @@
+"""One Triton request and its answer."""

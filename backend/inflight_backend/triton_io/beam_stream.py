@@ -1,0 +1,151 @@
+"""The answer of a search with beams on its way out: every response says everything anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from inflight_backend.errors import UnsupportedRequest
+from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.requests.tensors import finish_reason_tensor
+from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
+from inflight_backend.triton_io.extras import Zeros
+from inflight_backend.triton_io.stop_text import StopText, StopTokens
+from inflight_backend.triton_io.stream import Stream
+from inflight_backend.triton_io.texts import add_words
+from inflight_scheduler import FinishReason, LlmRequest
+from inflight_scheduler.sampling import Word
+
+
+@dataclass(frozen=True, slots=True)
+class BeamTexts:
+    """Makes the text of each beam: the prompt, if it is part of the answer, and what follows it.
+
+    Stop words are left out, as tokens and as text.
+    """
+
+    codec: TextCodec
+    prompt_ids: tuple[int, ...]
+    prefix: str
+    num_prompt_ids: int
+    stop_words: tuple[Word, ...]
+    stop_texts: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, codec: TextCodec, request: LlmRequest, prompt: str, stop_texts: Sequence[str]
+    ) -> BeamTexts:
+        """For ``request``, whose prompt reads ``prompt``."""
+        includes_prompt = not (request.is_streaming or request.exclude_input_in_output)
+        return cls(
+            codec,
+            tuple(request.tokens),
+            prompt if includes_prompt else "",
+            len(request.tokens) if includes_prompt else 0,
+            tuple(sorted(request.stop_words)),  # to sort them again for each text takes no time
+            tuple(stop_texts),
+        )
+
+    def text(self, ids: Sequence[int], *, is_final: bool) -> bytes:
+        """The text of one beam; O(tokens). Without what may be the beginning of a stop word, or of
+        a character, unless ``is_final``."""
+        new_ids = list(ids[self.num_prompt_ids :])
+        text, has_stopped = self._write(new_ids, is_final)
+        if self.stop_words and not has_stopped:  # a text goes as far as a word in it
+            certain = StopTokens(self.stop_words).push(new_ids, is_final=is_final)
+            text, _ = self._write(certain, is_final)
+        return (self.prefix + text).encode()
+
+    def _write(self, ids: list[int], is_final: bool) -> tuple[str, bool]:
+        """The text of ``ids`` up to a word given as text, and whether there is one."""
+        detokenizer = IncrementalDetokenizer(self.codec, self.prompt_ids)
+        text = detokenizer.push(ids)
+        if is_final:
+            text += detokenizer.finish()
+        if not self.stop_texts:
+            return text, False
+        stop = StopText(self.stop_texts)
+        text = stop.push(text, is_final=is_final)
+        return text, stop.is_hit
+
+
+@dataclass(slots=True)
+class BeamStream:
+    """The way back of one request with beams; as `TokenStream`, but nothing is put together.
+
+    ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
+    last response, ``constants`` go with every one and ``zeros`` with the last. ``texts`` is set
+    when text is among them.
+    """
+
+    stream: Stream
+    outputs: frozenset[str]
+    texts: BeamTexts | None = None
+    constants: Mapping[str, Array] = field(default_factory=dict)
+    final_outputs: frozenset[str] = frozenset()
+    zeros: Zeros | None = None
+    num_left_out: ClassVar[int] = 0
+
+    def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
+        """Which row of its Triton request this is; None for the only one. Beams are one sequence.
+
+        ``is_asked``: say so in every response.
+        """
+        assert sequence is None, "a search is one request"
+        if row is not None:
+            self.constants = {**self.constants, "batch_index": np.array([[row]], dtype=np.int32)}
+            if is_asked:
+                self.outputs |= {"batch_index"}
+
+    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
+        """Send ``extras``, all that is known of the beams; ``ids`` is empty. False, always: words
+        that end an answer are found by the search."""
+        self.stream.send(self._make(extras, is_final), is_final=is_final)
+        return False
+
+    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
+        """The last response, for who has something to do before it is sent."""
+        return self._make(extras, True)
+
+    def _make(self, extras: Mapping[str, Array], is_final: bool) -> dict[str, Array]:
+        tensors = dict(extras)
+        if self.texts is not None:
+            beams = zip(tensors["output_ids"][0], tensors["sequence_length"][0], strict=True)
+            texts = [
+                self.texts.text(ids[:length].tolist(), is_final=is_final) for ids, length in beams
+            ]
+            tensors["text_output"] = np.array(texts, dtype=np.object_)
+        tensors.setdefault("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))
+        tensors.update(self.constants)
+        if is_final and self.zeros is not None and "output_ids" in tensors:
+            tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
+        return {name: tensor for name, tensor in tensors.items() if name in outputs}
+
+
+def has_beams(inputs: Mapping[str, Array]) -> bool:
+    """True for a request that searches; what is wrong with its width is said later."""
+    width = inputs.get("beam_width")
+    if width is None or width.size != 1 or width.dtype != np.int32:
+        return False  # validation names what is wrong with it
+    return bool(width.reshape(-1)[0] > 1)
+
+
+def set_beam_tensors(
+    request: InferenceRequest,
+    inputs: Mapping[str, Array],
+    stop_texts: Sequence[str],
+    codec: TextCodec | None,
+    vocab_size: int,
+) -> None:
+    """What beams want to know beside the inputs passed on: how many of them to return, and the
+    texts that end one, as tokens."""
+    if "num_return_sequences" in inputs:
+        request.replace_tensor("num_return_sequences", inputs["num_return_sequences"])
+    if stop_texts:
+        if codec is None:
+            raise UnsupportedRequest("'stop_words' needs a tokenizer, and the checkpoint has none")
+        add_words(request, "stop_words_list", stop_texts, codec, vocab_size)

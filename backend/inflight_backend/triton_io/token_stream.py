@@ -1,0 +1,208 @@
+"""The tokens of one generation request in the form its client asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+
+from inflight_backend.requests.tensors import (
+    INT32,
+    OBJECT,
+    finish_reason_tensor,
+    length_tensor,
+    row,
+    scalar,
+)
+from inflight_backend.text.tokenizer import IncrementalDetokenizer
+from inflight_backend.triton_io.extras import Extras, Zeros, after_the_end, without_last
+from inflight_backend.triton_io.stop_text import StopText, StopTokens
+from inflight_backend.triton_io.stream import Stream
+from inflight_scheduler import FinishReason
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class TextWriter:
+    """Makes text of tokens.
+
+    ``prefix`` is the prompt, for an answer that includes it, and ``num_prompt_ids`` how many of the
+    first ids are the prompt's. Stop words are left out: ``stop_tokens`` as tokens, ``stop_text`` as
+    text.
+    """
+
+    detokenizer: IncrementalDetokenizer
+    prefix: str = ""
+    num_prompt_ids: int = 0
+    stop_tokens: StopTokens | None = None
+    stop_text: StopText | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once a stop word was found in the text."""
+        return self.stop_text is not None and self.stop_text.is_hit
+
+    def write(self, ids: Sequence[int], is_final: bool) -> tuple[str, int]:
+        """Text that the next ``ids`` make certain, and how many of them belong to the answer."""
+        prefix, self.prefix = self.prefix, ""
+        skipped, self.num_prompt_ids = self.num_prompt_ids, 0
+        new_ids: Sequence[int] = ids[skipped:]
+        held: Sequence[int] = ()
+        num_held_before = 0
+        if self.stop_tokens is not None:
+            num_held_before = len(self.stop_tokens.held)
+            new_ids = self.stop_tokens.push(new_ids, is_final=is_final)
+            held = self.stop_tokens.held
+        if self.stop_text is None:
+            text = self.detokenizer.push(new_ids)
+            if is_final:
+                text += self.detokenizer.finish()
+            return prefix + text, len(ids)
+        ahead = held[:-1] if is_final else held  # with its last token, the word of tokens counts
+        text, num_used = self._write_until_stop(self.stop_text, new_ids, ahead, is_final)
+        num_used -= num_held_before  # in which there was no stop word, as the last call has seen
+        return prefix + text, skipped + num_used if self.is_stopped else len(ids)
+
+    def _write_until_stop(
+        self, stop: StopText, ids: Sequence[int], ahead: Sequence[int], is_final: bool
+    ) -> tuple[str, int]:
+        """The text before a stop word, and how many of the tokens it took to complete that.
+
+        ``ahead``: tokens that were drawn after ``ids``, and are text only if that stops in them.
+        """
+        tokens = [*ids, *ahead]
+        before = (self.detokenizer.fork(), stop.fork()) if len(tokens) > 1 else None
+        text = stop.push(self.detokenizer.push(ids), is_final=False)
+        if ahead and not stop.is_hit:
+            looking = stop.fork()
+            more = looking.push(self.detokenizer.fork().push(ahead), is_final=False)
+            if looking.is_hit:
+                self.stop_text = stop = looking
+                text += more
+        if not stop.is_hit:
+            if is_final:
+                text += stop.push(self.detokenizer.finish(), is_final=True)
+            return text, len(ids)
+        num_used = len(tokens)
+        if before is not None:  # once more, token by token: which one was it?
+            detokenizer, again = before
+            num_used = 0
+            while not again.is_hit and num_used < len(tokens):
+                again.push(detokenizer.push(tokens[num_used : num_used + 1]), is_final=False)
+                num_used += 1
+        return text, num_used
+
+
+@dataclass(slots=True)
+class TokenStream:
+    """The way back of one request, or of one sequence of it.
+
+    ``outputs`` are the names of the tensors to send, ``final_outputs`` of more that go with the
+    last response; ``text`` is set when text is among them.
+    ``is_whole``: one response with everything, although the tokens come one by one; ``ids`` then
+    begin with the prompt if it is part of the answer. ``constants`` go with every response,
+    ``zeros`` with the last one.
+    ``num_left_out``: tokens so far that were drawn behind a stop word.
+    """
+
+    stream: Stream
+    outputs: frozenset[str]
+    text: TextWriter | None = None
+    final_outputs: frozenset[str] = frozenset()
+    is_whole: bool = False
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    extras: Extras = field(default_factory=Extras)
+    constants: Mapping[str, Array] = field(default_factory=dict)
+    zeros: Zeros | None = None
+    is_stopped: bool = False
+    num_left_out: int = 0
+
+    def set_index(self, row: int | None, sequence: int | None, *, is_asked: bool) -> None:
+        """Which row of its request this is, and which sequence of that; None where there is one.
+
+        ``is_asked``: say so in every response.
+        """
+        for name, index in (("batch_index", row), ("sequence_index", sequence)):
+            if index is not None:
+                tensor = scalar(index, INT32)
+                self.constants = {**self.constants, name: tensor}
+                if is_asked:
+                    self.outputs |= {name}
+
+    def send(self, ids: Sequence[int], extras: Mapping[str, Array], *, is_final: bool) -> bool:
+        """Send what is new since the last call as one response.
+
+        True: the text has come to a stop word just now, and the request should be stopped.
+        """
+        tensors, is_hit = self._make(ids, extras, is_final)
+        if tensors is not None:
+            self.stream.send(tensors, is_final=is_final)
+        return is_hit
+
+    def make_last(self, ids: Sequence[int], extras: Mapping[str, Array]) -> dict[str, Array]:
+        """The last response, for who has something to do before it is sent."""
+        tensors, _ = self._make(ids, extras, True)
+        assert tensors is not None, "the last one always says something"
+        return tensors
+
+    def _make(
+        self, ids: Sequence[int], extras: Mapping[str, Array], is_final: bool
+    ) -> tuple[dict[str, Array] | None, bool]:
+        """The response, None if there is nothing to say yet, and whether to stop the request."""
+        was_stopped, text = self.is_stopped, ""
+        if was_stopped:  # these were generated before the stop could be heard
+            self.num_left_out += len(ids)
+            ids, extras = (), after_the_end(extras, self.extras.last)
+        elif self.text is not None:
+            text, num_ids = self.text.write(ids, is_final)
+            self.is_stopped = self.text.is_stopped
+            if self.is_stopped:
+                self.num_left_out += len(ids) - num_ids
+                extras = without_last(extras, len(ids) - num_ids)
+                ids = ids[:num_ids]
+        if self.is_whole or self.is_stopped:
+            for name, tensor in extras.items():
+                self.extras.add(name, tensor)
+        is_hit = self.is_stopped and not was_stopped and not is_final
+        if self.is_whole:
+            self.ids.extend(ids)
+            self.texts.append(text)
+            if not is_final:
+                return None, is_hit
+            ids, text, extras = self.ids, "".join(self.texts), self.extras.joined()
+        tensors = self._tensors(ids, text, extras, is_final)
+        # A stream of text alone has nothing to say while a token completes no character.
+        says_nothing = tensors.keys() - self.constants.keys() == {"text_output"} and not text
+        return (None if says_nothing and not is_final else tensors), is_hit
+
+    def _tensors(
+        self, ids: Sequence[int], text: str, extras: Mapping[str, Array], is_final: bool
+    ) -> dict[str, Array]:
+        tensors: dict[str, Array] = {}
+        outputs = self.outputs | self.final_outputs if is_final else self.outputs
+        if "output_ids" in self.outputs:
+            tensors["output_ids"] = row(ids, INT32)
+        if "sequence_length" in self.outputs:
+            tensors["sequence_length"] = length_tensor(len(ids))
+        if "text_output" in self.outputs:
+            tensors["text_output"] = scalar(text.encode(), OBJECT)[0]
+        if "finish_reason" in outputs:
+            tensors["finish_reason"] = self._finish_reason(extras, is_final)
+        for name, tensor in extras.items():
+            if name in outputs and name != "finish_reason":
+                tensors[name] = tensor
+        for name, tensor in self.constants.items():
+            if name in outputs:
+                tensors[name] = tensor
+        if is_final and self.zeros is not None:
+            tensors |= self.zeros.tensors(1, len(ids))
+        return tensors
+
+    def _finish_reason(self, extras: Mapping[str, Array], is_final: bool) -> Array:
+        if is_final and self.is_stopped:
+            return finish_reason_tensor(FinishReason.STOP_WORDS)
+        return extras.get("finish_reason", finish_reason_tensor(FinishReason.NOT_FINISHED))

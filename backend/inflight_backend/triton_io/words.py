@@ -1,0 +1,64 @@
+"""Lists of words as tensors, in the layout of the peer's ``preprocessing`` model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+
+Encode = Callable[[str], list[int]]
+
+MAX_NUMBERS = 2**24
+"""Numbers of one table, 64 MiB."""
+
+
+def check_table(name: str, num_rows: int, num_columns: int) -> None:
+    """`InvalidRequest` for what would become a table too large."""
+    if num_rows * num_columns > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"'{name}' would become {num_rows} rows of {num_columns} numbers each, "
+            f"more than {MAX_NUMBERS} in all; send fewer rows at once"
+        )
+
+
+def word_ids(rows: Sequence[Sequence[str]], encode: Encode) -> npt.NDArray[np.int32]:
+    """``[num_rows, 2, n]``: all ids of a row's words one after the other, and where each word ends.
+
+    Ids are padded with 0, ends with -1. Empty words are passed over; without any, n is 0.
+    """
+    encoded = [[ids for word in row if word and (ids := encode(word))] for row in rows]
+    size = max((sum(map(len, words)) for words in encoded), default=0)
+    result = np.zeros((len(rows), 2, size), dtype=np.int32)
+    result[:, 1] = -1
+    for row, words in zip(result, encoded, strict=True):
+        if words:
+            flat = np.concatenate(words)
+            row[0, : len(flat)] = flat
+            row[1, : len(words)] = np.cumsum([len(word) for word in words])
+    return result
+
+
+def embedding_bias(
+    rows: Sequence[Sequence[str]],
+    weights: Sequence[Sequence[float]],
+    encode: Encode,
+    vocab_size: int,
+) -> npt.NDArray[np.float32]:
+    """``[num_rows, vocab_size]``: the weight of each word on every token of it.
+
+    ``[num_rows, 0]`` without words. `InvalidRequest` unless there is a weight for every word.
+    """
+    if [len(row) for row in rows] != [len(row) for row in weights]:
+        raise InvalidRequest("'EMBEDDING_BIAS_WORDS' and 'EMBEDDING_BIAS_WEIGHTS' differ in length")
+    if not any(word for row in rows for word in row):
+        return np.zeros((len(rows), 0), dtype=np.float32)
+    check_table("EMBEDDING_BIAS_WORDS", len(rows), vocab_size)
+    result = np.zeros((len(rows), vocab_size), dtype=np.float32)
+    for bias, words, values in zip(result, rows, weights, strict=True):
+        for word, value in zip(words, values, strict=True):
+            if word:
+                bias[encode(word)] += value
+    return result

@@ -1,0 +1,1 @@
+"""The other models of the repository: text, vLLM's inputs, business logic scripting."""

@@ -1,0 +1,1 @@
+"""Start a server, watch it, and explain what it decided."""

@@ -1,0 +1,171 @@
+"""The command ``inflight plan``."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from string import ascii_letters, whitespace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inflight_backend.errors import ConfigurationError
+from inflight_server.commands.common import reported_errors
+
+if TYPE_CHECKING:
+    from inflight_backend.engine.memory_plan import Concurrency, MemoryPlan
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MAX_BYTES = 2**60
+_MAX_TOKENS = 2**40  # the bound of the server's parameters
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
+
+
+def plan(
+    folder: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder.")],
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(help="Free memory of the GPU, such as 80GiB; without it a CPU is planned."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="none or fp8.")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
+    tokens_per_block: Annotated[int, typer.Option(min=1, max=1024)] = 32,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MAX_TOKENS, help="The parameter max_tokens_in_paged_kv_cache."),
+    ] = None,
+    fraction: Annotated[
+        float,
+        typer.Option(min=0.01, max=0.99, help="The parameter kv_cache_free_gpu_mem_fraction."),
+    ] = 0.9,
+    max_batch_size: Annotated[int, typer.Option(min=1, max=65536)] = 256,
+    max_beam_width: Annotated[int, typer.Option(min=1, max=64)] = 1,
+    max_num_tokens: Annotated[int | None, typer.Option(min=1, max=_MAX_TOKENS)] = None,
+    max_seq_len: Annotated[int | None, typer.Option(min=2, max=_MAX_TOKENS)] = None,
+    reserve: Annotated[
+        str,
+        typer.Option(help="Assumed for the CUDA context, workspaces and recorded steps."),
+    ] = "0.5GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a checkpoint needs and how many requests fit. Nothing is loaded."""
+    from inflight_backend.engine.memory_plan import (
+        PlanSettings,
+        check_limits,
+        concurrency,
+        make_plan,
+        usual_shapes,
+    )
+    from inflight_backend.models.model_config import ModelConfig
+
+    with reported_errors():
+        settings = PlanSettings(
+            gpu_memory=None if gpu_memory is None else _memory("--gpu-memory", gpu_memory),
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            tokens_per_block=tokens_per_block,
+            max_tokens=max_tokens,
+            fraction=fraction,
+            max_batch_size=max_batch_size,
+            max_beam_width=max_beam_width,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            reserve=_memory("--reserve", reserve),
+        )
+        check_limits(ModelConfig.from_folder(folder), settings)
+        made = make_plan(folder, settings)
+    rows = [concurrency(made, *shape) for shape in usual_shapes(made.max_seq_len)]
+    if as_json:
+        content = {**asdict(made), "block_bytes": made.block_bytes, "pool_bytes": made.pool_bytes}
+        typer.echo(json.dumps({**content, "concurrency": [asdict(row) for row in rows]}, indent=1))
+    else:
+        typer.echo(_describe(made, rows))
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``80GiB``, ``16g``, ``512 MB``, up to 1 EiB; `ConfigurationError` for others."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"{text[:40]!r} is no size: write 80GiB, 16GB or 512MiB")
+    num_bytes = float(match[1]) * _UNITS[(match[2] or "").lower()]
+    if num_bytes > _MAX_BYTES:  # also infinitely many
+        raise ConfigurationError(f"the size {text[:40]!r} is above 1 EiB")
+    return int(num_bytes)
+
+
+def _memory(option: str, text: str) -> int:
+    """The size given as ``option``; below 1 MiB it is a number without its unit, but for 0."""
+    num_bytes = parse_size(text)
+    if 0 < num_bytes < _UNITS["mi"]:
+        number = text.strip().rstrip(ascii_letters + whitespace)
+        raise ConfigurationError(f"{option} {text} is {num_bytes} bytes: write {number}GiB")
+    return num_bytes
+
+
+def format_size(num_bytes: int) -> str:
+    """Bytes for people, in binary units."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
+    fp8 = " with linears in fp8" if made.quantization == "fp8" else ""
+    facts = [
+        ("model", f"{made.architecture}, {made.num_parameters:,} parameters as {made.dtype}{fp8}"),
+        ("weights", f"{format_size(made.weight_bytes)} (files: {format_size(made.file_bytes)})"),
+        ("rope table", f"{format_size(made.table_bytes)} ({made.max_seq_len:,} positions)"),
+        (
+            "kept for slots",
+            f"{format_size(made.slot_bytes)} ({made.max_batch_size * made.max_beam_width} slots)",
+        ),
+    ]
+    if made.free_bytes is not None:
+        step = f"{format_size(made.step_bytes)} ({made.max_num_tokens:,} tokens)"
+        facts.append(("largest step", step))
+        facts.append(("left on the GPU", format_size(made.free_bytes)))
+    facts += [
+        ("KV per token", format_size(made.kv_bytes_per_token)),
+        ("KV per block", f"{format_size(made.block_bytes)} ({made.tokens_per_block} tokens)"),
+        (
+            "pool",
+            f"{made.num_blocks:,} blocks = {made.pool_tokens:,} tokens, "
+            f"{format_size(made.pool_bytes)}",
+        ),
+    ]
+    lines = [f"{name:<16} {value}" for name, value in facts]
+    lines += ["", "requests at once (prompt + new tokens):", ""]
+    header = ("prompt", "new", "blocks each", "guaranteed_no_evict", "max_utilization, staggered")
+    lines.append("  ".join(f"{name:>{max(len(name), 7)}}" for name in header))
+    for row in rows:
+        values = (
+            row.prompt_len,
+            row.max_new_tokens,
+            row.blocks_at_completion,
+            row.guaranteed,
+            row.staggered,
+        )
+        lines.append(
+            "  ".join(
+                f"{value:>{max(len(name), 7)},}" for name, value in zip(header, values, strict=True)
+            )
+        )
+    lines += [
+        "",
+        "guaranteed_no_evict: safe, nobody is ever paused (static_batch: as many in a batch).",
+        "max_utilization pauses nobody up to that number either; staggered: when requests are",
+        "spread over their lives, so that each holds the mean of its blocks.",
+    ]
+    if any(row.prompt_len + row.max_new_tokens - 1 > made.max_num_tokens for row in rows):
+        lines += [
+            "",
+            f"max_num_tokens is {made.max_num_tokens:,}: a longer prompt takes several iterations.",
+            "Where contexts are not cut (enable_chunked_context=false, V1, deterministic_mode)",
+            "a step must hold the longest one: plan with --max-num-tokens of the longest request.",
+        ]
+    return "\n".join(lines)

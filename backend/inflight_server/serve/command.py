@@ -1,0 +1,116 @@
+"""The command ``inflight serve``; the command line of the client finds it by entry point."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inflight_backend.errors import ServingError
+from inflight_server.serve.messages import say
+from inflight_server.serve.options import AddOption, DecoupledOption, SetOption, chosen_models
+from inflight_server.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
+
+_DEFAULT = ServeSettings()
+_HIGHEST_PORT = 65535
+_MIN_CONNECTION_SECONDS = 0.001
+_MAX_CONNECTION_SECONDS = 2_000_000.0  # gRPC counts milliseconds in 31 bits
+
+
+def _at_least_a_millisecond(seconds: float) -> float:
+    """``seconds``, of which Triton counts thousandths."""
+    if 0 < seconds < _MIN_CONNECTION_SECONDS:
+        raise typer.BadParameter(f"{seconds:g} is neither 0 nor at least {_MIN_CONNECTION_SECONDS}")
+    return seconds
+
+
+def _port(what: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        min=1, max=_HIGHEST_PORT, help=f"Port of the {what}."
+    )
+    return option
+
+
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face checkpoint folder; the demo model if not given."),
+    ] = None,
+    http_port: Annotated[int, _port("HTTP endpoint")] = _DEFAULT.http_port,
+    grpc_port: Annotated[int, _port("gRPC endpoint")] = _DEFAULT.grpc_port,
+    metrics_port: Annotated[int, _port("Prometheus metrics")] = _DEFAULT.metrics_port,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 (or ::) opens it to other machines.")
+    ] = _DEFAULT.host,
+    set_: SetOption = None,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
+    ] = _DEFAULT.drain_seconds,
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            min=0, help="After a failure, starts in a row that may fail before it gives up."
+        ),
+    ] = _DEFAULT.max_restarts,
+    max_connection_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=_MAX_CONNECTION_SECONDS,
+            callback=_at_least_a_millisecond,
+            help="Age at which a gRPC connection takes no new streams; open ones may last as long "
+            "again, and any request twice as long (--set max_run_seconds=...). It ends streams "
+            "that nobody reads; 0: never.",
+        ),
+    ] = _DEFAULT.max_connection_seconds,
+    load_seconds: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="How long loading may stand still, at its beginning, between two tensors or after "
+            "the last one, before the server counts as hung.",
+        ),
+    ] = _DEFAULT.load_seconds,
+    add: AddOption = None,
+    decoupled: DecoupledOption = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the log of the server.")
+    ] = _DEFAULT.is_verbose,
+) -> None:
+    """Serve a checkpoint with Triton until Ctrl-C."""
+    # Only this command pays for these imports.
+    from inflight_server.serve.checks import address_of
+    from inflight_server.serve.launcher import run
+
+    folder = model.absolute() if model is not None else DEMO_MODEL
+    try:
+        models = chosen_models(add or ())
+        run(
+            ServeSettings(
+                model=folder,
+                host=address_of(host),
+                http_port=http_port,
+                grpc_port=grpc_port,
+                metrics_port=metrics_port,
+                parameters=parse_overrides(set_ or (), folder, models),
+                drain_seconds=drain_seconds,
+                max_restarts=max_restarts,
+                max_connection_seconds=max_connection_seconds,
+                load_seconds=load_seconds,
+                is_verbose=verbose,
+                is_decoupled=decoupled,
+                models=models,
+            )
+        )
+    except (ServingError, OSError) as error:
+        say(f"error: {_in_one_line(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
+def _in_one_line(error: Exception) -> str:
+    """A folder that cannot be copied is a list of files, each with its reason."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
+        return str(error.args[0][0][-1])
+    return str(error)

@@ -1,0 +1,168 @@
+"""What the user asked `inflight serve` for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import inflight_backend
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.manager.parameters import (
+    ServerParameters,
+    parse_parameters,
+    unknown_key_message,
+)
+from inflight_protocol import LLM_MODEL_NAME, PARAMETER_BY_NAME
+from inflight_server.serve.repository import DEFAULT_MODELS, UINT32_KEY
+
+DEMO_MODEL = Path(inflight_backend.__file__).parent / "demo_model"
+
+_OPTION_FOR_KEY = {
+    "gpt_model_path": "give the checkpoint with --model",
+    "status_file": "inflight serve keeps this file itself",
+    "drain_file": "inflight serve keeps this file itself",
+}
+PATH_KEYS = frozenset({"tokenizer_dir", "record_file"})
+_MODEL_NAME_KEY = "tensorrt_llm_model_name"
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_TEXT_MODEL_KEYS = {
+    "add_special_tokens": ("preprocessing",),
+    "skip_special_tokens": ("postprocessing",),
+    "accumulate_tokens": ("tensorrt_llm_bls",),
+    _MODEL_NAME_KEY: ("tensorrt_llm_bls", "vllm_model"),
+    UINT32_KEY: (LLM_MODEL_NAME,),
+}
+"""What is no parameter of `tensorrt_llm` -> the models that it is for."""
+
+_LOCAL_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Address of all interfaces -> that of this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """One run of the launcher. ``host`` is an address. ``parameters`` are the values of ``--set``,
+    checked.
+
+    ``max_connection_seconds``: of a gRPC connection, and again as long for the streams that are
+    still open on it; twice that for any request, unless `max_run_seconds` is among the parameters;
+    0: for ever. ``load_seconds``: how long loading may stand still.
+    ``is_decoupled`` False: one response per request, no streaming.
+    """
+
+    model: Path = DEMO_MODEL
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    parameters: dict[str, str] = field(default_factory=dict)
+    drain_seconds: float = 30.0
+    max_restarts: int = 5
+    max_connection_seconds: float = 3600.0
+    load_seconds: float = 600.0
+    is_verbose: bool = False
+    is_decoupled: bool = True
+    models: tuple[str, ...] = DEFAULT_MODELS
+
+    @property
+    def is_demo(self) -> bool:
+        """True when the model is the one that ships with the package."""
+        return self.model == DEMO_MODEL
+
+    @property
+    def is_public(self) -> bool:
+        """True when the server listens on every interface."""
+        return self.host in _LOCAL_OF
+
+    @property
+    def local_address(self) -> str:
+        """The address under which a client on this machine reaches the server."""
+        return _LOCAL_OF.get(self.host, self.host)
+
+    @property
+    def local_host(self) -> str:
+        """`local_address` as in a URL."""
+        return _as_in_url(self.local_address)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Option name of tritonserver -> the address to listen on.
+
+        The two kinds of servers in it write one of IPv6 in different ways. Its HTTP listens on all
+        interfaces for one that it cannot read.
+        """
+        http = f"ipv6:{self.host}" if ":" in self.host else self.host
+        return {
+            "--http-address": http,
+            "--metrics-address": http,
+            "--grpc-address": _as_in_url(self.host),
+        }
+
+    @property
+    def llm_parameters(self) -> ServerParameters:
+        """What `tensorrt_llm` makes of ``parameters``."""
+        return _parse_for_llm(self.parameters, self.model)
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The folder in which the model will look for tokenizer.json."""
+        return Path(self.parameters.get("tokenizer_dir") or self.model)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Option name -> port."""
+        return {
+            "--http-port": self.http_port,
+            "--grpc-port": self.grpc_port,
+            "--metrics-port": self.metrics_port,
+        }
+
+
+def _as_in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def parse_overrides(
+    items: Iterable[str], model: Path, models: Sequence[str] = DEFAULT_MODELS
+) -> dict[str, str]:
+    """Turn ``key=value`` strings into parameters of ``models``; relative paths become absolute.
+
+    ``ConfigurationError`` for what is not ``key=value``, a key given twice, one that belongs to the
+    launcher or to a model that is not there, and everything `parse_parameters` refuses.
+    """
+    values: dict[str, str] = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ConfigurationError(f"--set needs key=value, got {item!r}")
+        if key in _TEXT_MODEL_KEYS:
+            _check_text_model_key(key, value, models)
+        elif key not in PARAMETER_BY_NAME:
+            raise ConfigurationError(f"--set: {unknown_key_message(key)}")
+        if key in _OPTION_FOR_KEY:
+            raise ConfigurationError(f"--set cannot change {key}: {_OPTION_FOR_KEY[key]}")
+        if key in values:
+            raise ConfigurationError(f"--set gives {key} twice: {values[key]!r} and {value!r}")
+        values[key] = str(Path(value).absolute()) if key in PATH_KEYS and value else value
+    _parse_for_llm(values, model)
+    return values
+
+
+def _parse_for_llm(values: Mapping[str, str], model: Path) -> ServerParameters:
+    ours = {key: value for key, value in values.items() if key not in _TEXT_MODEL_KEYS}
+    return parse_parameters({**ours, "gpt_model_path": str(model)})
+
+
+def _check_text_model_key(key: str, value: str, models: Sequence[str]) -> None:
+    owners = _TEXT_MODEL_KEYS[key]
+    if not set(owners) & set(models):
+        raise ConfigurationError(
+            f"--set {key} is for the model {' or '.join(owners)}: ask for it, --add {owners[0]}"
+        )
+    if key == _MODEL_NAME_KEY:
+        if not _MODEL_NAME.fullmatch(value):
+            raise ConfigurationError(f"--set {key} must be the name of a model, got {value!r}")
+    elif value.lower() not in ("true", "false"):
+        raise ConfigurationError(f"--set {key} must be true or false, got {value!r}")

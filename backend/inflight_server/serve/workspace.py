@@ -1,0 +1,202 @@
+"""The private folder of one run, and everything else a run could leave on the machine.
+
+A run owns ``<tmp>/inflight-serve-XXXXXXXX`` (mode 0700); the same name is the prefix of its shared
+memory. A file in it is locked while its launcher lives, however it dies, so that a later
+run can recognise and remove what a killed one left; the folder itself is locked so that a cleaner
+of temporary files leaves it alone, who would take what is read at a start only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from inflight_backend.lifeline import Lifeline
+from inflight_backend.status import stop_file_of
+from inflight_server.serve.log import before
+from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
+from inflight_server.serve.scratch import remove_scratch
+
+_PREFIX = "inflight-serve-"
+_SHARED_MEMORY = Path("/dev/shm")
+_LOCK = "lock"
+_SCRATCH_NOTE = "scratch"
+_REGION = re.compile(rf"({_PREFIX}.{{8}}).+")  # eight characters are what `mkdtemp` adds
+_OLD_SECONDS = 3600.0
+
+
+class Workspace:
+    """The private folder as a context manager; leaving it removes every trace of the run."""
+
+    def __init__(self) -> None:
+        """Create the folder, after removing those whose launcher is dead."""
+        sweep_abandoned()
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        unlocked = self.path / f"{_LOCK}.new"
+        try:
+            self._lock = unlocked.open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
+        except OSError:  # no room: nobody would remove a folder without a lock
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        self._folder = _kept_from_cleaners(self.path)
+        self._lifeline = _lifeline_in(self.path)
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    @property
+    def shm_prefix(self) -> str:
+        """What the names of the shared memory of this run start with."""
+        return self.path.name
+
+    @property
+    def models(self) -> Path:
+        """The model repository."""
+        return self.path / "models"
+
+    @property
+    def backends(self) -> Path:
+        """The copy of the Python backend, if one is needed."""
+        return self.path / "backends"
+
+    @property
+    def status_file(self) -> Path:
+        """Where the model reports."""
+        return self.path / "status.json"
+
+    @property
+    def drain_file(self) -> Path:
+        """Its appearance asks the model to drain; that of `stop_file_of` it, to end what runs."""
+        return self.path / "drain"
+
+    @property
+    def log_file(self) -> Path:
+        """What the server and the model say."""
+        return self.path / "server.log"
+
+    @property
+    def scratch_note(self) -> Path:
+        """Holds the path of the folder that the Python backend makes outside of this one."""
+        return self.path / _SCRATCH_NOTE
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the server must have in its environment for its models to die with us."""
+        return {} if self._lifeline is None else self._lifeline.environment
+
+    def ask_to_drain(self, stop_all: bool = False) -> None:
+        """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
+        self.drain_file.touch()
+        if stop_all:
+            stop_file_of(self.drain_file).touch()
+
+    def clear_run(self) -> None:
+        """Remove what a server that has failed left, and keep the rest for the next one."""
+        _remove_outside(self.path)
+        asked = (self.drain_file, stop_file_of(self.drain_file))
+        for file in (self.status_file, *asked, self.scratch_note):
+            file.unlink(missing_ok=True)
+        old = self.log_file.with_suffix(".old")
+        for log, kept in ((self.log_file, old), (before(self.log_file), before(old))):
+            kept.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                log.replace(kept)
+
+    def remove(self) -> None:
+        """Remove folder, shared memory and backend scratch; the processes must be gone."""
+        _remove_run(self.path)
+        if self._lifeline is not None:
+            self._lifeline.close()
+        os.close(self._folder)
+        self._lock.close()
+
+
+def _kept_from_cleaners(folder: Path) -> int:
+    """A descriptor of ``folder`` with a lock; whoever cleans as systemd does (tmpfiles.d(5), the
+    note on aging) passes over a locked folder with everything below it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):  # of a file system that locks no folders
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _lifeline_in(folder: Path) -> Lifeline | None:
+    """None on a file system without FIFOs: its models look for their parent now and then."""
+    with suppress(OSError):
+        return Lifeline(folder / "lifeline", (*DEFAULT_MODELS, *OPTIONAL_MODELS))
+    return None
+
+
+def sweep_abandoned() -> None:
+    """Remove what runs of this user left whose launcher was killed; those of living ones stay."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            with (folder / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_run(folder)
+        except OSError:
+            continue  # alive, not yet locked, or removed by another launcher just now
+    _sweep_regions()
+
+
+def _sweep_regions() -> None:
+    """Remove old shared memory of this user's runs whose folder has gone before it.
+
+    The folder of a living run may be where we do not look (another TMPDIR, another container), so
+    a region that anybody has mapped stays.
+    """
+    regions = [region for region in _SHARED_MEMORY.glob(f"{_PREFIX}*") if _is_left(region)]
+    mapped = _mapped_files() if regions else set()
+    for region in regions:
+        if str(region) not in mapped:
+            region.unlink(missing_ok=True)
+
+
+def _is_left(region: Path) -> bool:
+    """True for an old region of this user without a folder."""
+    name = _REGION.fullmatch(region.name)
+    if name is None or (Path(tempfile.gettempdir()) / name[1]).exists():
+        return False
+    try:
+        status = region.lstat()
+    except FileNotFoundError:
+        return False
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_SECONDS
+
+
+def _mapped_files() -> set[str]:
+    """What the processes that we may look at have mapped of shared memory."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+            found |= {line.split(maxsplit=5)[-1] for line in lines if f"{_SHARED_MEMORY}/" in line}
+    return found
+
+
+def _remove_run(folder: Path) -> None:
+    _remove_outside(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_outside(folder: Path) -> None:
+    """What cannot be removed stays, such as something of somebody else under a name of ours."""
+    for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
+        with suppress(OSError):
+            region.unlink()
+    note = folder / _SCRATCH_NOTE
+    with suppress(OSError):
+        remove_scratch(Path(note.read_text(encoding="utf-8")))

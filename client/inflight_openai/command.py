@@ -1,0 +1,103 @@
+"""The command ``inflight openai``, light to load: the server behind it is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inflight_client.cli import HeaderOption
+from inflight_client.errors import InflightError
+from inflight_client.headers import parse_headers
+from inflight_openai.messages import say
+from inflight_openai.settings import FrontSettings
+
+_DEFAULT = FrontSettings()
+
+
+def openai(
+    url: Annotated[
+        str | None,
+        typer.Option(help="gRPC address of the inflight server.", show_default="127.0.0.1:8001"),
+    ] = None,
+    header: HeaderOption = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens it to other machines.")
+    ] = _DEFAULT.host,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = _DEFAULT.port,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; default: the server's name.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A Jinja file instead of the checkpoint's chat template.")
+    ] = None,
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Bound of chat answers that name none; default: all that fits."),
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests at once; more are answered with 429.")
+    ] = _DEFAULT.max_requests,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1024, help="Size of a request body.")
+    ] = _DEFAULT.max_body_bytes,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a request, until its answer is read.")
+    ] = _DEFAULT.timeout,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
+    ] = _DEFAULT.drain_seconds,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse fields of requests that nobody knows.")
+    ] = False,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(
+            help="The server's metrics page, for /metrics; '' for none.",
+            show_default="http://HOST OF --url:8002/metrics",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages whose browser may call it; * for any; repeatable."),
+    ] = None,
+) -> None:
+    """Serve OpenAI's API in front of an inflight server.
+
+    /v1/completions, /v1/chat/completions and /v1/models; for gateways and monitoring /health,
+    /metrics, /version, /server_info and /model_info.
+    """
+    settings = FrontSettings(
+        url=url,
+        host=host,
+        port=port,
+        served_name=served_model_name,
+        chat_template=chat_template,
+        default_max_tokens=default_max_tokens,
+        max_requests=max_requests,
+        max_body_bytes=max_body_bytes,
+        timeout=timeout,
+        drain_seconds=drain_seconds,
+        is_strict=strict,
+        metrics_url=metrics_url,
+        allowed_origins=tuple(allow_origin or ()),
+    )
+    # gRPC's own lines: the threads that write them would stand still with whoever reads them.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        from inflight_openai.running import run
+
+        run(replace(settings, headers=parse_headers(header)))
+    except ImportError as error:
+        say(
+            f"error: `inflight openai` needs the package {error.name}. "
+            "Install it, in a clone of inflight: pip install '.[openai]'",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    except (InflightError, OSError) as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,155 @@
+"""Errors as OpenAI's API words them: an HTTP status and a JSON object that names the parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from inflight_client.errors import (
+    AccessDenied,
+    InflightError,
+    InvalidArgument,
+    RequestTimeout,
+    ServerError,
+    ServerUnreachable,
+    StreamInterrupted,
+)
+from inflight_openai.private_log import get_logger
+
+_logger = get_logger(__name__)
+
+_STATUS_TO_HTTP = {
+    "INVALID_ARG": 400,
+    "UNSUPPORTED": 400,
+    "ALREADY_EXISTS": 409,
+    "UNAVAILABLE": 503,
+    "INTERNAL": 500,
+}
+"""What the model calls its error -> HTTP status.
+
+An error without a name comes from Triton itself: the model is not loaded, or its process died.
+"""
+
+TENSOR_TO_FIELD = {
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "request_output_len": "max_tokens",
+    "stop_words": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "bad_words": "bad_words",
+    "include_stop_str_in_output": "include_stop_str_in_output",
+    "skip_special_tokens": "skip_special_tokens",
+    "no_repeat_ngram_size": "no_repeat_ngram_size",
+    "embedding_bias": "logit_bias",
+    "num_return_sequences": "n",
+    "return_log_probs": "logprobs",
+    "num_top_log_probs": "top_logprobs",
+    "guided_decoding_guide_type": "response_format",
+    "guided_decoding_guide": "response_format",
+    "input_ids": "prompt",
+    "temperature": "temperature",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+}
+"""What a parameter is called on the wire -> what OpenAI's clients call it."""
+
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a text that does not fit: clients look for it, to shorten what they send."""
+
+_TOO_LONG_WORDS = "This model's maximum context length is exceeded: "
+"""More clients look for these (LiteLLM's, and all that use it)."""
+
+_LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV blocks)\b")
+_TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
+_UNKNOWN_INPUT = re.compile(r"^unexpected inference input '(\w+)'")  # Triton's own words
+
+
+class ApiError(Exception):
+    """Ends one HTTP request; `body` is what the client gets."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kinds = {429: "rate_limit_error", 401: "authentication_error"}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kinds.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def model_not_found(served: str) -> ApiError:
+    """Another model than ``served`` is asked for."""
+    message = f"the model does not exist here; this is {served}"
+    return ApiError(404, message, "model", "model_not_found")
+
+
+def bad_field(param: str, message: str) -> ApiError:
+    """The error for a field whose value cannot be used."""
+    return ApiError(400, f"{param}: {message}", param, "invalid_value")
+
+
+def unsupported(param: str, message: str = "") -> ApiError:
+    """The error for a field whose value asks for what there is not."""
+    message = message or "not supported by this server"
+    return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
+
+
+def from_upstream(error: InflightError, guide_field: str = "response_format") -> ApiError:
+    """What the client is told when the server refuses or fails. The address stays in our log.
+
+    ``guide_field``: what the client calls the guide of its answer.
+    """
+    if isinstance(error, InvalidArgument):
+        return ApiError(400, str(error))
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, "the answer took too long and was given up", code="timeout")
+    if isinstance(error, ServerError):
+        guide = dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), guide_field)
+        return _from_server(error, {**TENSOR_TO_FIELD, **guide})
+    _logger.error("%s", error)
+    if isinstance(error, StreamInterrupted):
+        return ApiError(502, "the answer broke off: the connection to the inference server ended")
+    if isinstance(error, ServerUnreachable | AccessDenied):
+        return ApiError(503, "the inference server cannot be reached", code="server_unreachable")
+    return ApiError(500, "the request failed")
+
+
+def _from_server(error: ServerError, tensor_to_field: Mapping[str, str]) -> ApiError:
+    status = _STATUS_TO_HTTP.get(error.status or "", 503)
+    message = str(error)
+    if status >= 500:
+        _logger.warning("the server failed a request: %s", message)
+    if error.status is None:
+        unknown = _UNKNOWN_INPUT.search(message)
+        if unknown and unknown[1] in tensor_to_field:
+            field = tensor_to_field[unknown[1]]
+            return bad_field(field, "the inference server, or its config.pbtxt, is too old for it")
+        return ApiError(503, "the inference server cannot take requests now")
+    is_refused = status == 400  # a server that is full tells its KV blocks, too
+    found = _TENSOR.search(message) if is_refused else None
+    is_too_long = is_refused and _LIMIT_OF_LENGTH.search(message)
+    return ApiError(
+        status,
+        (_TOO_LONG_WORDS if is_too_long else "")
+        + _TENSOR.sub(lambda match: tensor_to_field[match[1]], message),
+        tensor_to_field[found[1]] if found else None,
+        TOO_LONG if is_too_long else None,
+    )

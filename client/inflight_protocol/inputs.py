@@ -1,0 +1,252 @@
+"""Every input tensor of the model, in the order of `config.pbtxt`."""
+
+from __future__ import annotations
+
+from inflight_protocol.specs import (
+    AT_MOST_ONE,
+    EMPTY,
+    ONLY_ZEROS,
+    TensorSpec,
+    honoured,
+    ragged,
+    scalar,
+)
+
+INPUTS: tuple[TensorSpec, ...] = (
+    honoured(ragged("input_ids", "INT32", (-1,), "prompt as token ids")),
+    ragged("encoder_input_features", "FP16", (-1, -1), "features for an encoder"),
+    scalar("encoder_output_lengths", "INT32", "encoder output length"),
+    honoured(scalar("input_lengths", "INT32", "number of ids of the prompt that count")),
+    honoured(scalar("request_output_len", "INT32", "maximum number of new tokens")),
+    honoured(scalar("num_return_sequences", "INT32", "sequences to return for the prompt")),
+    honoured(ragged("draft_input_ids", "INT32", (-1,), "guesses at how the answer begins")),
+    ragged(
+        "decoder_input_ids",
+        "INT32",
+        (-1,),
+        "decoder prompt of an encoder-decoder model",
+        AT_MOST_ONE,
+    ),
+    scalar("decoder_input_lengths", "INT32", "length of decoder_input_ids", 1),
+    ragged("draft_logits", "FP16", (-1, -1), "logits of the draft tokens"),
+    scalar("draft_acceptance_threshold", "FP32", "acceptance threshold of drafts"),
+    honoured(
+        scalar(
+            "end_id",
+            "INT32",
+            "token that ends the answer; -1, or one outside the vocabulary = none",
+        )
+    ),
+    honoured(scalar("pad_id", "INT32", "token that pads beams of unequal length")),
+    honoured(
+        ragged("stop_words_list", "INT32", (2, -1), "stop words as token ids and end offsets")
+    ),
+    honoured(
+        ragged("bad_words_list", "INT32", (2, -1), "forbidden words as token ids and end offsets")
+    ),
+    honoured(ragged("embedding_bias", "FP32", (-1,), "bias added to the logits")),
+    honoured(scalar("beam_width", "INT32", "number of beams; default 1: no search")),
+    honoured(scalar("temperature", "FP32", "divides the logits; 0 = greedy")),
+    honoured(scalar("runtime_top_k", "INT32", "draw among the k most likely; 0 = off")),
+    honoured(scalar("runtime_top_p", "FP32", "draw within probability mass p; 0 = off")),
+    honoured(scalar("runtime_top_p_min", "FP32", "lower bound of a decaying top_p", 1e-6)),
+    honoured(scalar("runtime_top_p_decay", "FP32", "factor of top_p after each token", 1.0)),
+    honoured(
+        scalar(
+            "runtime_top_p_reset_ids", "INT32", "token after which top_p starts anew; -1 = none", -1
+        )
+    ),
+    honoured(
+        scalar("len_penalty", "FP32", "scores of beams are divided by length ** this; default 0")
+    ),
+    honoured(scalar("early_stopping", "BOOL", "end with as many answers as beams; default true")),
+    honoured(scalar("repetition_penalty", "FP32", "divides positive logits of tokens seen", 1.0)),
+    honoured(scalar("presence_penalty", "FP32", "subtracted once from tokens seen", 0.0)),
+    honoured(scalar("frequency_penalty", "FP32", "subtracted per occurrence of tokens seen", 0.0)),
+    honoured(
+        scalar("beam_search_diversity_rate", "FP32", "added to a beam's score times its rank")
+    ),
+    honoured(scalar("min_length", "INT32", "minimum number of new tokens")),
+    honoured(scalar("min_tokens", "INT32", "newer name of min_length")),
+    honoured(scalar("random_seed", "UINT64", "seed of the draw")),
+    honoured(scalar("seed", "UINT64", "newer name of random_seed")),
+    honoured(scalar("return_log_probs", "BOOL", "return log probabilities")),
+    honoured(scalar("return_context_logits", "BOOL", "return the logits of the prompt")),
+    honoured(scalar("return_generation_logits", "BOOL", "return the logits of new tokens")),
+    honoured(scalar("return_perf_metrics", "BOOL", "return times and cache use of the request")),
+    honoured(scalar("return_kv_cache_reuse_stats", "BOOL", "older name of return_perf_metrics")),
+    honoured(scalar("return_num_input_tokens", "BOOL", "return num_input_tokens")),
+    honoured(scalar("return_num_output_tokens", "BOOL", "return num_output_tokens")),
+    honoured(scalar("exclude_input_in_output", "BOOL", "leave the prompt out of the answer")),
+    honoured(scalar("stop", "BOOL", "end the running request that has this request id")),
+    honoured(
+        scalar("streaming", "BOOL", "a response whenever there are new tokens, not one at the end")
+    ),
+    ragged("prompt_embedding_table", "FP16", (-1, -1), "p-tuning table"),
+    ragged("prompt_table_extra_ids", "UINT64", (-1,), "ids of prompt table rows", ONLY_ZEROS),
+    scalar("prompt_vocab_size", "INT32", "rows of the p-tuning table", 0),
+    ragged("cross_attention_mask", "BOOL", (-1, -1), "mask over the encoder output"),
+    TensorSpec("mrope_rotary_cos_sin", "FP32", (-1,), "multimodal rope", neutral=EMPTY),
+    TensorSpec("mrope_position_deltas", "INT64", (1,), "multimodal rope"),
+    scalar("lora_task_id", "UINT64", "adapter id", 0),
+    ragged("lora_weights", "FP16", (-1, -1), "adapter weights"),
+    ragged("lora_config", "INT32", (-1, 3), "adapter modules, layers and ranks"),
+    ragged("context_phase_params", "UINT8", (-1,), "state of a disaggregated context phase"),
+    TensorSpec(
+        "skip_cross_attn_blocks",
+        "BOOL",
+        (1,),
+        "skip cross attention",
+        is_ragged=True,
+        neutral=False,
+    ),
+    ragged("retention_token_range_starts", "INT32", (-1,), "cache retention: range starts"),
+    ragged("retention_token_range_ends", "INT32", (-1,), "cache retention: range ends"),
+    ragged("retention_token_range_priorities", "INT32", (-1,), "cache retention: priorities"),
+    ragged("retention_token_range_durations_ms", "INT32", (-1,), "cache retention: durations"),
+    TensorSpec(
+        "retention_decode_priority",
+        "INT32",
+        (1,),
+        "cache retention: priority of generated blocks",
+        is_ragged=True,
+    ),
+    TensorSpec(
+        "retention_decode_duration_ms",
+        "INT32",
+        (1,),
+        "cache retention: duration of generated blocks",
+        is_ragged=True,
+    ),
+    TensorSpec(
+        "guided_decoding_guide_type",
+        "STRING",
+        (1,),
+        "json, json_schema, regex or ebnf_grammar: what the answer must be",
+        is_ragged=True,
+        is_honoured=True,
+    ),
+    TensorSpec(
+        "guided_decoding_guide",
+        "STRING",
+        (1,),
+        "the JSON schema, regex or grammar (not for json)",
+        is_ragged=True,
+        is_honoured=True,
+    ),
+    TensorSpec("lookahead_window_size", "INT32", (1,), "lookahead decoding", is_ragged=True),
+    TensorSpec("lookahead_ngram_size", "INT32", (1,), "lookahead decoding", is_ragged=True),
+    TensorSpec(
+        "lookahead_verification_set_size", "INT32", (1,), "lookahead decoding", is_ragged=True
+    ),
+    # Ours, or read by the peer without being in its config.
+    honoured(scalar("min_p", "FP32", "drop tokens less likely than this share of the likeliest")),
+    honoured(scalar("no_repeat_ngram_size", "INT32", "no n-gram of this size twice; 0 = off")),
+    honoured(scalar("noRepeatNgramSize", "INT32", "name of no_repeat_ngram_size in GptManager")),
+    honoured(
+        scalar(
+            "prompt_ignore_length",
+            "INT32",
+            "first tokens of the prompt that presence and frequency do not count",
+        )
+    ),
+    honoured(
+        scalar("logits_post_processor_name", "STRING", "which of `logits_processors` to apply")
+    ),
+    honoured(
+        scalar("num_top_log_probs", "INT32", "likeliest tokens to tell for each new one; up to 20")
+    ),
+    honoured(
+        scalar(
+            "return_log_prob_ranks",
+            "BOOL",
+            "tell of each new token how many are at least as likely",
+        )
+    ),
+    honoured(ragged("stop_token_ids", "INT32", (-1,), "tokens that end the answer as end_id does")),
+    # Ours: text in and out of the same model, and the live feed of statistics.
+    TensorSpec("text_input", "STRING", (1,), "prompt as text", is_honoured=True),
+    TensorSpec(
+        "return_finish_reason", "BOOL", (1,), "send finish_reason at the end", is_honoured=True
+    ),
+    TensorSpec("stop_words", "STRING", (-1,), "texts that end the answer", is_honoured=True),
+    TensorSpec(
+        "include_stop_str_in_output",
+        "BOOL",
+        (1,),
+        "the stop word that ends the answer is part of its text",
+        is_honoured=True,
+    ),
+    TensorSpec(
+        "skip_special_tokens",
+        "BOOL",
+        (1,),
+        "special tokens have no text; default true",
+        is_honoured=True,
+    ),
+    TensorSpec("bad_words", "STRING", (-1,), "texts that are not generated", is_honoured=True),
+    TensorSpec(
+        "embedding_bias_words", "STRING", (-1,), "texts whose tokens get a bias", is_honoured=True
+    ),
+    TensorSpec(
+        "embedding_bias_weights", "FP32", (-1,), "bias of each of these texts", is_honoured=True
+    ),
+    TensorSpec("max_tokens", "INT32", (1,), "request_output_len of text clients", is_honoured=True),
+    TensorSpec("stream", "BOOL", (1,), "streaming of text clients", is_honoured=True),
+    TensorSpec(
+        "sampling_parameters",
+        "STRING",
+        (1,),
+        "settings of vLLM's clients, a JSON object of up to 64 KiB",
+        is_honoured=True,
+    ),
+    TensorSpec(
+        "stats", "BOOL", (1,), "stream the statistics of every iteration instead", is_honoured=True
+    ),
+    TensorSpec("describe", "BOOL", (1,), "say what is served: limits, tokenizer", is_honoured=True),
+    TensorSpec("ready", "BOOL", (1,), "error unless requests will be served now", is_honoured=True),
+    TensorSpec("why", "BOOL", (1,), "say why the request of this id waits", is_honoured=True),
+    TensorSpec("recording", "BOOL", (1,), "send the recorded decisions", is_honoured=True),
+    # Ours: when a request runs, and with whom it shares cached text. Names as in the Executor API
+    # (priority, allottedTimeMs); its cacheSaltID is a number, ours a string: tenants have names.
+    honoured(scalar("priority", "FP32", "0 to 1, the higher the earlier; default 0.5")),
+    honoured(scalar("cache_salt", "STRING", "cached text is shared among equal salts only")),
+    honoured(scalar("max_queue_time_ms", "INT32", "error unless started so soon after arrival")),
+    honoured(scalar("allotted_time_ms", "INT32", "ends so long after arrival, as far as it is")),
+)
+
+INPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in INPUTS}
+
+RENAMED_INPUTS: dict[str, str] = {
+    "min_tokens": "min_length",
+    "seed": "random_seed",
+    "max_tokens": "request_output_len",
+    "stream": "streaming",
+    "return_kv_cache_reuse_stats": "return_perf_metrics",
+    "noRepeatNgramSize": "no_repeat_ngram_size",
+}
+"""Another name of an input -> the name used inside. Sending both is an error."""
+
+CONTROL_INPUTS: frozenset[str] = frozenset(
+    {
+        "sampling_parameters",
+        "stop",
+        "stream",
+        "streaming",
+        "stats",
+        "describe",
+        "ready",
+        "why",
+        "recording",
+        "text_input",
+        "num_return_sequences",
+        "return_finish_reason",
+        "stop_words",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "bad_words",
+        "embedding_bias_words",
+        "embedding_bias_weights",
+    }
+)
+"""Consumed by the Triton model; not tensors of an `InferenceRequest`."""

@@ -1,0 +1,284 @@
+"""The same requests under other settings: the scheduler runs for real, the clock is a cost model.
+
+Requests arrive when they arrived and generate as many tokens as they did, independent of how fast
+they are answered (an open loop). They wait and run in the order of the server: that of arrival,
+moved forward by priority. A request that no iteration could ever run under the new settings is
+refused, as the server would.
+
+What is told by the text is as it was: the rows of a search go on as they did behind the same token,
+and where there were drafts there are as many again, and as many come true. A request that ended
+without a token ends so again, unless it has its first one by then; if it has, it generates all it
+may.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from inflight_recorder.as_recorded import AsRecorded, num_expected_tokens
+from inflight_recorder.beams import Moves
+from inflight_recorder.cost_model import CostModel, Load
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.latency import Latencies, Summary
+from inflight_recorder.made_up import make_request
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Arrival, Drafts, Iteration, Settings
+from inflight_recorder.simulation import MakeScheduler, Simulation, default_scheduler
+from inflight_recorder.steps import Step
+from inflight_recorder.text_book import TextBook
+from inflight_recorder.workload import Job, check_jobs
+from inflight_scheduler.planning.active import rank_at_arrival
+from inflight_scheduler.policies.admission import refusal_reason
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import FinishReason
+
+MIN_STEPS = 2**19
+"""Steps that any prediction may take, some ten seconds: iterations, and requests in each."""
+
+STEPS_PER_STEP = 100
+"""So many more it may take for each step of the recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings with a name for the table."""
+
+    name: str
+    settings: Settings
+
+
+class Clock:
+    """Time that stands still unless told; nanoseconds, as `time.monotonic_ns`."""
+
+    def __init__(self) -> None:
+        self.time_us = 0.0
+
+    def __call__(self) -> int:
+        return int(self.time_us * 1000)
+
+
+def predict(
+    settings: Settings,
+    jobs: Sequence[Job],
+    cost: CostModel,
+    *,
+    book: TextBook | None = None,
+    make_scheduler: MakeScheduler = default_scheduler,
+    recorder: FlightRecorder | None = None,
+    clock: Clock | None = None,
+    num_recorded_steps: int | None = None,
+) -> Summary:
+    """Run ``jobs`` under ``settings``; ``recorder`` (with the same ``clock``) hears everything.
+
+    ``book``: the texts of the jobs (block reuse), from where the jobs are. ``num_recorded_steps``
+    bounds the work by that of the recording: a few lines can tell of a request that runs for hours.
+    """
+    check_jobs(jobs, book)
+    simulation = Simulation(settings, (), make_scheduler, book=book)
+    run = _Run(simulation, jobs, cost, recorder, clock or Clock())
+    if num_recorded_steps is not None:
+        run.max_steps = MIN_STEPS + STEPS_PER_STEP * num_recorded_steps
+    return run.run()
+
+
+_rank = attrgetter("rank")
+
+
+class _Run:
+    """One prediction."""
+
+    max_steps: int | None = None
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        jobs: Sequence[Job],
+        cost: CostModel,
+        recorder: FlightRecorder | None,
+        clock: Clock,
+    ) -> None:
+        self._simulation = simulation
+        self._settings = simulation.settings
+        self._cost = cost
+        self._recorder = recorder
+        self._clock = clock
+        self._coming = deque(enumerate(jobs, start=1))
+        self._queue: list[tuple[float, int, Job]] = []  # a heap: rank, number
+        self._jobs: dict[int, Job] = {}  # of those who are active
+        self._recorded = AsRecorded(simulation)
+        self._patience: list[tuple[int, int]] = []  # a heap: until when, request
+        self._latencies = Latencies()
+        self._num_refused = 0
+        self._num_steps = 0
+        self._rng = random.Random(0)  # the same for all settings, and each time
+
+    def run(self) -> Summary:
+        """Until every job has ended."""
+        while self._coming or self._queue or self._is_busy:
+            if not self._is_busy and not self._queue:
+                next_us = self._coming[0][1].arrival_us
+                self._clock.time_us = max(self._clock.time_us, float(next_us))
+            self._arrive()
+            self._admit()
+            self._give_up()
+            if self._is_busy:
+                self._step()
+            if self._recorder is not None:
+                self._recorder.finish_iteration()
+        return self._latencies.summary(self._num_refused)
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._simulation.active) or self._simulation.is_running
+
+    def _arrive(self) -> None:
+        """Everybody who has come by now joins the queue, or is refused."""
+        while self._coming and self._coming[0][1].arrival_us <= self._clock.time_us:
+            number, job = self._coming.popleft()
+            if self._is_refused(_arrival(number, job)):
+                self._num_refused += 1
+                continue
+            self._latencies.arrived(number, job.arrival_us)
+            rank = rank_at_arrival(number, job.priority, self._settings.priority_span)
+            heapq.heappush(self._queue, (rank, number, job))
+
+    def _is_refused(self, arrival: Arrival) -> bool:
+        reason = refusal_reason(
+            make_request(arrival, arrival.prompt_len, arrival.max_new_tokens),
+            block_manager=self._simulation.block_manager,
+            max_num_tokens=self._settings.max_num_tokens,
+            may_pause=self._settings.may_pause,
+            may_chunk=self._settings.chunking is not None,
+        )
+        return reason is not None
+
+    def _admit(self) -> None:
+        """Make active whom there are places for, each at its place in the order."""
+        simulation = self._simulation
+        while self._queue and len(simulation.active) < self._settings.max_batch_size:
+            rank, number, job = heapq.heappop(self._queue)
+            if job.patience_us is not None:
+                until_us = job.arrival_us + job.patience_us
+                if until_us <= self._clock.time_us:
+                    self._latencies.ended(number)
+                    continue
+                heapq.heappush(self._patience, (until_us, number))
+            place = bisect_right(simulation.active, (rank, number), key=_rank)
+            request = simulation.arrive(_arrival(number, job, place), job.text_number)
+            request.rank = rank, number
+            self._jobs[number] = job
+            self._recorded.add(request, job)
+            if self._recorder is not None:
+                self._recorder.arrived(request, job.arrival_us * 1000)
+
+    def _give_up(self) -> None:
+        """End those whose patience is over and who have no token."""
+        while self._patience and self._patience[0][0] <= self._clock.time_us:
+            request = self._simulation.find(heapq.heappop(self._patience)[1])
+            if request is not None and not self._latencies.has_token(request.request_id):
+                self._end(request, FinishReason.TIMED_OUT)
+
+    def _step(self) -> None:
+        """One turn of the server's loop."""
+        simulation, recorder = self._simulation, self._recorder
+        self._wait(simulation.load_before)
+        is_alone = self._settings.is_overlapped and self._recorded.wants_drafts
+        if simulation.is_running and (is_alone or self._has_search_ended):
+            self._settle()
+            return
+        told = _told(self._recorded.take_moves(), self._recorded.drafts(), is_settled=is_alone)
+        simulation.begin(told)
+        simulation.draft(told)
+        lists = simulation.decide()
+        if not lists[0] and not lists[1] and not simulation.is_running:
+            raise RecordingError("nobody runs under these settings, though requests wait")
+        if recorder is not None:
+            if is_alone:
+                recorder.settled(simulation.active)
+            # Of a user's scheduler that is guarded; ours are never overruled.
+            is_by_default = getattr(simulation.scheduler, "is_overruled", False)
+            recorder.decided(simulation.active, *lists, is_by_default=is_by_default)
+        self._count_steps(len(lists[0]) + len(lists[1]))
+        plan = simulation.plan(lists, told)
+        self._latencies.decided(lists)
+        if recorder is not None:
+            recorder.carried_out(simulation.block_manager.num_free_blocks)
+        self._apply(simulation.run(plan, told))
+
+    @property
+    def _has_search_ended(self) -> bool:
+        """True where the tokens that come before the decision end somebody, who leaves first."""
+        active = self._simulation.active if self._simulation.must_settle else ()
+        return any(
+            num_expected_tokens(request) >= self._jobs[request.request_id].num_new_tokens
+            for request in active
+            if request.num_pending_tokens
+        )
+
+    def _settle(self) -> None:
+        """A turn in which the tokens of the step that runs come, and nothing is decided."""
+        if self._recorder is not None:
+            self._recorder.settled(self._simulation.active)
+        self._count_steps(0)
+        self._apply(self._simulation.settle(_told((), (), is_settled=True)))
+
+    def _count_steps(self, num_requests: int) -> None:
+        """An iteration in which so many run."""
+        self._num_steps += 1 + num_requests
+        if self.max_steps is not None and self._num_steps > self.max_steps:
+            raise RecordingError(
+                f"this prediction takes more than {self.max_steps:,} steps (iterations, and "
+                f"requests in each), which is {MIN_STEPS:,} and {STEPS_PER_STEP} for each of the "
+                "recording; who has not ended there is taken to use all its tokens: record for "
+                "longer, or make up requests (--rate)"
+            )
+
+    def _apply(self, step: Step) -> None:
+        """What a step has brought, after the time that it took."""
+        self._wait(step.load)
+        now = int(self._clock.time_us)
+        for request in step.advanced:
+            num_generated = request.num_generated_tokens
+            self._latencies.advanced(request.request_id, now, num_generated)
+            if num_generated >= self._jobs[request.request_id].num_new_tokens:
+                self._end(request, FinishReason.END_ID)
+
+    def _wait(self, load: Load | None) -> None:
+        """For a step, if there is one."""
+        if load is not None:
+            self._clock.time_us += self._cost.draw(load, self._rng)
+
+    def _end(self, request: LlmRequest, reason: FinishReason) -> None:
+        """End ``request``, for ``reason`` if it has none."""
+        if not request.is_finished:
+            request.finish(reason)
+            self._simulation.forget([request])
+        self._latencies.ended(request.request_id)
+        del self._jobs[request.request_id]
+        self._recorded.forget(request)
+        if self._recorder is not None:
+            self._recorder.ended(request)
+
+
+def _arrival(number: int, job: Job, place: int | None = None) -> Arrival:
+    return Arrival(
+        number,
+        job.prompt_len,
+        job.max_new_tokens,
+        priority=job.priority,
+        beam_width=job.beam_width,
+        place=place,
+    )
+
+
+def _told(moves: Sequence[Moves], drafts: Sequence[Drafts], *, is_settled: bool) -> Iteration:
+    """What a recording would say of an iteration that is only being predicted."""
+    return Iteration(
+        0, 0, 0, (), None, 0, (), drafts=tuple(drafts), is_settled=is_settled, moves=tuple(moves)
+    )

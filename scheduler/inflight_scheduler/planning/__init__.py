@@ -1,0 +1,1 @@
+"""Carries a decision out: slots, blocks and tokens of a step."""

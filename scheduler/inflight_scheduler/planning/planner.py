@@ -1,0 +1,459 @@
+"""Carries decisions out: slots and blocks in, a `ScheduledBatch` out, tokens back in.
+
+Order of side effects in `BatchPlanner.plan`: paused requests give back blocks and slots, then
+fresh contexts take a slot and share the cached blocks (before anybody allocates, so that none of
+these can be evicted), then contexts take the other blocks of their whole prompt, then generation
+steps take the block their token opens. Draft tokens take room like tokens that are sure; those for
+which a last chunk has no room are dropped, and `BatchPlanner.update` drops all of the step, since
+they have been verified then (see `verification`). There is no rollback, since a decision that was
+made by our schedulers, or has passed `check_decision`, always has room; if it has not, that is our
+bug and an `AssertionError`.
+
+A slot and the blocks of a request are given back in one place, `BatchPlanner.release`, whatever
+the reason; full computed blocks stay cached, except after a failed step. A batch remembers its
+requests, so that tokens of a request which was released, paused or finished while the batch ran
+are dropped and never reach the next owner of the slot.
+
+The tokens of a batch come back in one of two ways:
+
+- `update`, when nothing else is planned meanwhile;
+- `advance` as soon as the step has been started, and `settle` when its tokens are there; not for a
+  step with drafts, of which nobody knows how many tokens will count. Between them the next batch
+  may be planned (and advanced): its requests look as if they had their tokens already. What a
+  request has given back is written once more by a step that still runs, but steps run in order, so
+  before anybody who gets the blocks later writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from inflight_scheduler.batch import (
+    BlockAssignment,
+    BlockCopy,
+    ContextChunk,
+    ScheduledBatch,
+    SlotSetup,
+)
+from inflight_scheduler.kv.block_manager import BlockManager
+from inflight_scheduler.planning.active import ActiveRequests
+from inflight_scheduler.planning.beam_planning import (
+    NO_CANDIDATES,
+    Candidates,
+    append_beam_blocks,
+    move_beams,
+    open_beams,
+    search,
+    set_up_rows,
+)
+from inflight_scheduler.planning.plan_parts import (
+    check_num_tokens,
+    grow,
+    no_room,
+    rows_of,
+    slots_of,
+)
+from inflight_scheduler.planning.settling import (
+    AwaitedTokens,
+    has_failed_unseen,
+    settle_each,
+    settle_tokens,
+)
+from inflight_scheduler.planning.slot_pool import SlotPool
+from inflight_scheduler.planning.verification import OpenSlots, add_verified_tokens, fitting_drafts
+from inflight_scheduler.request import LlmRequest
+
+
+class BatchPlanner:
+    """Owner of the slots; applies decisions to requests, blocks and slots.
+
+    With ``active`` (see `ActiveRequests`) the usual plan costs what changed.
+    """
+
+    __slots__ = (
+        "_advanced",
+        "_generation",
+        "_generation_slots",
+        "_iteration",
+        "_open_slots",
+        "_planned",
+        "active",
+        "block_manager",
+        "has_forgotten",
+        "slots",
+    )
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        num_slots: int,
+        active: ActiveRequests | None = None,
+        max_beam_width: int = 1,
+    ) -> None:
+        self.block_manager = block_manager
+        self.slots = SlotPool(num_slots, max_beam_width)
+        self.active = active
+        self._iteration = 0
+        # Batches that are planned and not updated yet: their requests, contexts first.
+        self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
+        self._advanced: dict[int, AwaitedTokens | None] = {}  # of those, the ones advanced
+        self.has_forgotten = False  # whether the last `settle` emptied the cache
+        # The last list of everybody who generates, and the slots of those.
+        self._generation: Sequence[LlmRequest] = []
+        self._generation_slots: tuple[int, ...] = ()
+        self._open_slots = OpenSlots()
+
+    @property
+    def num_free_slots(self) -> int:
+        """Requests that could start now, as far as slots go."""
+        return self.slots.num_free_slots
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True when no batch is planned whose tokens are to come."""
+        return not self._planned
+
+    def plan(
+        self,
+        context_requests: Sequence[LlmRequest],
+        generation_requests: Sequence[LlmRequest],
+        paused_requests: Sequence[LlmRequest] = (),
+    ) -> ScheduledBatch:
+        """Apply a decision and return what the engine shall run.
+
+        Unless the batch is empty, exactly one of `update`, `advance` with `settle`, and `discard`
+        must follow; `discard` also where one of the others has raised.
+        """
+        for request in paused_requests:
+            self.release(request)
+            request.pause()
+        if paused_requests and self.active is not None:
+            generation_requests = self.active.view_of(generation_requests)
+        setups: list[SlotSetup] = []
+        new_blocks: list[BlockAssignment] = []
+        sources: dict[int, int] = {}
+        for request in context_requests:
+            if request.seq_slot is None:
+                setups += self._start(request, new_blocks, sources)
+        copies: list[BlockCopy] = []
+        chunks = [
+            self._plan_context(request, new_blocks, sources, copies) for request in context_requests
+        ]
+        runs: tuple[ContextChunk, ...] = ()
+        if self._may_have_drafts:
+            generation_requests, runs = self._plan_drafts(generation_requests, new_blocks)
+        plain = generation_requests[len(runs) :] if runs else generation_requests
+        moves = move_beams(plain, self.block_manager, copies)
+        slots = self._plan_generation(plain, new_blocks)
+        self._iteration += 1
+        batch = ScheduledBatch(
+            iteration=self._iteration,
+            setups=tuple(setups),
+            new_blocks=tuple(new_blocks),
+            context_chunks=tuple(chunks),
+            generation_slots=slots,
+            block_copies=tuple(copies),
+            beam_moves=tuple(moves),
+            num_beams=plain[0].num_rows if moves else 1,
+            draft_runs=runs,
+            verified=self._open_slots.take(plain),
+        )
+        self._open_slots.open(batch.runs)
+        if not batch.is_empty:
+            is_everybody = self._everybody(generation_requests) is not None
+            generation = generation_requests if is_everybody else list(generation_requests)
+            self._planned[batch.iteration] = (list(context_requests), generation)
+            if self.active is not None:
+                self.active.tick(is_everybody)
+        return batch
+
+    def update(
+        self,
+        batch: ScheduledBatch,
+        tokens: Sequence[int],
+        candidates: Candidates = NO_CANDIDATES,
+    ) -> list[LlmRequest]:
+        """Apply the engine's tokens; return the requests that got one, in that order.
+
+        ``candidates`` of the rows of a search come in place of their tokens. Some requests may be
+        finished now; the caller releases them. Raises `ValueError`, and changes nothing, when the
+        number of tokens is not the one `ScheduledBatch` promises.
+        """
+        if batch.is_empty:
+            return []
+        check_num_tokens(batch, tokens)
+        context_requests, generation_requests = self._planned[batch.iteration]
+        token_iterator = iter(tokens)
+        # Before contexts join: the same list means that nobody has left since the plan.
+        everybody = None if batch.beam_moves else self._everybody(generation_requests)
+        if everybody is not None:
+            everybody.add_tokens(tokens[len(tokens) - len(generation_requests) :])
+        advanced: list[LlmRequest] = []
+        requests = [*context_requests, *islice(generation_requests, len(batch.draft_runs))]
+        for request, run in zip(requests, batch.runs, strict=True):
+            drawn = tuple(islice(token_iterator, run.num_drawn))
+            if request.seq_slot != run.slot or request.is_finished:
+                continue
+            num_added = 0
+            if request.is_context_init_state:
+                request.move_to_next_context_chunk()
+                num_added = self._begin_answer(request, drawn, candidates)
+            if drawn:
+                _drop_drafts(request)
+                add_verified_tokens(request, run.drafts, drawn, num_added)
+                advanced.append(request)
+        if everybody is not None:
+            advanced += generation_requests
+        else:
+            rows = zip(batch.generation_slots, token_iterator, strict=True)
+            first_rows = islice(rows, 0, None, batch.num_beams)
+            plain = islice(generation_requests, len(batch.draft_runs), None)
+            for request, (slot, token) in zip(plain, first_rows, strict=True):
+                if request.seq_slot == slot and not request.is_finished:
+                    self._advance(request, token, candidates)
+                    advanced.append(request)
+        del self._planned[batch.iteration]  # last: what is applied in part can be discarded
+        return advanced
+
+    def advance(self, batch: ScheduledBatch) -> None:
+        """Move the requests of a step that has been started on, before its tokens are known.
+
+        Prompts enter the cache now: whoever shares them runs later.
+        """
+        if batch.is_empty:
+            return
+        assert batch.num_drafts == 0, "nobody knows how far a step with drafts will come"
+        context_requests, generation_requests = self._planned[batch.iteration]
+        everybody = self._everybody(generation_requests)
+        self._advanced[batch.iteration] = None  # first: what is applied in part can be discarded
+        if everybody is not None:
+            self._advanced[batch.iteration] = everybody.expect_tokens()
+        for request in generation_requests if everybody is None else ():
+            _drop_drafts(request)
+            request.expect_token()
+        for request, chunk in zip(context_requests, batch.context_chunks, strict=True):
+            request.move_to_next_context_chunk()
+            if chunk.is_last:
+                _drop_drafts(request)
+                request.expect_token()
+                self.block_manager.store(request)
+
+    def settle(
+        self,
+        batch: ScheduledBatch,
+        tokens: Sequence[int],
+        candidates: Candidates = NO_CANDIDATES,
+    ) -> list[LlmRequest]:
+        """As `update`, for advanced batches, in the order in which they were planned."""
+        if batch.is_empty:
+            return []
+        check_num_tokens(batch, tokens)
+        self.has_forgotten = False
+        owners, has_beams = self.token_owners(batch), self.must_settle_first(batch)
+        if not has_beams and min(tokens, default=0) >= 0:
+            everybody = self._advanced[batch.iteration] if len(self._advanced) == 2 else None
+            settled = settle_tokens(owners, tokens, everybody)
+        else:
+            self.has_forgotten = has_failed_unseen(owners, tokens)
+            if self.has_forgotten:
+                self.block_manager.forget_all()
+            settled = settle_each(owners, tokens, candidates, self.block_manager)
+        del self._planned[batch.iteration]  # last, as in `update`
+        del self._advanced[batch.iteration]
+        return settled
+
+    def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Whose tokens the engine returns for a batch that is not settled, in their order."""
+        context_requests, generation_requests = self._planned[batch.iteration]
+        runs = zip([*context_requests, *generation_requests], batch.runs, strict=False)
+        drawing = [request for request, run in runs for _ in range(run.num_drawn)]
+        plain = generation_requests[len(batch.draft_runs) :]
+        if batch.num_beams == 1:
+            return [*drawing, *plain]
+        return [*drawing, *(request for request in plain for _ in range(batch.num_beams))]
+
+    def must_settle_first(self, batch: ScheduledBatch) -> bool:
+        """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
+        which row a beam goes on in, and with which token, is decided by the host."""
+        return bool(batch.beam_moves) or any(
+            request.beams is not None for request in self._planned[batch.iteration][0]
+        )
+
+    def resume(self, requests: Sequence[LlmRequest]) -> ScheduledBatch:
+        """A step that runs already, of which ``requests`` expect the tokens, in this order."""
+        batch = ScheduledBatch(
+            iteration=self._iteration,
+            generation_slots=slots_of(requests),
+            num_beams=requests[0].num_rows if requests else 1,
+        )
+        self._planned[batch.iteration] = ([], list(requests))
+        self._advanced[batch.iteration] = None
+        return batch
+
+    def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
+        """Forget a batch whose step failed; return its requests, for the caller to end each.
+
+        Their blocks are free: nobody knows what the step has written, so nothing is kept. If it
+        was advanced, others may have found some of that in the cache, which is emptied, and all
+        batches that were advanced must be discarded with it.
+        """
+        context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
+        if batch.iteration in self._advanced:
+            del self._advanced[batch.iteration]
+            self.block_manager.forget_all()
+        requests = [*context_requests, *generation_requests]
+        for request in requests:
+            self.block_manager.free(request.request_id)
+            request.drop_pending_tokens()
+        return requests
+
+    def release(self, request: LlmRequest) -> None:
+        """Give back the request's blocks and slot; harmless when it holds none."""
+        request.drop_pending_tokens()
+        self.block_manager.release(request)
+        if request.seq_slot is not None:
+            self.slots.free(request.seq_slot)
+            self._open_slots.forget(request.seq_slot)
+            request.seq_slot = None
+
+    @property
+    def _may_have_drafts(self) -> bool:
+        return self.active is None or self.active.num_with_drafts > 0
+
+    def _everybody(self, requests: Sequence[LlmRequest]) -> ActiveRequests | None:
+        """The active requests, if ``requests`` is the list of all of them that generate, as it is
+        now, and none has drafts."""
+        if self._may_have_drafts or self.active is None:
+            return None
+        return self.active if requests is self.active.generation else None
+
+    def _start(
+        self, request: LlmRequest, new_blocks: list[BlockAssignment], sources: dict[int, int]
+    ) -> list[SlotSetup]:
+        """Give a fresh context its slot and what is cached of its prompt; a setup for each row."""
+        slot = request.seq_slot = self.slots.assign()
+        match = self.block_manager.attach_prefix(request)
+        request.num_reused_blocks = match.num_blocks
+        if match.num_tokens > 0:
+            request.skip_context(match.num_tokens)
+        if match.copy_source is not None:
+            sources[request.request_id] = match.copy_source
+        new_blocks.extend(
+            BlockAssignment(slot, index, block_id) for index, block_id in enumerate(match.block_ids)
+        )
+        setup = SlotSetup(
+            slot=slot,
+            request_id=request.request_id,
+            sampling=request.sampling,
+            end_id=request.end_id,
+            min_end_position=request.orig_prompt_len + request.sampling.min_length,
+            prompt_len=request.orig_prompt_len,
+            tokens=tuple(request.tokens) if request.sampling.looks_back else (),
+            outputs=request.outputs,
+            num_candidates=request.num_candidates,
+        )
+        return set_up_rows(setup, request.num_rows)
+
+    def _plan_context(
+        self,
+        request: LlmRequest,
+        new_blocks: list[BlockAssignment],
+        sources: dict[int, int],
+        copies: list[BlockCopy],
+    ) -> ContextChunk:
+        slot = request.seq_slot
+        assert slot is not None
+        first_own = len(new_blocks)
+        if request.is_last_context_chunk and request.num_chunk_drafts < request.num_draft_tokens:
+            request.set_draft_tokens(request.draft_tokens[: request.num_chunk_drafts])
+        num_tokens = self.block_manager.num_tokens_after_step(request)
+        grow(request, slot, num_tokens, new_blocks, self.block_manager)
+        if request.beams is not None and first_own < len(new_blocks):
+            new_blocks += open_beams(request, slot, self.block_manager)
+        if request.request_id in sources:
+            destination = new_blocks[first_own].block_id
+            copies.append(BlockCopy(sources[request.request_id], destination))
+        start = request.context_current_position
+        return ContextChunk(
+            slot=slot,
+            start=start,
+            tokens=tuple(request.tokens[start : start + request.context_chunk_size]),
+            is_last=request.is_last_context_chunk,
+            drafts=fitting_drafts(request) if request.is_last_context_chunk else (),
+        )
+
+    def _begin_answer(
+        self, request: LlmRequest, drawn: Sequence[int], candidates: Candidates
+    ) -> int:
+        """Append the first token after a context, whose blocks are kept then; how many it was."""
+        if not drawn:
+            return 0
+        if request.beams is None:
+            request.add_new_token(drawn[0])
+        else:
+            search(request, candidates, self.block_manager)
+        self.block_manager.store(request)
+        return 1
+
+    def _plan_drafts(
+        self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
+    ) -> tuple[Sequence[LlmRequest], tuple[ContextChunk, ...]]:
+        """``requests``, first those that run with drafts, and these runs."""
+        drafting = [request for request in requests if fitting_drafts(request)]
+        if not drafting:
+            return requests, ()
+        runs = []
+        for request in drafting:
+            slot = request.seq_slot
+            assert slot is not None
+            manager = self.block_manager
+            grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
+            last = (request.tokens[-1],)
+            start = request.num_cached_tokens
+            runs.append(ContextChunk(slot, start, last, True, fitting_drafts(request)))
+        slots = {run.slot for run in runs}
+        return [*drafting, *(r for r in requests if r.seq_slot not in slots)], tuple(runs)
+
+    def _plan_generation(
+        self, requests: Sequence[LlmRequest], new_blocks: list[BlockAssignment]
+    ) -> tuple[int, ...]:
+        """Slots of ``requests``; who opens blocks gets them."""
+        manager, everybody = self.block_manager, self._everybody(requests)
+        if everybody is not None:
+            due: Sequence[LlmRequest] = everybody.due_requests()
+            if requests is not self._generation:
+                self._generation = requests
+                self._generation_slots = rows_of(requests, everybody.generation_slots)
+            slots = self._generation_slots
+        else:
+            num_places_left = manager.num_places_left
+            due = [r for r in requests if num_places_left(r) == 0 or r.draft_tokens]
+            slots = slots_of(requests)
+        for request in due:
+            slot = request.seq_slot
+            assert slot is not None
+            if request.beams is not None:
+                new_blocks += append_beam_blocks(request, slot, manager)
+                continue
+            if request.draft_tokens or manager.window_size is not None:
+                grow(request, slot, manager.num_tokens_after_step(request), new_blocks, manager)
+                continue
+            appended = manager.append_block(request.request_id)
+            assert appended is not None, no_room(request, request.num_tokens, manager)
+            new_blocks.append(BlockAssignment(slot, *appended))
+        return slots
+
+    def _advance(self, request: LlmRequest, token: int, candidates: Candidates) -> None:
+        """The step has run, and the text goes on with ``token``, or as the search has it."""
+        if request.beams is not None:
+            search(request, candidates, self.block_manager)
+            return
+        _drop_drafts(request)
+        request.add_new_token(token)
+
+
+def _drop_drafts(request: LlmRequest) -> None:
+    """The step has verified them."""
+    if request.draft_tokens:
+        request.set_draft_tokens(())

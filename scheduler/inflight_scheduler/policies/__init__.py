@@ -1,0 +1,1 @@
+"""Who may hold cache, and who runs."""

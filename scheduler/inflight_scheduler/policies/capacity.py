@@ -1,0 +1,347 @@
+"""Who may hold KV cache in this iteration: the first of the two questions of scheduling.
+
+Decisions only: nothing here changes a request, a block or a slot, so a decision can be thrown
+away. The rules are those of TensorRT-LLM's ``capacityScheduler.cpp`` and of its Python twin.
+
+Requests in DISAGG_GENERATION_INIT (disaggregated serving: their KV is about to come from another
+server) bypass the gate and take room, but no step runs for them. The published result names them in
+a list of its own between fitting and paused. Here `CapacityResult` stays the pair that users
+write, and carries that list as an attribute.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from inflight_scheduler.errors import SchedulerError
+from inflight_scheduler.kv.block_manager import BlockManager
+from inflight_scheduler.policies.resources import Books, Resource, check_resources
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import LlmRequestState
+
+
+class CapacityResult(tuple[list[LlmRequest], list[LlmRequest]]):
+    """``(fitting_requests, paused_requests)``, and ``fitting_disagg_gen_init`` beside them."""
+
+    fitting_disagg_gen_init: list[LlmRequest]
+
+    @classmethod
+    def part(cls, fitting: list[LlmRequest], paused: list[LlmRequest]) -> CapacityResult:
+        """Take the disaggregated ones out of ``fitting``."""
+        disagg = [request for request in fitting if request.is_disagg_generation_init_state]
+        if disagg:
+            fitting = [r for r in fitting if not r.is_disagg_generation_init_state]
+        result = cls((fitting, paused))
+        result.fitting_disagg_gen_init = disagg
+        return result
+
+
+class CapacityScheduler(ABC):
+    """Chooses, from the active requests in list order, which fit and which must be paused.
+
+    A request is looked at when it has reached ``no_schedule_until_state`` and has not reached
+    ``no_schedule_after_state``; the others are left alone.
+    """
+
+    __slots__ = ("max_num_requests", "no_schedule_after_state", "no_schedule_until_state")
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        *,
+        no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
+        no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
+    ) -> None:
+        if max_num_requests < 1:
+            raise ValueError(f"max_num_requests must be at least 1, not {max_num_requests}")
+        self.max_num_requests = max_num_requests
+        self.no_schedule_until_state = no_schedule_until_state
+        self.no_schedule_after_state = no_schedule_after_state
+
+    @abstractmethod
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest]
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """Return ``(fitting_requests, paused_requests)``; disjoint, both from the active ones.
+
+        A plain pair, or a `CapacityResult`.
+        """
+
+    def is_schedulable(self, request: LlmRequest) -> bool:
+        """True when the state of ``request`` lies inside the gate, or bypasses it."""
+        is_inside = self.no_schedule_until_state <= request.state < self.no_schedule_after_state
+        return is_inside or request.is_disagg_generation_init_state
+
+    def _gated(self, active_requests: Sequence[LlmRequest]) -> list[LlmRequest]:
+        until, after = self.no_schedule_until_state, self.no_schedule_after_state
+        bypass = LlmRequestState.DISAGG_GENERATION_INIT
+        return [r for r in active_requests if until <= r.state < after or r.state is bypass]
+
+
+class MaxRequestsScheduler(CapacityScheduler):
+    """Without a KV cache: the first ``max_num_requests`` in order."""
+
+    __slots__ = ()
+
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
+        """Never pauses."""
+        return CapacityResult.part(self._gated(active_requests)[: self.max_num_requests], [])
+
+
+class ReservingScheduler(CapacityScheduler):
+    """What GUARANTEED_NO_EVICT and STATIC_BATCH have in common: reservations to completion.
+
+    ``resources`` are reserved like blocks (see `resources`). Who lacks only one that does not end
+    the walk (PEFT pages) is passed over, as published; so while others keep the pages in use, such
+    a request is promised no turn. An encoder is admitted without reserving blocks; the context
+    after it reserves them. Requests whose KV is just coming from another server keep their
+    reservation, which the published rule forgets for that while.
+    """
+
+    __slots__ = ("block_manager", "resources")
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        block_manager: BlockManager,
+        *,
+        resources: Sequence[Resource] = (),
+        no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
+        no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
+    ) -> None:
+        super().__init__(
+            max_num_requests,
+            no_schedule_until_state=no_schedule_until_state,
+            no_schedule_after_state=no_schedule_after_state,
+        )
+        check_resources(block_manager, resources)
+        self.block_manager = block_manager
+        self.resources = tuple(resources)
+
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
+        """Generation, started contexts, disaggregated ones, fresh ones until one does not fit.
+
+        Raises `SchedulerError` for an encoder without a pool of cross blocks.
+        """
+        books = Books(self.block_manager, self.resources, to_completion=True)
+        fitting: list[LlmRequest] = []
+        started: list[LlmRequest] = []
+        disagg: list[LlmRequest] = []
+        fresh: list[LlmRequest] = []
+        for request in active_requests:
+            if not self.is_schedulable(request):
+                if request.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS:
+                    books.claim(request)
+            elif len(fitting) >= self.max_num_requests:
+                return CapacityResult.part(fitting, [])
+            elif request.is_generation_in_progress_state:
+                fitting.append(request)
+                books.claim(request)
+            elif request.is_disagg_generation_init_state:
+                disagg.append(request)
+            elif request.is_first_context_chunk:
+                check_encoder(request, self.resources)
+                fresh.append(request)
+            else:
+                started.append(request)
+        num_generating = len(fitting)
+        if self.admit(started, books, fitting) and self.may_start(num_generating):
+            self.admit(disagg, books, fitting)
+            self.admit_fresh(fresh, books, fitting, started)
+        return CapacityResult.part(fitting, [])
+
+    @abstractmethod
+    def may_start(self, num_generating: int) -> bool:
+        """True when requests may start next to ``num_generating`` that generate."""
+
+    @abstractmethod
+    def admit_fresh(
+        self,
+        fresh: Sequence[LlmRequest],
+        books: Books,
+        fitting: list[LlmRequest],
+        started: Sequence[LlmRequest],
+    ) -> None:
+        """Append to ``fitting`` those of ``fresh`` that start next to the ``started`` contexts."""
+
+    def admit(
+        self,
+        pending: Sequence[LlmRequest],
+        books: Books,
+        fitting: list[LlmRequest],
+        may_skip: bool = False,
+    ) -> bool:
+        """Append ``pending`` to ``fitting`` in order; False when one did not fit, and no further.
+
+        ``may_skip`` passes over a request for which waiting is better.
+        """
+        for request in pending:
+            if may_skip and books.blocks.is_beneficial_to_skip(request):
+                continue
+            if len(fitting) >= self.max_num_requests:
+                return False
+            lack = books.try_claim(request)
+            if lack is None:
+                fitting.append(request)
+            elif lack.ends_walk:
+                return False
+        return True
+
+
+class GuaranteedNoEvictScheduler(ReservingScheduler):
+    """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
+
+    The guarantee rests on every running request having been admitted under it: to take over in the
+    middle from a scheduler that reserves less, use `MaxUtilizationScheduler`, which can pause.
+
+    One departure from the published rule: contexts past their first chunk, which hold blocks
+    already, are looked at before fresh ones. In arrival order this changes nothing. With a fresh
+    request of higher priority in front that does not fit, the published rule would leave them
+    holding their blocks for ever.
+    """
+
+    __slots__ = ()
+
+    def may_start(self, num_generating: int) -> bool:
+        """Always."""
+        del num_generating
+        return True
+
+    def admit_fresh(
+        self,
+        fresh: Sequence[LlmRequest],
+        books: Books,
+        fitting: list[LlmRequest],
+        started: Sequence[LlmRequest],
+    ) -> None:
+        """As many as fit; one whose next block is being computed by another waits for it."""
+        books.blocks.promise(started)
+        self.admit(fresh, books, fitting, may_skip=True)
+
+
+class StaticBatchScheduler(ReservingScheduler):
+    """STATIC_BATCH: a new batch starts only when no request of the last one is generating.
+
+    Contexts of the running batch that were cut go on (they hold blocks already, see
+    `GuaranteedNoEvictScheduler`); nobody waits for what another computes.
+    """
+
+    __slots__ = ()
+
+    def may_start(self, num_generating: int) -> bool:
+        """Once nobody generates."""
+        return num_generating == 0
+
+    def admit_fresh(
+        self,
+        fresh: Sequence[LlmRequest],
+        books: Books,
+        fitting: list[LlmRequest],
+        started: Sequence[LlmRequest],
+    ) -> None:
+        """All that fit."""
+        del started
+        self.admit(fresh, books, fitting)
+
+
+class MaxUtilizationScheduler(CapacityScheduler):
+    """MAX_UTILIZATION: only the next step must fit; when it does not, the last started is paused.
+
+    The walk with its moving end (``P`` started, ``.`` fresh, ``^`` the request looked at)::
+
+        P P P . P .        no room at ^: pause the last started one at or behind ^, move the end
+            ^     |end     there, try again; ^ may be its own victim, earlier ones never are.
+        P P P . x .        Nobody started behind ^ (nor ^ itself): stop.
+            ^   |end
+
+    So every started request inside the gate is either fitting or paused, and the first request of
+    the list always makes progress. A lack of any of the ``resources`` looks for a victim, as a lack
+    of blocks does; models with an encoder need GUARANTEED_NO_EVICT or STATIC_BATCH.
+    """
+
+    __slots__ = ("block_manager", "resources", "two_step_lookahead")
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        block_manager: BlockManager,
+        *,
+        two_step_lookahead: bool = False,
+        resources: Sequence[Resource] = (),
+        no_schedule_until_state: LlmRequestState = LlmRequestState.CONTEXT_INIT,
+        no_schedule_after_state: LlmRequestState = LlmRequestState.GENERATION_COMPLETE,
+    ) -> None:
+        super().__init__(
+            max_num_requests,
+            no_schedule_until_state=no_schedule_until_state,
+            no_schedule_after_state=no_schedule_after_state,
+        )
+        check_resources(block_manager, resources)
+        if any(resource.serves_encoder for resource in resources):
+            raise ValueError(
+                "max_utilization cannot run a model with an encoder: a pause would lose the "
+                "encoder's output; use guaranteed_no_evict or static_batch"
+            )
+        self.block_manager = block_manager
+        self.two_step_lookahead = two_step_lookahead
+        self.resources = tuple(resources)
+
+    def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
+        """Linear: each request is looked at once and passed by the moving end at most once.
+
+        Raises `SchedulerError` for an encoder.
+        """
+        candidates = self._gated(active_requests)
+        books = Books(
+            self.block_manager,
+            self.resources,
+            to_completion=False,
+            two_step_lookahead=self.two_step_lookahead,
+        )
+        forecast = books.blocks
+        if self.block_manager.enable_reuse:
+            forecast.promise(filter(is_started_context, candidates))
+        fitting: list[LlmRequest] = []
+        paused: list[LlmRequest] = []
+        current, end = 0, len(candidates)
+        while current < end:
+            request = candidates[current]
+            if forecast.is_beneficial_to_skip(request):
+                current += 1
+                continue
+            check_encoder(request, self.resources)
+            if len(fitting) < self.max_num_requests and books.try_claim(request) is None:
+                fitting.append(request)
+                current += 1
+                continue
+            victim = _last_started(candidates, current, end)
+            if victim is None:
+                break
+            end = victim
+            paused.append(candidates[victim])
+            books.release(candidates[victim])
+        return CapacityResult.part(fitting, paused)
+
+
+def check_encoder(request: LlmRequest, resources: Sequence[Resource]) -> None:
+    """Raise `SchedulerError` if ``request`` waits for an encoder and nothing serves one."""
+    if request.is_encoder_init_state and not any(r.serves_encoder for r in resources):
+        raise SchedulerError(
+            f"request {request.request_id} has {request.encoder_length} tokens for an encoder, but "
+            "there is no pool of cross KV blocks; give the scheduler CrossBlocks"
+        )
+
+
+def is_started_context(request: LlmRequest) -> bool:
+    """True for a context past its first chunk: it holds the blocks of its whole prompt."""
+    return request.is_context_init_state and not request.is_first_context_chunk
+
+
+def _last_started(candidates: Sequence[LlmRequest], first: int, end: int) -> int | None:
+    """Index in ``first .. end - 1`` of the last request that holds cache, or None."""
+    for index in range(end - 1, first - 1, -1):
+        request = candidates[index]
+        if request.is_generation_in_progress_state or not request.is_first_context_chunk:
+            return index
+    return None

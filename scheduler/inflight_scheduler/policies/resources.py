@@ -1,0 +1,311 @@
+"""What a request needs besides its KV blocks, behind one small interface.
+
+A `Resource` says how much there is; its `Forecast` keeps the books of one decision: how much a
+request would take, now or until its end, and how much is left after those accepted so far. The KV
+blocks themselves are such a forecast (`BlockForecast`), and so are
+
+- `WindowBlocks`: the blocks of layers with another attention window, in a pool of their own,
+- `CrossBlocks`: the blocks of an encoder's output, which cross attention reads,
+- `PeftPages`: the pages of LoRA adapters, taken once for all requests with the same adapter.
+
+Write another class with these members for whatever else must not run out. Deciding only counts:
+who takes and gives back is the owner of the resource, as `BatchPlanner` is for the KV blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from inflight_scheduler.kv.block_manager import BlockManager
+from inflight_scheduler.policies.forecast import BlockForecast
+from inflight_scheduler.request import LlmRequest
+
+
+class Forecast(Protocol):
+    """The books of one resource during one decision; made anew for each."""
+
+    @property
+    def num_available(self) -> int:
+        """What is left after everything claimed and released so far; negative if too much is."""
+
+    def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
+        """What the next step of ``request`` (or the next two) would take, at most."""
+
+    def needed_to_completion(self, request: LlmRequest) -> int:
+        """What ``request`` would take until its last token, at most."""
+
+    def claim(self, request: LlmRequest, num_needed: int) -> None:
+        """``request`` is accepted and takes ``num_needed``."""
+
+    def release(self, request: LlmRequest) -> None:
+        """``request`` is paused and gives back what it holds."""
+
+
+class Resource(Protocol):
+    """Something that can run out. ``name`` completes "12 of 8 ...", in the plural.
+
+    ``ends_walk``: who lacks it is not passed by those behind, as with blocks; else only this one
+    waits. ``serves_encoder``: requests with an encoder can run.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_total(self) -> int: ...
+    @property
+    def ends_walk(self) -> bool: ...
+    @property
+    def serves_encoder(self) -> bool: ...
+
+    def forecast(self) -> Forecast:
+        """How much is left now."""
+
+    def needed_alone(self, request: LlmRequest) -> int:
+        """What ``request`` needs at most while it holds nothing; more than all is refused."""
+
+
+class WindowBlocks:
+    """KV blocks of the layers with one attention window, in a pool of their own."""
+
+    __slots__ = ("block_manager",)
+    ends_walk = True
+    serves_encoder = False
+
+    def __init__(self, block_manager: BlockManager) -> None:
+        """Raises `ValueError` for a manager with block reuse: that needs a uniform window."""
+        if block_manager.enable_reuse:
+            raise ValueError(
+                "enable_reuse needs a uniform attention window: a further pool cannot reuse blocks"
+            )
+        self.block_manager = block_manager
+
+    @property
+    def name(self) -> str:
+        """With the window it is for."""
+        return f"KV blocks of window {self.block_manager.window_size}"
+
+    @property
+    def num_total(self) -> int:
+        """Blocks, free or not."""
+        return self.block_manager.num_blocks
+
+    def forecast(self) -> BlockForecast:
+        """The arithmetic of KV blocks, cut at the window."""
+        return BlockForecast(self.block_manager)
+
+    def needed_alone(self, request: LlmRequest) -> int:
+        """Blocks at the last token."""
+        return self.block_manager.get_blocks_at_completion(request)
+
+
+class CrossBlocks:
+    """KV blocks of encoder outputs: all of them are taken with the first context chunk."""
+
+    __slots__ = ("block_manager",)
+    name = "cross KV blocks"
+    ends_walk = True
+    serves_encoder = True
+
+    def __init__(self, block_manager: BlockManager) -> None:
+        self.block_manager = block_manager
+
+    @property
+    def num_total(self) -> int:
+        """Blocks, free or not."""
+        return self.block_manager.num_blocks
+
+    def forecast(self) -> _CrossForecast:
+        """Free blocks of the cross pool."""
+        return _CrossForecast(self)
+
+    def needed_alone(self, request: LlmRequest) -> int:
+        """Blocks of the whole encoder output, shared by all beams."""
+        return -(-request.encoder_length // self.block_manager.tokens_per_block)
+
+
+class _CrossForecast:
+    __slots__ = ("_cross", "num_available")
+
+    def __init__(self, cross: CrossBlocks) -> None:
+        self._cross = cross
+        self.num_available = cross.block_manager.num_free_blocks
+
+    def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
+        """All at context position 0, then none; the encoder itself takes none."""
+        del two_step_lookahead
+        is_later = request.is_generation_in_progress_state or not request.is_first_context_chunk
+        if is_later or request.is_encoder_init_state:
+            return 0
+        num_held = self._cross.block_manager.num_blocks_of(request.request_id)
+        return max(0, self._cross.needed_alone(request) - num_held)
+
+    def needed_to_completion(self, request: LlmRequest) -> int:
+        return self.needed_one_step(request)
+
+    def claim(self, request: LlmRequest, num_needed: int) -> None:
+        del request
+        self.num_available -= num_needed
+
+    def release(self, request: LlmRequest) -> None:
+        self.num_available += self._cross.block_manager.num_blocks_of(request.request_id)
+
+
+class PeftPages:
+    """Pages of LoRA adapters: ``num_pages`` in all, ``pages_of_task(task_id)`` for each adapter.
+
+    A decision counts each adapter once, however many requests use it, and nothing between
+    decisions: an adapter that no accepted request uses can be dropped from its pages.
+    """
+
+    __slots__ = ("num_total", "pages_of_task")
+    name = "PEFT pages"
+    ends_walk = False
+    serves_encoder = False
+
+    def __init__(self, num_pages: int, pages_of_task: Callable[[int], int]) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages must be at least 1, not {num_pages}")
+        self.num_total = num_pages
+        self.pages_of_task = pages_of_task
+
+    def forecast(self) -> _PeftForecast:
+        """All pages, until somebody claims some."""
+        return _PeftForecast(self)
+
+    def needed_alone(self, request: LlmRequest) -> int:
+        """Pages of its adapter."""
+        task_id = request.lora_task_id
+        return 0 if task_id is None else self.pages_of_task(task_id)
+
+
+class _PeftForecast:
+    __slots__ = ("_claimed_tasks", "_pages", "num_available")
+
+    def __init__(self, pages: PeftPages) -> None:
+        self._pages = pages
+        self.num_available = pages.num_total
+        self._claimed_tasks: set[int] = set()
+
+    def needed_one_step(self, request: LlmRequest, two_step_lookahead: bool = False) -> int:
+        """The adapter must be there for every step."""
+        del two_step_lookahead
+        if request.lora_task_id in self._claimed_tasks:
+            return 0
+        return self._pages.needed_alone(request)
+
+    def needed_to_completion(self, request: LlmRequest) -> int:
+        return self.needed_one_step(request)
+
+    def claim(self, request: LlmRequest, num_needed: int) -> None:
+        self.num_available -= num_needed
+        if request.lora_task_id is not None:
+            self._claimed_tasks.add(request.lora_task_id)
+
+    def release(self, request: LlmRequest) -> None:
+        """Nothing: only the accepted count, and a victim is not one of them."""
+
+
+class Lack(NamedTuple):
+    """What stops a request: how much it needs and what is left; ``resource`` None: KV blocks."""
+
+    resource: Resource | None
+    num_needed: int
+    num_available: int
+
+    @property
+    def ends_walk(self) -> bool:
+        """True when those behind may not pass."""
+        return self.resource is None or self.resource.ends_walk
+
+
+class Books:
+    """KV blocks and all further resources during one decision.
+
+    ``to_completion``: requests claim what they take until their last token, else what the next
+    step takes (``two_step_lookahead``: the next two).
+    """
+
+    __slots__ = ("_further", "_to_completion", "_two_step_lookahead", "blocks")
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        resources: Sequence[Resource] = (),
+        *,
+        to_completion: bool,
+        two_step_lookahead: bool = False,
+    ) -> None:
+        self.blocks = BlockForecast(block_manager)
+        self._further = [(resource, resource.forecast()) for resource in resources]
+        self._to_completion = to_completion
+        self._two_step_lookahead = two_step_lookahead
+
+    def needed_blocks(self, request: LlmRequest) -> int:
+        """KV blocks that ``request`` would claim."""
+        return self._needed_of(self.blocks, request)
+
+    def claim(self, request: LlmRequest) -> None:
+        """``request`` runs in any case."""
+        self._take(request, self.needed_blocks(request))
+
+    def try_claim(self, request: LlmRequest) -> Lack | None:
+        """Accept ``request`` if everything is there; else nothing changes.
+
+        A lack that ends the walk is told before one that does not.
+        """
+        num_needed = self.needed_blocks(request)
+        lack = self._lack(request, num_needed)
+        if lack is None:
+            self._take(request, num_needed)
+        return lack
+
+    def lack(self, request: LlmRequest) -> Lack | None:
+        """What `try_claim` would answer; nothing changes."""
+        return self._lack(request, self.needed_blocks(request))
+
+    def _lack(self, request: LlmRequest, num_needed_blocks: int) -> Lack | None:
+        if num_needed_blocks > self.blocks.num_available:
+            return Lack(None, num_needed_blocks, self.blocks.num_available)
+        found = None
+        for resource, forecast in self._further:
+            num_needed = self._needed_of(forecast, request)
+            if 0 < num_needed > forecast.num_available and (found is None or resource.ends_walk):
+                found = Lack(resource, num_needed, forecast.num_available)
+                if resource.ends_walk:
+                    break
+        return found
+
+    def release(self, request: LlmRequest) -> None:
+        """``request`` is paused and gives back what it holds."""
+        self.blocks.release(request)
+        for _, forecast in self._further:
+            forecast.release(request)
+
+    def left(self) -> list[tuple[str, int]]:
+        """What is left of each by its name, "blocks" (of KV) first; negative if overdrawn."""
+        further = [(resource.name, forecast.num_available) for resource, forecast in self._further]
+        return [("blocks", self.blocks.num_available), *further]
+
+    def _take(self, request: LlmRequest, num_needed_blocks: int) -> None:
+        self.blocks.claim(request, num_needed_blocks)
+        for _, forecast in self._further:
+            forecast.claim(request, self._needed_of(forecast, request))
+
+    def _needed_of(self, forecast: Forecast, request: LlmRequest) -> int:
+        if self._to_completion:
+            return forecast.needed_to_completion(request)
+        return forecast.needed_one_step(request, self._two_step_lookahead)
+
+
+def check_resources(block_manager: BlockManager, resources: Sequence[Resource]) -> None:
+    """Raise `ValueError` for block reuse next to pools of other attention windows."""
+    if not block_manager.enable_reuse:
+        return
+    for resource in resources:
+        if isinstance(resource, WindowBlocks):
+            raise ValueError(
+                "enable_reuse needs a uniform attention window, but there are pools for "
+                f"{block_manager.window_size} and {resource.block_manager.window_size} tokens; "
+                "switch it off"
+            )

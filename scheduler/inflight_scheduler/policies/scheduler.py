@@ -1,0 +1,187 @@
+"""The scheduler of one iteration: capacity, then micro-batch.
+
+Deciding changes nothing. The order of side effects lies with the caller: decide
+(`RequestScheduler.schedule_request`), check what a foreign scheduler decided (`check_decision`),
+apply (`BatchPlanner.plan`); until the last step there is nothing to roll back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from enum import IntEnum
+
+from inflight_scheduler.kv.block_manager import BlockManager
+from inflight_scheduler.policies import incremental
+from inflight_scheduler.policies.capacity import (
+    CapacityResult,
+    CapacityScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxRequestsScheduler,
+    MaxUtilizationScheduler,
+    StaticBatchScheduler,
+)
+from inflight_scheduler.policies.chunking import ContextChunking
+from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
+from inflight_scheduler.policies.resources import Resource
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import LlmRequestState
+
+
+class TrtGptModelType(IntEnum):
+    """How requests are batched (values of the GptManager API)."""
+
+    V1 = 0
+    InflightBatching = 1
+    InflightFusedBatching = 2
+
+
+class CapacitySchedulerPolicy(IntEnum):
+    """Who may hold KV cache (values of the Executor API)."""
+
+    MAX_UTILIZATION = 0
+    GUARANTEED_NO_EVICT = 1
+    STATIC_BATCH = 2
+
+
+class RequestScheduler(ABC):
+    """Decides one iteration; subclass it to bring your own policy.
+
+    It sees the active requests in their order (priority, then arrival) and may neither change nor
+    keep them, but for the ``context_chunk_size`` of those it lets run: it may cut a context there,
+    if chunked context is enabled.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]:
+        """Return ``(context_requests, generation_requests, paused_requests)``.
+
+        Disjoint and all from ``active_requests``; none of the first two has its id in
+        ``inflight_request_ids`` (those steps are still running).
+        """
+
+
+class ScheduleResult(tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]):
+    """``(context_requests, generation_requests, paused_requests)``.
+
+    Beside them ``fitting_disagg_gen_init``, as in `CapacityResult`.
+    """
+
+    fitting_disagg_gen_init: list[LlmRequest]
+
+
+class SimpleScheduler(RequestScheduler):
+    """The default: what fits, by the capacity scheduler; of that, what runs, by the other one.
+
+    Given `ActiveRequests`, the usual decision costs what changed instead of what is active (see
+    `incremental`); it is the same decision.
+    """
+
+    __slots__ = ("_is_incremental", "capacity_scheduler", "micro_batch_scheduler")
+
+    def __init__(
+        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
+    ) -> None:
+        self.capacity_scheduler = capacity_scheduler
+        self.micro_batch_scheduler = micro_batch_scheduler
+        self._is_incremental = incremental.can_decide(capacity_scheduler, micro_batch_scheduler)
+
+    def schedule_request(
+        self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
+    ) -> ScheduleResult:
+        """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
+        if self._is_incremental and not inflight_request_ids:
+            decision = incremental.decide(
+                self.capacity_scheduler, self.micro_batch_scheduler, active_requests
+            )
+            if decision is not None:
+                return _as_result(decision, [])
+        fits = self.capacity_scheduler.schedule_request(active_requests)
+        fitting, paused = fits
+        context, generation = self.micro_batch_scheduler.schedule(fitting, inflight_request_ids)
+        # A scheduler of the user may return a plain pair.
+        disagg = fits.fitting_disagg_gen_init if isinstance(fits, CapacityResult) else []
+        return _as_result((context, generation, paused), disagg)
+
+
+def _as_result(decision: incremental.Decision, disagg: list[LlmRequest]) -> ScheduleResult:
+    result = ScheduleResult(decision)
+    result.fitting_disagg_gen_init = disagg
+    return result
+
+
+def make_capacity_scheduler(
+    policy: CapacitySchedulerPolicy,
+    block_manager: BlockManager | None,
+    max_num_requests: int,
+    *,
+    two_step_lookahead: bool = False,
+    resources: Sequence[Resource] = (),
+) -> CapacityScheduler:
+    """The capacity scheduler of ``policy``; without a block manager only the count limits.
+
+    With a resource that serves encoders the gate opens at ENCODER_INIT. Raises `ValueError` for
+    such a one under MAX_UTILIZATION, and for resources without a block manager.
+    """
+    if block_manager is None:
+        if resources:
+            raise ValueError("resources need a block_manager: without one only a count limits")
+        return MaxRequestsScheduler(max_num_requests)
+    if policy == CapacitySchedulerPolicy.MAX_UTILIZATION:
+        return MaxUtilizationScheduler(
+            max_num_requests,
+            block_manager,
+            two_step_lookahead=two_step_lookahead,
+            resources=resources,
+        )
+    is_static = policy == CapacitySchedulerPolicy.STATIC_BATCH
+    scheduler_class = StaticBatchScheduler if is_static else GuaranteedNoEvictScheduler
+    return scheduler_class(
+        max_num_requests,
+        block_manager,
+        resources=resources,
+        no_schedule_until_state=_first_state(resources),
+    )
+
+
+def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
+    has_encoder = any(resource.serves_encoder for resource in resources)
+    return LlmRequestState.ENCODER_INIT if has_encoder else LlmRequestState.CONTEXT_INIT
+
+
+def make_scheduler(
+    policy: CapacitySchedulerPolicy,
+    block_manager: BlockManager | None,
+    *,
+    max_batch_size: int,
+    max_num_tokens: int | None = None,
+    max_num_requests: int | None = None,
+    chunking: ContextChunking | None = None,
+    two_step_lookahead: bool = False,
+    resources: Sequence[Resource] = (),
+) -> SimpleScheduler:
+    """A `SimpleScheduler` for ``policy``; ``max_num_requests`` None means ``max_batch_size``.
+
+    ``chunking`` None: a context runs whole. ``resources``: see `make_capacity_scheduler`.
+    """
+    capacity_scheduler = make_capacity_scheduler(
+        policy,
+        block_manager,
+        max_batch_size if max_num_requests is None else max_num_requests,
+        two_step_lookahead=two_step_lookahead,
+        resources=resources,
+    )
+    micro_batch_scheduler = MicroBatchScheduler(
+        max_batch_size,
+        max_num_tokens,
+        chunking=chunking,
+        count_reusable_tokens=block_manager.count_reusable_tokens
+        if block_manager is not None and block_manager.enable_reuse
+        else None,
+        no_schedule_until_state=_first_state(resources),
+    )
+    return SimpleScheduler(capacity_scheduler, micro_batch_scheduler)
