@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3.11 python3.12 python3.10 python3
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # tests/distribution.py says who runs what; more processes would wait for tests/e2e.
-PYTEST_PROCESSES := -n logical --maxprocesses 4 --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development
 LOAD_TOOLS := $(VENV)/load-tools/.stamp
@@ -14,10 +14,10 @@ GPU_MACHINE := $(VENV)/gpu-machine/.stamp
 STEP = @printf '\n==> %s\n'
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test lint format clean
+.PHONY: help install demo serve test test-all lint format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(SERVER)  ## set up the server and the client in .venv
 	@echo "Installed in $(VENV). Next: make demo, or $(BIN)/inflight --help"
@@ -28,9 +28,13 @@ demo: $(SERVER)  ## start a server, stream four counts side by side, stop one, s
 serve: $(SERVER)  ## serve the demo model, or MODEL=folder; more options in ARGS='--http-port 9000'
 	@exec $(BIN)/inflight serve $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: lint $(LOAD_TOOLS) $(GPU_MACHINE)  ## everything CI runs; PYTEST_ARGS='-n 0 -k name' passes options to pytest
-	$(STEP) pytest
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_PROCESSES) $(PYTEST_ARGS)
+test: lint  ## every feature once, and the style, in five minutes; PYTEST_ARGS='-n 0 -k name' passes options to pytest
+	$(STEP) 'pytest, the fast tests'
+	@$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-all: test $(LOAD_TOOLS) $(GPU_MACHINE)  ## everything, as CI runs it
+	$(STEP) 'pytest, the slow tests'
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(DEVELOPMENT)  ## style, types and the direction of imports
 	$(STEP) 'ruff check'

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 # A minute or two of one core; a busy machine may share it among many.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"

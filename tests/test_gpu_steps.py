@@ -17,6 +17,8 @@ from inflight_backend.engine.config import resolve
 from inflight_backend.engine.step_recorder import Recordings
 from inflight_scheduler import BlockAssignment, ScheduledBatch
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 STEP = 0.010  # seconds that the device takes
 NUM_STEPS = 20

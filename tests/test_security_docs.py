@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 DEVELOPMENT = "dev"
 
@@ -28,6 +30,7 @@ def test_every_dependency_of_a_server_is_listed_with_its_pin() -> None:
     assert listed == {name: pins[name] for name in needed}
 
 
+@pytest.mark.slow
 def test_the_page_says_where_all_fuzzers_are() -> None:
     page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
     part = page.partition("Fuzzers over")[2].partition("\n\n")[0]

@@ -21,6 +21,8 @@ from soak_parts.answers import is_cut, is_whole
 from soak_parts.server import DRAIN_SECONDS, MODEL, Footprint, footprint, judge_stop, repairs
 from soak_parts.traffic import Span
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "1 2 3"
 
 

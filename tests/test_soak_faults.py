@@ -40,6 +40,8 @@ from soak_parts.questions import Asker
 from soak_parts.server import processes_of
 from soak_parts.traffic import NotAnswered, Tally, Traffic
 
+pytestmark = pytest.mark.slow
+
 PER_REQUEST: tuple[type, ...] = (
     BeamStream,
     Frontend,

@@ -22,6 +22,8 @@ from soak_parts.answers import continuation
 from soak_parts.places import count_forgotten
 from soak_parts.traffic import LONG_ENOUGH, Tally, Traffic
 
+pytestmark = pytest.mark.slow
+
 RIGHT = "the right token"
 
 

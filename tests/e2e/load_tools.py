@@ -1,4 +1,4 @@
-"""Tools of others as `make test` installs them (load-tools.txt): perf_analyzer, genai-perf."""
+"""Tools of others as `make test-all` installs them (load-tools.txt): perf_analyzer, genai-perf."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.
 
 def tool_environment(scratch: Path) -> dict[str, str]:
     """For processes of both tools; ``scratch`` gets links to libraries. Nothing is fetched."""
-    assert PERF_ANALYZER.is_file(), f"{ROOT} is missing: `make test` installs it"
+    assert PERF_ANALYZER.is_file(), f"{ROOT} is missing: `make test-all` installs it"
     bundled = locate().binary.parents[3] / "nvidia_pytriton.libs"
     folder = scratch / "libraries"
     folder.mkdir(exist_ok=True)

@@ -31,7 +31,7 @@ WAIT_SECONDS = 90.0
 COMMAND = [sys.executable, "-m", "inflight_client.cli"]
 
 
-@pytest.fixture(params=["grpc", "http"])
+@pytest.fixture(params=["grpc", pytest.param("http", marks=pytest.mark.slow)])
 def protocol(request: pytest.FixtureRequest) -> Protocol:
     """Each protocol in turn."""
     chosen: Protocol = request.param
@@ -306,6 +306,7 @@ def test_command_error_is_one_line(server: ServeProcess) -> None:
     assert done.stderr == "error: 'text_input' is empty: a prompt needs at least one token\n"
 
 
+@pytest.mark.slow
 def test_demo() -> None:
     done = subprocess.run(
         [*COMMAND, "demo"], capture_output=True, text=True, timeout=180, check=False

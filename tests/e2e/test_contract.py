@@ -375,6 +375,7 @@ def test_duplicate_id_is_refused_and_the_first_goes_on(server: Any, client: Peer
     assert_counts(text, 4, length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.case(78, 113)
 def test_200_streams_count_without_a_gap_with_a_quarter_of_the_kv_they_need(

@@ -18,7 +18,7 @@ from tritonclient.utils import InferenceServerException
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 from inflight_server.serve.settings import DEMO_MODEL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PROMPT = "1 2 3"
 DEEP = '{"text_input": "1 2 3", "max_tokens": 4, "x": ' + "[" * 1000 + "]" * 1000 + "}"

@@ -37,7 +37,7 @@ from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.repository import OPTIONAL_MODELS
 from inflight_server.serve.settings import DEMO_MODEL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WAIT = 60.0
 LOAD_TOOL_SECONDS = 200  # genai-perf imports for 10 s of processor time

@@ -22,7 +22,7 @@ from inflight_client import InflightClient
 if TYPE_CHECKING:
     from soak_parts.plain_triton import PlainTriton
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

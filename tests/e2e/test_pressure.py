@@ -225,6 +225,7 @@ def resident_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.case(71, 75)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_client_that_is_killed_or_frozen(server: ServeProcess, number: signal.Signals) -> None:

@@ -215,6 +215,7 @@ def test_priorities_deadlines_and_the_limit_count_in_the_queue(
     assert max(chunks) <= 64
 
 
+@pytest.mark.slow
 def test_v1_answers_in_lock_step_with_statistics_of_its_own(
     server: ServeProcess, serve: Callable[..., ServeProcess]
 ) -> None:
@@ -255,6 +256,7 @@ def test_v1_answers_in_lock_step_with_statistics_of_its_own(
     assert "nv_trt_llm_inflight_batcher_metrics" not in page
 
 
+@pytest.mark.slow
 def test_the_scheduler_of_the_page_decides_on_the_server(
     serve: Callable[..., ServeProcess], tmp_path: Path
 ) -> None:

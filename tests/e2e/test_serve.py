@@ -136,6 +136,7 @@ def test_newer_names_reach_the_model_through_the_ensemble(server: ServeProcess) 
         ask(min_tokens=31)
 
 
+@pytest.mark.slow
 def test_a_model_asked_for_is_served_with_its_own_setting(serve: ServeFactory) -> None:
     running = serve(options=["--add", "tensorrt_llm_bls"], settings={"accumulate_tokens": "true"})
     *_, whole = stream_text(running, PROMPT, 30, model="tensorrt_llm_bls")
@@ -259,6 +260,7 @@ def test_an_idle_server_sleeps(server: ServeProcess) -> None:
         assert time.monotonic() < deadline, (found, bounds)
 
 
+@pytest.mark.slow
 def test_two_servers_on_one_host(server: ServeProcess, serve: ServeFactory) -> None:
     """The second one starts, streams and ends beside streams of the first."""
 
@@ -283,6 +285,7 @@ def listening_on(port: int) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_an_ipv6_address_is_all_that_is_listened_on(serve: ServeFactory) -> None:
     """Triton's HTTP takes one that it cannot read for all there are."""
     try:
@@ -350,6 +353,7 @@ def test_truncated_weights(serve: ServeFactory, checkpoint: Path) -> None:
 # Stopping, asked for or not.
 
 
+@pytest.mark.slow
 @pytest.mark.case(100)
 def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
     serve: ServeFactory,
@@ -373,6 +377,7 @@ def test_sigterm_lets_streams_finish_and_an_idle_grpc_stream_does_not_block_it(
     idle.close()
 
 
+@pytest.mark.slow
 @pytest.mark.case(100)
 def test_a_launcher_whose_reader_is_gone_drains_alike(serve: ServeFactory) -> None:
     """As after Ctrl-C to ``inflight serve 2>&1 | tee log``: `tee` is gone."""
@@ -398,6 +403,7 @@ def wait_until_it_answers(running: ServeProcess) -> None:
     raise AssertionError(f"not ready, exit code {running.process.poll()}")
 
 
+@pytest.mark.slow
 @pytest.mark.case(100, 126)
 def test_second_ctrl_c_ends_streams_with_an_error(serve: ServeFactory) -> None:
     running = serve(options=["--drain-seconds=300"])
@@ -459,6 +465,7 @@ def unread(running: ServeProcess, body: dict[str, object]) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.case(71, 119)
 def test_streams_that_nobody_reads_end_and_so_does_a_server_that_died(serve: ServeFactory) -> None:
     """The kernel and Triton take all that is sent: only the age of a connection ends it over gRPC,

@@ -16,7 +16,7 @@ from e2e import load_tools
 from e2e.front import FrontProcess
 from e2e.harness import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 MODEL = "demo_model"
 # What its wheel calls launch_router needs a web framework for a debugging mode.

@@ -156,6 +156,7 @@ def test_killed_processes_are_replaced_until_it_makes_no_sense(
     assert "(killed by SIGKILL)" in running.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.case(88, 119)
 def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -> None:
     """The model process; that of tritonserver is in test_vitals.py and in the soak."""
@@ -169,6 +170,7 @@ def test_what_hangs_is_replaced(serve: ServeFactory, pool: ThreadPoolExecutor) -
     assert_serves(running)
 
 
+@pytest.mark.slow
 @pytest.mark.case(88, 119)
 def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory) -> None:
     """Whatever made the first one hang may do the same to the next; test_vitals.py has each way."""
@@ -183,6 +185,7 @@ def test_a_model_that_hangs_while_it_loads_again_is_replaced(serve: ServeFactory
     assert_serves(running)
 
 
+@pytest.mark.slow
 @pytest.mark.case(119)
 def test_a_first_load_that_a_signal_ends_is_begun_again(serve: ServeFactory) -> None:
     """As Triton's own aborts do on a busy machine."""
@@ -212,6 +215,7 @@ def wait_for_another_model(running: ServeProcess, first: int) -> int:
     return running.pid_of(MODEL)
 
 
+@pytest.mark.slow
 @pytest.mark.case(124)
 def test_nothing_outlives_a_launcher_that_was_killed(
     serve: ServeFactory, pool: ThreadPoolExecutor
@@ -251,6 +255,7 @@ async def is_well_for_the_front(running: ServeProcess) -> bool:
         await upstream.close()
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
     serve: ServeFactory, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +271,7 @@ def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
     assert isinstance(error, StreamInterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.case(88)
 def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> None:
     """And is not ready, whatever Triton says, until it is replaced."""

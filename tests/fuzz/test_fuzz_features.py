@@ -19,6 +19,8 @@ from triton_harness import WAIT, Server, ids_of, wait_until
 import inflight_protocol as protocol
 from inflight_server.serve.settings import DEMO_MODEL
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, Any]
 
 _SPECS = {spec.name: spec for spec in protocol.INPUTS}

@@ -22,6 +22,8 @@ from inflight_backend.text.tokenizer import TextCodec
 from inflight_protocol import PARAMETERS
 from inflight_server.serve.settings import DEMO_MODEL
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = "model.safetensors"
 VALUES = st.recursive(
     st.none()

@@ -18,6 +18,8 @@ from inflight_openai.parsing import parse_chat, parse_completion
 from inflight_openai.prompts import make_prompt_reader
 from inflight_openai.upstream import encode_job
 
+pytestmark = pytest.mark.slow
+
 READER = make_prompt_reader(DESCRIPTION, None, None)
 FIELDS = sorted(GROUP_BY_NAME)
 NUMBERS = st.sampled_from(

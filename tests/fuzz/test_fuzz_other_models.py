@@ -29,6 +29,8 @@ from inflight_backend.triton_models.text_model import Convert, respond
 from inflight_protocol import DTYPE_TO_NUMPY
 from inflight_server.serve.settings import DEMO_MODEL
 
+pytestmark = pytest.mark.slow
+
 Tensors = dict[str, np.ndarray[Any, Any]]
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"

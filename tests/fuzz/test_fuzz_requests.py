@@ -15,6 +15,8 @@ from triton_harness import WAIT, Server, ids_of, wait_until
 
 import inflight_protocol as protocol
 
+pytestmark = pytest.mark.slow
+
 QUESTIONS = frozenset({"stats", "why", "recording"})
 SPECS = [spec for spec in protocol.INPUTS if spec.name not in QUESTIONS]
 TEXT = np.array([[b"1 2 3"]], dtype=np.object_)

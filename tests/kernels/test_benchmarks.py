@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels").glob("[a-z]*.py")}
 

@@ -28,7 +28,7 @@ REGISTERS_TOTAL = 65536
 Report = dict[str, Any]
 
 # Compiling is a minute of one core; a busy machine may share it among many.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 
 def kept_cache(cache: pytest.Cache) -> Path:
@@ -94,7 +94,7 @@ def reports(results: dict[str, Any]) -> list[Report]:
 def gpu_machine_reports(compile_cases: Callable[..., dict[str, Any]]) -> list[Report]:
     """The draw and a layer, by the Triton of the machine with a GPU."""
     folder = Path(sys.prefix) / "gpu-machine"
-    assert (folder / "triton").is_dir(), f"{folder} is missing: `make test` installs it"
+    assert (folder / "triton").is_dir(), f"{folder} is missing: `make test-all` installs it"
     loaded: list[Report] = compile_cases("--only", "draw", "layer", triton=folder)["reports"]
     return loaded
 

@@ -25,6 +25,8 @@ from inflight_scheduler import (
     make_scheduler,
 )
 
+pytestmark = pytest.mark.slow
+
 Spec = tuple[int, int]  # prompt, output
 STEP = "step"
 

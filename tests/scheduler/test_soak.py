@@ -7,6 +7,8 @@ from scheduler.soak import MixedSoak, Soak
 
 from inflight_scheduler import CapacitySchedulerPolicy
 
+pytestmark = pytest.mark.slow
+
 POLICIES = pytest.mark.parametrize(
     "policy", list(CapacitySchedulerPolicy), ids=lambda policy: policy.name
 )

@@ -33,6 +33,8 @@ from inflight_scheduler import (
     make_scheduler,
 )
 
+pytestmark = pytest.mark.slow
+
 Folder = Callable[..., Path]
 MOST = 16
 CONFIG = EngineConfig(

@@ -20,6 +20,8 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.slots import SlotTable
 from inflight_scheduler import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = EngineConfig(
     device=DEVICE,

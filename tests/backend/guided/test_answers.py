@@ -127,6 +127,7 @@ def mixed_requests() -> list[InferenceRequest]:
     return requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", CapacitySchedulerPolicy)
 def test_every_answer_parses_in_both_loops_under_all_policies(
     policy: CapacitySchedulerPolicy, random_model: Path, tmp_path: Path

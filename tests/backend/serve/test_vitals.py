@@ -21,6 +21,8 @@ from inflight_server.serve.settings import ServeSettings
 from inflight_server.serve.vitals import Vitals
 from inflight_server.serve.workspace import Workspace
 
+pytestmark = pytest.mark.slow
+
 # Says that it is live, as tritonserver does, until it is stopped by a signal; each argument is a
 # model file, which it starts a process for and does not look at again.
 SERVER = """

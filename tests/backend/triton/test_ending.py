@@ -30,6 +30,8 @@ from triton_harness import WAIT, Gate, Server, ids_of, wait_until
 from inflight_backend.triton import frontend
 from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
 
+pytestmark = pytest.mark.slow
+
 names = st.integers(0, NUM_NAMES - 1)
 
 

@@ -217,6 +217,7 @@ def test_an_unloaded_model_has_counted_all_and_tells_no_time(
     assert math.isnan(shown("nv_trt_llm_general_metrics", "general_type=timestamp") or 0.0)
 
 
+@pytest.mark.slow
 def test_what_a_model_loaded_before_leaves_on_the_page_does_not_stay(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

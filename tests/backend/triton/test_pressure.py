@@ -130,6 +130,7 @@ def test_prompts_of_64k_tokens_beside_generation_keep_token_gaps_bounded() -> No
     )
 
 
+@pytest.mark.slow
 @pytest.mark.case(84)
 def test_many_tiny_requests_leave_nothing_behind(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,8 @@ from inflight_backend.triton_io import stream
 from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
 from inflight_scheduler import ScheduledBatch
 
+pytestmark = pytest.mark.slow
+
 STALL = "0.5"
 NO_PROGRESS = "the server makes no progress; send the request elsewhere"
 LEAVING = "the server is shutting down: this answer is not complete"

@@ -26,6 +26,8 @@ from inflight_openai.parsing import parse_chat
 from inflight_openai.running import run
 from inflight_openai.settings import FrontSettings
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 60.0
 COMPLETION = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 3}

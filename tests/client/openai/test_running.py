@@ -20,6 +20,8 @@ from client.conftest import Local
 from client.local_server import Arrival, LocalTriton, ModelError
 from client.openai.front import DESCRIPTION
 
+pytestmark = pytest.mark.slow
+
 WAIT_SECONDS = 90.0
 COMMAND = [sys.executable, "-c", "from inflight_client.cli import main; main()", "openai"]
 

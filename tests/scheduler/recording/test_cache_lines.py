@@ -68,6 +68,7 @@ def large_cache(num_blocks: int) -> CacheStart:
     )
 
 
+@pytest.mark.slow
 def test_what_is_cached_in_a_very_large_pool_can_be_read() -> None:
     """In one line it was 23 MB long, and every command refused it."""
     num_blocks = 600_000

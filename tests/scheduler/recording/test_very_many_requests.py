@@ -15,6 +15,8 @@ from inflight_recorder.lines import LineWriter
 from inflight_recorder.records import Settings
 from inflight_scheduler import CapacitySchedulerPolicy
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS, AT_ONCE = 100_000, 200
 SETTINGS = Settings(CapacitySchedulerPolicy.MAX_UTILIZATION, 4000, 16, 2 * AT_ONCE, 4096)
 MAX_MEMORY = 400 * 2**20  # address space, of which 140 MB are used
