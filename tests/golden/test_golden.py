@@ -2,7 +2,7 @@
 
 Each input of `tensorrt_llm` and of `ensemble` is sent with some values, right and wrong, and so are
 bodies of OpenAI's API; the command line shows its help. After a change that is meant,
-``WRITE_GOLDEN=1 pytest tests/golden`` writes the answers anew: read the difference.
+``WRITE_GOLDEN=1 pytest tests/golden`` writes the new answers: read the difference.
 """
 
 from __future__ import annotations
@@ -128,12 +128,13 @@ def ask(server: ServeProcess, model: str, values: dict[str, Any]) -> Any:
     return {
         name: rounded(value)
         for name, value in answer.items()
-        if np_any(value) and not name.endswith("_ns") and not name.startswith("model_")
+        if is_set(value) and not name.endswith("_ns") and not name.startswith("model_")
     }
 
 
-def np_any(value: Any) -> bool:
-    return any(map(np_any, value)) if isinstance(value, list) else bool(value)
+def is_set(value: Any) -> bool:
+    """False for 0, what is empty, and lists of nothing else."""
+    return any(map(is_set, value)) if isinstance(value, list) else bool(value)
 
 
 def rounded(value: Any) -> Any:
