@@ -27,7 +27,7 @@ from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
 
 from inflight_backend import CapacitySchedulerPolicy
-from inflight_backend.manager import inflight_batcher
+from inflight_backend.manager import batcher as inflight_batcher
 from inflight_recorder.files import RecordingFile, open_recording
 from inflight_recorder.in_force import scheduler_of
 from inflight_recorder.recorder import SEGMENT_ITERATIONS, FlightRecorder

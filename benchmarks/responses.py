@@ -27,10 +27,11 @@ from rich.table import Table
 
 from inflight_backend.engine.interface import StepOutputs
 from inflight_backend.manager.output_gatherer import OutputGatherer
-from inflight_backend.manager.response_tensors import make_tensors
+from inflight_backend.manager.responses import make_tensors
 from inflight_backend.requests.inference_request import NamedTensor
-from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
-from inflight_backend.triton.pieces import Piece
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton.dispatcher import Piece
 from inflight_backend.triton_io.stop_text import StopText
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams

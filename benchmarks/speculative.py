@@ -33,8 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.speculative.config import SpeculativeDecodingConfig
-from inflight_backend.speculative.drafter import Drafter
+from inflight_backend.speculative.drafter import Drafter, SpeculativeDecodingConfig
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,

@@ -60,7 +60,7 @@ def serve_tiny(num_requests: int) -> dict[str, Any]:
     from triton_harness import Server
 
     from inflight_backend.manager import gpt_manager
-    from inflight_backend.triton import triton_model
+    from inflight_backend.triton import model as triton_model
 
     sys.modules["triton_python_backend_utils"] = FakePbUtils  # type: ignore[assignment]
     vars(triton_model)["exit_with_parent"] = lambda model: None

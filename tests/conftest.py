@@ -31,7 +31,7 @@ _FIRST = (
 @pytest.fixture(scope="session", autouse=True)
 def own_addresses() -> None:
     """Processes that run tests side by side are no models of one tritonserver, though siblings."""
-    from inflight_backend.triton import relay_socket
+    from inflight_backend.triton import relay_wire as relay_socket
 
     relay_socket._VERSION = f"tests {os.getpid()}"
 

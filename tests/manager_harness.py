@@ -13,7 +13,7 @@ from fakes import CountingEngine
 
 from inflight_backend.engine.interface import StepEngine
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 

@@ -14,11 +14,18 @@ import numpy as np
 from fakes import FakePbUtils, FakeRequest, FakeSender
 from triton_harness import WAIT
 
-from inflight_backend.triton.relay_listener import RelayConnection, RelayListener
-from inflight_backend.triton.relay_messages import Message, Part, RelayedEnd, RelayedRequest, pack
-from inflight_backend.triton.relay_socket import connect, read_messages
-from inflight_backend.triton_models.relay import RelayModel
-from inflight_backend.triton_models.vllm_model import TritonPythonModel
+from inflight_backend.triton.relay_server import RelayConnection, RelayListener
+from inflight_backend.triton.relay_wire import (
+    Message,
+    Part,
+    RelayedEnd,
+    RelayedRequest,
+    connect,
+    pack,
+    read_messages,
+)
+from inflight_backend.triton_models.relay_client import RelayModel
+from inflight_backend.triton_models.vllm import TritonPythonModel
 from inflight_protocol.tensors import make_inputs
 
 Ask = Callable[..., FakeSender]

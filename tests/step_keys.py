@@ -19,8 +19,7 @@ import torch
 from kernels.compile_recorder import record_keys
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.first_steps import run_first_steps
-from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.warmup import largest_batch, run_first_steps
 from inflight_scheduler import (
     BatchPlanner,
     BlockCopy,

@@ -12,7 +12,7 @@ import pytest
 from fakes import CountingEngine
 from manager_harness import Recorder, request, running
 
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.serve.settings import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]

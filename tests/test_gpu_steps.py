@@ -14,7 +14,7 @@ from replay import Rerun
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
-from inflight_backend.engine.step_recorder import Recordings
+from inflight_backend.engine.cuda_graphs import Recordings
 from inflight_scheduler import BlockAssignment, ScheduledBatch
 
 pytestmark = pytest.mark.slow

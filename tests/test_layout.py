@@ -77,7 +77,7 @@ def test_files_of_tests_can_be_named_in_any_order() -> None:
         ("inflight_kernels", "triton"),
         # A server without a GPU has no triton; pytriton is only a place to find a tritonserver.
         (
-            "inflight_server.serve.command inflight_backend.triton.triton_model",
+            "inflight_server.serve.command inflight_backend.triton.model",
             "triton pytriton transformers",
         ),
     ],
@@ -126,7 +126,7 @@ def test_every_logger_leaves_out_what_exceptions_say() -> None:
         if "getLogger" in path.read_text(encoding="utf-8")
     ]
     assert sorted(logging_files) == [
-        "backend/inflight_backend/private_log.py",
+        "backend/inflight_backend/log.py",
         "client/inflight_openai/private_log.py",
     ]
 

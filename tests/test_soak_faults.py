@@ -23,11 +23,10 @@ from fakes import FakeSender
 from soak_servers import asked, names_of, pieces_of, response
 
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.triton.arrivals import RequestIds
-from inflight_backend.triton.frontend import Frontend
-from inflight_backend.triton.sequences import SharedStream
+from inflight_backend.triton.frontend import Frontend, SharedStream
+from inflight_backend.triton.queue import RequestIds
 from inflight_backend.triton_io.beam_stream import BeamStream
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 from inflight_backend.triton_io.token_stream import TokenStream
 from inflight_scheduler import LlmRequest
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from soak_servers import asked, names_of, pieces_of, response
 
-from inflight_backend.triton.arrivals import RequestIds
+from inflight_backend.triton.queue import RequestIds
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 

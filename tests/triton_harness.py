@@ -14,7 +14,7 @@ from typing import Any
 from fakes import CountingEngine, FakeRequest, FakeSender
 
 from inflight_backend.status import stop_file_of
-from inflight_backend.triton.triton_model import TritonPythonModel
+from inflight_backend.triton.model import TritonPythonModel
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch

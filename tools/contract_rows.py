@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight_protocol.elsewhere import LLM_API_INPUT_MAP
+from inflight_protocol.aliases import LLM_API_INPUT_MAP
 
 _B, _E, _T = "backend/", "backend/engine/", "backend/triton/"
 CONTRACT, SAMPLING = "e2e/test_contract.py::test_", "e2e/test_sampling.py::test_"

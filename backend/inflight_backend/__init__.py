@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inflight_backend.guided.service import GuidedDecodingConfig
     from inflight_backend.manager.gpt_manager import GptManager
-    from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+    from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
     from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
     from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 
@@ -21,9 +21,9 @@ _NAME_TO_MODULE = {
     "GptManager": "inflight_backend.manager.gpt_manager",
     "GuidedDecodingConfig": "inflight_backend.guided.service",
     "InferenceRequest": "inflight_backend.requests.inference_request",
-    "KvCacheConfig": "inflight_backend.manager.optional_params",
+    "KvCacheConfig": "inflight_backend.manager.parameters",
     "NamedTensor": "inflight_backend.requests.inference_request",
-    "TrtGptModelOptionalParams": "inflight_backend.manager.optional_params",
+    "TrtGptModelOptionalParams": "inflight_backend.manager.parameters",
     "TrtGptModelType": "inflight_scheduler",
 }
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
 
 Phase = Literal["loading", "ready", "failed", "unhealthy", "draining", "drained"]
 """Chronological, except that ``failed`` may follow any other phase, and ``ready`` *unhealthy*; on

@@ -167,10 +167,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _token_checks(setting: Setting) -> Iterator[_Check]:
     norms, silu = (
-        import_module("inflight_kernels.rms_norm"),
-        import_module("inflight_kernels.silu_mul"),
+        import_module("inflight_kernels.ops.rms_norm"),
+        import_module("inflight_kernels.ops.silu_mul"),
     )
-    quantization = import_module("inflight_kernels.quantize_fp8")
+    quantization = import_module("inflight_kernels.ops.quantize_fp8")
     shape = (3, 80) if setting.is_dry else (257, 4096)
     x, residual = (torch.randn(shape, dtype=_BF16, device=setting.device) for _ in range(2))
     weight = torch.randn(shape[1], dtype=_BF16, device=setting.device)
@@ -220,7 +220,7 @@ def _rope_checks(setting: Setting) -> Iterator[_Check]:
 
 def _rope(setting: Setting, dtype: torch.dtype, has_norms: bool) -> tuple[Tensor, Tensor]:
     """Query, and all of the caches after the write, one below the other."""
-    rope = import_module("inflight_kernels.rope_write_kv")
+    rope = import_module("inflight_kernels.ops.rope_write_kv")
     device, count, dim = setting.device, 5 if setting.is_dry else 130, 64
     heads = torch.randn(count, 12, dim, dtype=_BF16, device=device)
     query, key, value = torch.split(heads, [8, 2, 2], dim=1)
@@ -270,7 +270,7 @@ def _generation(
     setting: Setting, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None,
     size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op = import_module("inflight_kernels.paged_attention_generation")
+    op = import_module("inflight_kernels.ops.paged_attention_generation")
     # The longest are cut into splits.
     lengths = [1, size - 1, size, size + 1]
     lengths += [200] if setting.is_dry else [100, 1000, 3001, 9000]
@@ -288,7 +288,7 @@ def _context(
     setting: Setting, num_heads: int, num_kv_heads: int, dtype: torch.dtype, window: int | None,
     size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    op = import_module("inflight_kernels.paged_attention_context")
+    op = import_module("inflight_kernels.ops.paged_attention_context")
     more = not setting.is_dry
     lengths = [1, size, size + 1, *([500, 1500, 2049] if more else [])]
     chunks = [1, size, 3, *([500, 200, 2049] if more else [])]
@@ -305,7 +305,7 @@ def _context(
 
 def _sample(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens of greedy and filtered rows, but for those where the sixth digit decides."""
-    sampling = import_module("inflight_kernels.sample")
+    sampling = import_module("inflight_kernels.ops.sample")
     device = setting.device
     count, vocabulary = (5, 50) if setting.is_dry else (80, 128_256)
     logits = (4 * torch.randn(count, vocabulary, device=device)).to(dtype)
@@ -323,7 +323,7 @@ def _sample(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _copy(setting: Setting) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.copy_blocks")
+    op = import_module("inflight_kernels.ops.copy_blocks")
     source = torch.randn(2, 6, 16, 2, 64, dtype=_BF16, device=setting.device)
     target = torch.zeros_like(source)
     origin, to = (
@@ -350,7 +350,7 @@ def _fp8_linear(setting: Setting, tokens: int, columns: int) -> tuple[Tensor, Te
 
 
 def _invariant_linear(setting: Setting, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    op = import_module("inflight_kernels.invariant_linear").invariant_linear
+    op = import_module("inflight_kernels.ops.invariant_linear").invariant_linear
     rows_, columns = (24, 80) if setting.is_dry else (1000, 4096)
     weight, x = (
         torch.randn(count, columns, dtype=_BF16, device=setting.device) for count in (rows_, 70)

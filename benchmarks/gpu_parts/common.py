@@ -17,10 +17,10 @@ import torch
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
+from inflight_backend.models.config import ModelConfig, RopeConfig
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.loading import make_target
-from inflight_backend.models.model_config import ModelConfig, RopeConfig
 from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.weights import make_target
 
 Row = dict[str, Any]
 _T = TypeVar("_T")

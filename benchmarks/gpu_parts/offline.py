@@ -25,7 +25,7 @@ from gpu_parts.common import (
 from gpu_parts.whole_requests import run_requests, warm_up
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.config import ModelConfig
 
 _BLOCK = 64
 Lengths = tuple[int, int]

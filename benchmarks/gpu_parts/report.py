@@ -24,7 +24,7 @@ def describe(is_dry: bool, script: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "dry_run": is_dry,
         "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
-        # Changes what is compiled (`inflight_kernels._host`).
+        # Changes what is compiled (`inflight_kernels.launch`).
         "early_launch": os.environ.get("INFLIGHT_EARLY_LAUNCH") == "1",
         "commit": _output("git", "-C", str(_ROOT), "describe", "--always", "--dirty"),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

@@ -25,7 +25,7 @@ from inflight_openai.fields import Body, checked_text, kind_of
 from inflight_openai.guides import read_guide
 from inflight_openai.prompts import PromptReader
 from inflight_openai.settings import MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_PROBS
-from inflight_protocol import penalties
+from inflight_protocol import aliases as penalties
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions; a chat has none."""

@@ -17,7 +17,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Batches whose rows ask for everything."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
     from inflight_kernels import reference
-    from inflight_kernels.adjust_logits import adjust_logits
+    from inflight_kernels.ops.adjust_logits import adjust_logits
 
     device = setting.device
     for vocabulary in [100] if setting.is_dry else [32000, 128256]:

@@ -18,7 +18,7 @@ _WORDS_PER_ROW, _WIDTH = 16, 4
 def rows(setting: Setting) -> Iterator[Row]:
     """Texts of one length, with 3-grams and with words of four tokens."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
+    from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
 
     device = setting.device
     vocabulary, length = (100, 20) if setting.is_dry else (128256, 2048)

@@ -19,7 +19,7 @@ _BLOCK = 64
 def rows(setting: Setting) -> Iterator[Row]:
     """One block (copy-on-write) to many (a pause), out of a cache larger than the L2."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.copy_blocks import copy_blocks
+    from inflight_kernels.ops.copy_blocks import copy_blocks
 
     heads, num_layers, counts = LLAMA_8B, 64, [1, 16, 256]
     if setting.is_dry:

@@ -18,7 +18,7 @@ from benchmarks.token_shapes import token_shapes
 def rows(setting: Setting) -> Iterator[Row]:
     """Down projections of both models in bfloat16."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.invariant_linear import invariant_linear
+    from inflight_kernels.ops.invariant_linear import invariant_linear
 
     for shape in token_shapes(setting):
         size = (shape.hidden, shape.intermediate)

@@ -17,7 +17,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Batches whose rows are all guided; every second token is allowed."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
     from inflight_kernels import reference
-    from inflight_kernels.mask_logits import mask_logits
+    from inflight_kernels.ops.mask_logits import mask_logits
 
     device = setting.device
     for vocabulary in [100] if setting.is_dry else [32000, 128256]:

@@ -48,7 +48,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 def _variants(setting: Setting, heads: Heads, work: _Work, dtype: torch.dtype) -> Iterator[Row]:
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.paged_attention_context import (
+    from inflight_kernels.ops.paged_attention_context import (
         ContextTile,
         choose_tile,
         paged_attention_context,

@@ -86,7 +86,7 @@ def _variants(
     room: int = 0,
 ) -> Iterator[Row]:
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.paged_attention_generation import (
+    from inflight_kernels.ops.paged_attention_generation import (
         GenerationTile,
         choose_tile,
         paged_attention_generation,

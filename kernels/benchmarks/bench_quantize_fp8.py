@@ -17,7 +17,7 @@ from benchmarks.token_shapes import token_shapes
 def rows(setting: Setting) -> Iterator[Row]:
     """Every shape."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.quantize_fp8 import quantize_fp8
+    from inflight_kernels.ops.quantize_fp8 import quantize_fp8
 
     for shape in token_shapes(setting):
         size = (shape.num_tokens, shape.heads.num_heads * shape.heads.head_dim)

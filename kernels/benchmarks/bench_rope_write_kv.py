@@ -20,7 +20,7 @@ _MAX_POSITIONS = 8192
 def rows(setting: Setting) -> Iterator[Row]:
     """bfloat16 and FP8 caches, without and with qk-norm, at every shape."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.rope_write_kv import rope_write_kv
+    from inflight_kernels.ops.rope_write_kv import rope_write_kv
 
     device = setting.device
     for shape in token_shapes(setting):

@@ -24,7 +24,7 @@ _KINDS = {
 def rows(setting: Setting) -> Iterator[Row]:
     """Batches of one kind each. The reference is no baseline: it waits for the host in between."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
-    from inflight_kernels.sample import sample
+    from inflight_kernels.ops.sample import sample
 
     device = setting.device
     for vocabulary in [100] if setting.is_dry else [128256, 32000]:

@@ -18,7 +18,7 @@ def rows(setting: Setting) -> Iterator[Row]:
     """Both variants at every shape."""
     # Imported late: a dry run switches the interpreter on before triton is imported.
     from inflight_kernels import reference
-    from inflight_kernels.silu_mul import silu_mul, silu_mul_fp8
+    from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
 
     for shape in token_shapes(setting):
         size = (shape.num_tokens, 2 * shape.intermediate)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paged_batch import LLAMA_8B, LLAMA_13B
-from inflight_kernels._tiles import PATH, tile_key
+from inflight_kernels.launch import PATH, tile_key
 
 Row = dict[str, Any]
 _HEADS = {heads.name: heads for heads in (LLAMA_8B, LLAMA_13B)}

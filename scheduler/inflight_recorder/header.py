@@ -40,8 +40,8 @@ from inflight_recorder.values import (
     read_text,
     shorten,
 )
-from inflight_scheduler.planning.active import DEFAULT_PRIORITY_SPAN
-from inflight_scheduler.policies.chunking import ContextChunking, ContextChunkingPolicy
+from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
+from inflight_scheduler.policies.micro_batch import ContextChunking, ContextChunkingPolicy
 from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
 
 FORMAT_VERSION = 1

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from inflight_recorder.records import Settings
 from inflight_scheduler.planning.planner import BatchPlanner
-from inflight_scheduler.policies.decision import check_decision
+from inflight_scheduler.policies.check_decision import check_decision
 from inflight_scheduler.policies.scheduler import (
     CapacitySchedulerPolicy,
     SimpleScheduler,

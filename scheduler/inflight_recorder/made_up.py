@@ -17,7 +17,7 @@ from inflight_recorder.likeness import Likeness
 from inflight_recorder.records import Arrival, CacheStart, RequestState
 from inflight_recorder.text_book import TextBook
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.kv.cache_state import CacheContent
+from inflight_scheduler.kv.prefix_cache import CacheContent
 from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 
 MAX_CACHED_TOKENS = 2**27

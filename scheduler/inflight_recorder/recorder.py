@@ -38,8 +38,8 @@ from inflight_recorder.lines import LineWriter
 from inflight_recorder.records import ERROR, NOT_FINITE, End, Settings, standing
 from inflight_recorder.segment import Segment, Unpacker, flat, pack_ids, pack_iteration, pack_states
 from inflight_recorder.texts import CacheMark, RecordedTexts
-from inflight_scheduler.kv.cache_state import CacheState
-from inflight_scheduler.planning.active import ActiveRequests
+from inflight_scheduler.kv.prefix_cache import CacheState
+from inflight_scheduler.planning.active_requests import ActiveRequests
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import FinishReason
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from inflight_recorder.beams import Moves
 from inflight_recorder.likeness import NO_LIKENESS, Likeness
-from inflight_scheduler.planning.active import DEFAULT_PRIORITY_SPAN
-from inflight_scheduler.policies.chunking import ContextChunking
+from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
+from inflight_scheduler.policies.micro_batch import ContextChunking
 from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
 
 MAX_NUM_BLOCKS = 2**22

@@ -17,7 +17,7 @@ from inflight_recorder.likeness import (
 )
 from inflight_recorder.part_log import PartLog, PartMark
 from inflight_recorder.records import CacheStart, Iteration, KeptBlock
-from inflight_scheduler.kv.cache_state import CacheState
+from inflight_scheduler.kv.prefix_cache import CacheState
 from inflight_scheduler.request import LlmRequest
 
 _NUM_POOLS = 2  # as many tokens have texts that may be cached, before a look at which of them are

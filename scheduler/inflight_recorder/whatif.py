@@ -33,7 +33,7 @@ from inflight_recorder.simulation import MakeScheduler, Simulation, default_sche
 from inflight_recorder.steps import Step
 from inflight_recorder.text_book import TextBook
 from inflight_recorder.workload import Job, check_jobs
-from inflight_scheduler.planning.active import rank_at_arrival
+from inflight_scheduler.planning.active_requests import rank_at_arrival
 from inflight_scheduler.policies.admission import refusal_reason
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import FinishReason

@@ -12,13 +12,13 @@ from inflight_scheduler.batch import (
 from inflight_scheduler.beam_search import BeamParams, BeamSearch, BeamStep, Hypothesis
 from inflight_scheduler.errors import ContextTooLong, InvalidDecision, SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager, ReuseStats
-from inflight_scheduler.kv.blocks import BlockPool
-from inflight_scheduler.planning.active import (
+from inflight_scheduler.kv.block_pool import BlockPool
+from inflight_scheduler.planning.active_requests import (
     DEFAULT_PRIORITY_SPAN,
     ActiveRequests,
     rank_at_arrival,
 )
-from inflight_scheduler.planning.beam_planning import NO_CANDIDATES, Candidates
+from inflight_scheduler.planning.plan_parts import NO_CANDIDATES, Candidates
 from inflight_scheduler.planning.planner import BatchPlanner
 from inflight_scheduler.planning.slot_pool import SlotPool
 from inflight_scheduler.planning.verification import can_verify
@@ -31,11 +31,14 @@ from inflight_scheduler.policies.capacity import (
     MaxUtilizationScheduler,
     StaticBatchScheduler,
 )
-from inflight_scheduler.policies.chunking import ContextChunking, ContextChunkingPolicy
-from inflight_scheduler.policies.decision import check_decision
+from inflight_scheduler.policies.check_decision import check_decision
 from inflight_scheduler.policies.explain import WaitCode, WaitReason, explain, explain_left_out
 from inflight_scheduler.policies.forecast import BlockForecast
-from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
+from inflight_scheduler.policies.micro_batch import (
+    ContextChunking,
+    ContextChunkingPolicy,
+    MicroBatchScheduler,
+)
 from inflight_scheduler.policies.resources import (
     CrossBlocks,
     Forecast,
@@ -52,8 +55,7 @@ from inflight_scheduler.policies.scheduler import (
     make_capacity_scheduler,
     make_scheduler,
 )
-from inflight_scheduler.prefix_match import PrefixMatch
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.request import LlmRequest, PrefixMatch
 from inflight_scheduler.sampling import MAX_STOP_TOKEN_IDS, NO_OUTPUTS, OutputParams, SamplingParams
 from inflight_scheduler.states import FinishReason, LlmRequestState
 

@@ -1,10 +1,10 @@
 """A request as the scheduler sees it: progress in tokens, one state, no tensors.
 
-`LlmRequest` is owned by the worker thread of `GptManager`; nobody else touches it. Names and state
-values follow TensorRT-LLM (`cpp/include/tensorrt_llm/batch_manager/llmRequest.h`), so that its
-documentation reads on ours.
+`LlmRequest` is owned by the worker thread of `GptManager`; no other thread touches it. Names and
+state values follow TensorRT-LLM (`cpp/include/tensorrt_llm/batch_manager/llmRequest.h`), so that
+its documentation applies here.
 
-The life of the token list (beam width 1)::
+The token list over the life of a request (beam width 1)::
 
     tokens   | prompt ............................ | generated ............... |
              0                          prompt_len ^                num_tokens ^
@@ -15,10 +15,10 @@ The life of the token list (beam width 1)::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from inflight_scheduler.beam_search import Beams, Candidate
-from inflight_scheduler.prefix_match import PrefixMatch
 from inflight_scheduler.sampling import (
     NO_OUTPUTS,
     OutputParams,
@@ -28,6 +28,28 @@ from inflight_scheduler.sampling import (
     num_continuations,
 )
 from inflight_scheduler.states import FinishReason, LlmRequestState
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The part of a prompt that is cached.
+
+    ``block_ids`` are full blocks to share. ``copy_source`` is a block that starts like the rest
+    of the prompt: a copy of it serves as the next block. ``num_tokens`` counts all those tokens.
+    """
+
+    block_ids: tuple[int, ...] = ()
+    copy_source: int | None = None
+    num_tokens: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks whose content is used, shared or copied."""
+        return len(self.block_ids) + (self.copy_source is not None)
+
+
+NO_MATCH = PrefixMatch()
+
 
 # The loops of the scheduler read states some thousand times per iteration.
 _ENCODER_INIT = LlmRequestState.ENCODER_INIT

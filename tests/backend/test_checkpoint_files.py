@@ -11,12 +11,11 @@ import pytest
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.checkpoint_files import find_file
-from inflight_backend.models.weight_headers import read_weight_headers
-from inflight_backend.requests.request_validation import RequestLimits
+from inflight_backend.models.checkpoint_files import find_file, read_weight_headers
+from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton.description import TOKENIZER_FILES, ModelDescription
-from inflight_server.serve.checks import check_checkpoint
+from inflight_backend.triton.introspection import TOKENIZER_FILES, ModelDescription
+from inflight_server.serve.preflight import check_checkpoint
 from inflight_server.serve.settings import DEMO_MODEL
 
 CONFIG = EngineConfig(device="cpu", max_batch_size=2, max_tokens_in_paged_kv_cache=64)

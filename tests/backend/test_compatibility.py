@@ -22,13 +22,12 @@ from write_compatibility_docs import absent
 import inflight_protocol as protocol
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.manager import gpt_manager
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.manager.parameters import parse_parameters
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams, parse_parameters
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import RequestLimits, validate
-from inflight_backend.triton_io.decoding import choose_outputs
+from inflight_backend.requests.validation import RequestLimits, validate
+from inflight_backend.triton_io.outputs import choose_outputs
 from inflight_protocol import ParameterSpec, TensorSpec
-from inflight_protocol.elsewhere import TEMPLATE_HINTS
+from inflight_protocol.aliases import TEMPLATE_HINTS
 
 LIMITS = RequestLimits(
     vocab_size=100,

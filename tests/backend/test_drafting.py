@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from manager_harness import Recorder, request, running
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import RequestLimits, validate
-from inflight_backend.speculative.config import SpeculativeDecodingConfig
-from inflight_backend.speculative.drafter import Drafter
+from inflight_backend.requests.validation import RequestLimits, validate
+from inflight_backend.speculative.drafter import Drafter, SpeculativeDecodingConfig
 from inflight_backend.speculative.ngram import NgramIndex
 from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import (

@@ -20,7 +20,7 @@ from checkpoints import (
 from manager_harness import Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.files import open_recording

@@ -13,9 +13,9 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request
 from triton_harness import wait_until
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.draw_rules import NO_TOKEN
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.logits_processors import NO_TOKEN
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_protocol import METRICS
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch, TrtGptModelType
 

@@ -9,8 +9,8 @@ import pytest
 from fakes import CountedStep, CountingEngine, LostStep
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.requests.request_validation import PROCESSOR_FIELD
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_recorder.files import RecordingReader
 from inflight_recorder.replay import replay
 from inflight_scheduler import ScheduledBatch

@@ -8,10 +8,9 @@ import pytest
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, WAIT, Recorder, request, running
 
-from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.idle_check import FULL_SECONDS, IdleCheck
-from inflight_backend.manager.inflight_batcher import InflightBatcher
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.batcher import InflightBatcher
+from inflight_backend.manager.gpt_manager import FULL_SECONDS, GptManager, IdleCheck
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_scheduler import BatchPlanner, BlockManager, LlmRequest
 

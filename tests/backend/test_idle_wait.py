@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from manager_harness import WAIT, Recorder, request, running
 
-from inflight_backend.manager import idle_wait
-from inflight_backend.manager.callback_guard import CallbackGuard
-from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.idle_wait import LAST_POLL_SECONDS, TURN_SECONDS, IdleWait
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager import gpt_manager as idle_wait
+from inflight_backend.manager.gpt_manager import (
+    LAST_POLL_SECONDS,
+    TURN_SECONDS,
+    CallbackGuard,
+    GptManager,
+    IdleWait,
+)
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.serve.settings import DEMO_MODEL
 
 

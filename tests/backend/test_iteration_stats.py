@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 
 from inflight_backend.engine.interface import MemoryUsage
-from inflight_backend.manager.iteration_stats import IterationStats
+from inflight_backend.manager.statistics import IterationStats
 
 
 def test_numbers_that_are_asked_for_later_tell_when_they_were_measured() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.lifeline import Lifeline
+from inflight_backend.process_guard import Lifeline
 
 WAIT = 30.0
 MODELS = ("llm", "added")
@@ -20,14 +20,14 @@ STUCK_IN_NATIVE_CODE = "import ctypes; ctypes.PyDLL(None).sleep(60)"
 IDLE = "import time; time.sleep(60)"
 MODEL = """
 import sys
-from inflight_backend.lifeline import die_with_launcher
+from inflight_backend.process_guard import die_with_launcher
 die_with_launcher(sys.argv[1])
 print("up", flush=True)
 """
 LAUNCHER = """
 import sys
 from pathlib import Path
-from inflight_backend.lifeline import Lifeline
+from inflight_backend.process_guard import Lifeline
 lifeline = Lifeline(Path(sys.argv[1]), sys.argv[2:])
 print(lifeline.environment, flush=True)
 sys.stdin.read()
@@ -107,7 +107,7 @@ def test_a_kernel_that_does_not_take_part_stops_no_model(tmp_path: Path) -> None
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 """
-    imported = "from inflight_backend.lifeline import die_with_launcher"
+    imported = "from inflight_backend.process_guard import die_with_launcher"
     code = MODEL.replace(imported, imported + no_descriptor)
     lifeline = Lifeline(tmp_path / "lifeline", MODELS)
     alone = subprocess.run(

@@ -24,10 +24,10 @@ from inflight_backend.manager.logits_processors import (
     check_logits_processors,
     find_logits_processors,
 )
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import PROCESSOR_FIELD
+from inflight_backend.requests.validation import PROCESSOR_FIELD
 from inflight_scheduler import TrtGptModelType
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]

@@ -15,11 +15,12 @@ from fakes import CountedStep, CountingEngine
 from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
 from triton_harness import wait_until
 
-from inflight_backend.manager import gpt_manager, idle_wait
+from inflight_backend.manager import gpt_manager
+from inflight_backend.manager import gpt_manager as idle_wait
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import MAX_FAILURES_IN_A_ROW, LoopHealth
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.manager.response_tensors import make_tensors
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.responses import make_tensors
 from inflight_backend.manager.step_loop import OverlapScheduler, StepOutcome
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_scheduler import CapacitySchedulerPolicy, LlmRequest, ScheduledBatch

@@ -8,7 +8,7 @@ import pytest
 from fakes import CountingEngine, LostStep
 from manager_harness import Recorder, request, running
 
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_scheduler import BatchPlanner, LlmRequest, ScheduledBatch
 
 STEP_FAILED = "the engine failed while it ran this request"

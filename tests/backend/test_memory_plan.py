@@ -29,22 +29,23 @@ from inflight_backend.engine.memory_plan import (
     GIB,
     MemoryPlan,
     PlanSettings,
+    adjustment_shapes,
     check_limits,
     check_pool,
     concurrency,
     make_plan,
+    num_bytes,
     usual_shapes,
 )
-from inflight_backend.engine.slot_memory import adjustment_shapes, num_bytes
 from inflight_backend.errors import CheckpointError, ConfigurationError
-from inflight_backend.manager.inflight_batcher import load_engine
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.batcher import load_engine
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.models.checkpoint_files import read_weight_headers
+from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.ops import TORCH_OPS
 from inflight_backend.models.parameters import decoder_parameters
-from inflight_backend.models.torch_ops import TORCH_OPS
-from inflight_backend.models.weight_headers import read_weight_headers
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 from inflight_server.commands.plan import plan
 from inflight_server.serve.settings import DEMO_MODEL

@@ -114,7 +114,7 @@ def test_model_py_only_names_the_class_of_the_package() -> None:
     source = (REPOSITORY / LLM_MODEL_NAME / "1" / "model.py").read_text()
     assert len(source.splitlines()) <= 10
     (statement,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom))
-    assert statement.module == "inflight_backend.triton.triton_model"
+    assert statement.module == "inflight_backend.triton.model"
     assert [alias.name for alias in statement.names] == ["TritonPythonModel"]
 
 

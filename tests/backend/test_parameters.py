@@ -7,8 +7,11 @@ from dataclasses import fields
 import pytest
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.manager.parameters import ServerParameters, parse_parameters
+from inflight_backend.manager.parameters import (
+    ServerParameters,
+    TrtGptModelOptionalParams,
+    parse_parameters,
+)
 from inflight_protocol import PARAMETERS
 from inflight_scheduler import ContextChunkingPolicy
 

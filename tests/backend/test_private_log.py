@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inflight_backend import private_log
-from inflight_backend.private_log import get_logger
+from inflight_backend import log as private_log
+from inflight_backend.log import get_logger
 
 SAYING = "SECRET"  # not in the lines that the frames show
 

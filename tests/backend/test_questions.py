@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from manager_harness import WAIT, GatedEngine, Recorder, request, running
 
-from inflight_backend.manager.questions import Questions
+from inflight_backend.manager.wait_reasons import Questions
 
 
 def test_questions_wait_for_their_owner_and_are_answered_in_order() -> None:

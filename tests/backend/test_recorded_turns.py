@@ -11,7 +11,7 @@ import pytest
 from fakes import CountedStep, CountingEngine
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_recorder.files import RecordingReader
 from inflight_recorder.history import build_history

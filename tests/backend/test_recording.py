@@ -15,7 +15,7 @@ from fakes import CountingEngine
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_recorder.cost_model import fit_cost_model
 from inflight_recorder.files import RecordingReader, open_recording

@@ -18,11 +18,11 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.guided.guide import Guide
 from inflight_backend.guided.service import GuideService
-from inflight_backend.manager.deadlines import DeadlineWatch
 from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.health import DeadlineWatch
 from inflight_backend.manager.logits_processors import ActiveProcessors
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
 from inflight_backend.manager.output_gatherer import OutputGatherer
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.stop_words import StopWordWatch

@@ -18,7 +18,7 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, runn
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, InvalidRequest
 from inflight_backend.manager import output_gatherer
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.outputs import MAX_LOGITS_BYTES, check_outputs
 from inflight_scheduler import CapacitySchedulerPolicy, OutputParams

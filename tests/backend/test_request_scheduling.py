@@ -11,9 +11,9 @@ from fakes import CountingEngine
 from manager_harness import WAIT, GatedEngine, Recorder, request, running
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_scheduler import LlmRequest
 
 

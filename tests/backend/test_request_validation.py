@@ -12,7 +12,7 @@ import pytest
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
+from inflight_backend.requests.validation import DEFAULT_MAX_TOKENS, RequestLimits, validate
 from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import BeamSearch
 

@@ -9,7 +9,7 @@ import pytest
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import LlmRequest, SamplingParams
 

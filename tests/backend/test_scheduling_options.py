@@ -19,8 +19,8 @@ from manager_harness import (
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, ConfigurationError
-from inflight_backend.manager.deadlines import DeadlineWatch
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.health import DeadlineWatch
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_scheduler import (
     ActiveRequests,
     BlockManager,

@@ -19,9 +19,9 @@ from manager_harness import (
 
 from inflight_backend.engine.interface import StepOutputs
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
-from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
 
 V1 = TrtGptModelType.V1

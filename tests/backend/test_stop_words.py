@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.requests.stop_words import StopWordWatch

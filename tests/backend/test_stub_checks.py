@@ -12,9 +12,10 @@ from fakes import CountingEngine, FakeMetricFamily, FakePbUtils, FakeTritonError
 from triton_harness import Server
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.triton import stub_checks, triton_model
-from inflight_backend.triton.stub_checks import check_numpy, check_own_stub
-from inflight_server.serve.install import locate
+from inflight_backend.triton import model as stub_checks
+from inflight_backend.triton import model as triton_model
+from inflight_backend.triton.model import check_numpy, check_own_stub
+from inflight_server.serve.tritonserver import locate
 
 NEW_STUB = b"...numpy.lib\0NumpyVersion\0major\0numpy._core\0"
 

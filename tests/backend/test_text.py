@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inflight_backend.errors import CheckpointError, InvalidRequest
-from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
 
 
 def _byte_level() -> Tokenizer:

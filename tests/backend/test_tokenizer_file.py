@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.requests.request_validation import RequestLimits
+from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton.description import ModelDescription
+from inflight_backend.triton.introspection import ModelDescription
 
 BOS, EOS, PAD = "<bos>", "<eos>", "[PAD]"
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258

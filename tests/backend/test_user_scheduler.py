@@ -44,8 +44,8 @@ from user_schedulers import (
 )
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.inflight_batcher import InflightBatcher
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.batcher import InflightBatcher
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.manager.user_scheduler import find_scheduler_class
 from inflight_recorder.files import RecordingReader, open_recording

@@ -11,9 +11,9 @@ from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request
 
 from inflight_backend.engine.interface import MemoryUsage
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.iteration_stats import IterationStats
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.manager.why import describe_load, describe_wait
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.statistics import IterationStats
+from inflight_backend.manager.wait_reasons import describe_load, describe_wait
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_scheduler import CapacitySchedulerPolicy
 

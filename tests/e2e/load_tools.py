@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inflight_server.serve.install import locate
+from inflight_server.serve.tritonserver import locate
 
 ROOT = Path(sys.prefix) / "load-tools"
 PERF_ANALYZER = ROOT / "bin" / "perf_analyzer"

@@ -21,7 +21,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from e2e.harness import HOST, START_SECONDS, STOP_SECONDS, free_ports, temporary_folder
 
-from inflight_server.serve.install import environment, locate, prepare_backends
+from inflight_server.serve.tritonserver import environment, locate, prepare_backends
 
 _ANSWER_SECONDS = 60.0
 _ABORT = "boost::interprocess::lock_exception"

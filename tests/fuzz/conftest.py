@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import Server
 
 from inflight_backend.manager import gpt_manager
-from inflight_backend.triton import triton_model
+from inflight_backend.triton import model as triton_model
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.manager.parameters import parse_parameters
-from inflight_backend.models.checkpoint import Checkpoint
-from inflight_backend.models.model_config import ModelConfig
-from inflight_backend.models.weight_headers import read_weight_headers
+from inflight_backend.models.checkpoint_files import read_weight_headers
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.weights import Checkpoint
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_protocol import PARAMETERS
 from inflight_server.serve.settings import DEMO_MODEL

@@ -22,10 +22,12 @@ from triton_harness import WAIT, Server
 from tritonclient.grpc import model_config_pb2 as pb
 
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_models import bls_model, relay, vllm_model
-from inflight_backend.triton_models.postprocessing_model import Postprocessor
-from inflight_backend.triton_models.preprocessing_model import Preprocessor
-from inflight_backend.triton_models.text_model import Convert, respond
+from inflight_backend.triton_models import bls as bls_model
+from inflight_backend.triton_models import relay_client as relay
+from inflight_backend.triton_models import vllm as vllm_model
+from inflight_backend.triton_models.postprocessing import Postprocessor
+from inflight_backend.triton_models.preprocessing import Preprocessor
+from inflight_backend.triton_models.text_base import Convert, respond
 from inflight_protocol import DTYPE_TO_NUMPY
 from inflight_server.serve.settings import DEMO_MODEL
 

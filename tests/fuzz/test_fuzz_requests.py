@@ -113,7 +113,7 @@ class Panic(BaseException):
     [
         "inflight_backend.text.tokenizer.TextCodec.encode",
         "inflight_backend.text.tokenizer.TextCodec.decode",
-        "inflight_backend.manager.request_intake.validate",
+        "inflight_backend.manager.intake.validate",
         "inflight_backend.manager.gpt_manager.make_tensors",
         "fakes.CountingEngine.execute",
         "fakes.FakeSender.send",

@@ -18,18 +18,18 @@ import torch
 from kernels.compile_recorder import record
 from kernels.key_cases import count_kernels
 
-from inflight_kernels.adjust_logits import adjust_logits
-from inflight_kernels.ban_tokens import ban_repeated_ngrams, ban_words
-from inflight_kernels.copy_blocks import copy_blocks
-from inflight_kernels.invariant_linear import invariant_linear
-from inflight_kernels.mask_logits import mask_logits
-from inflight_kernels.paged_attention_context import paged_attention_context
-from inflight_kernels.paged_attention_generation import paged_attention_generation
-from inflight_kernels.quantize_fp8 import quantize_fp8
-from inflight_kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
-from inflight_kernels.rope_write_kv import rope_write_kv
-from inflight_kernels.sample import sample
-from inflight_kernels.silu_mul import silu_mul, silu_mul_fp8
+from inflight_kernels.ops.adjust_logits import adjust_logits
+from inflight_kernels.ops.ban_tokens import ban_repeated_ngrams, ban_words
+from inflight_kernels.ops.copy_blocks import copy_blocks
+from inflight_kernels.ops.invariant_linear import invariant_linear
+from inflight_kernels.ops.mask_logits import mask_logits
+from inflight_kernels.ops.paged_attention_context import paged_attention_context
+from inflight_kernels.ops.paged_attention_generation import paged_attention_generation
+from inflight_kernels.ops.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+from inflight_kernels.ops.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.sample import sample
+from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
 
 _BATCH = 32
 _BF16 = torch.bfloat16

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from inflight_kernels import _host
+from inflight_kernels import launch
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -86,13 +86,13 @@ def record_keys(capability: int) -> Iterator[set[tuple[str, str]]]:
         return True  # do not compile
 
     driver.set_active(_AbsentGpu(capability))
-    _host.capability.cache_clear()
+    launch.capability.cache_clear()
     knobs.runtime.jit_cache_hook = note
     try:
         yield keys
     finally:
         knobs.runtime.jit_cache_hook = None
-        _host.capability.cache_clear()
+        launch.capability.cache_clear()
 
 
 @contextmanager
@@ -102,20 +102,20 @@ def _recording(capability: int) -> Iterator[list[tuple[Any, tuple[int, ...]]]]:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        # What is not asked for changes with the release (`_host.LAUNCH_OPTIONS`).
+        # What is not asked for changes with the release (`launch.LAUNCH_OPTIONS`).
         assert kwargs.get("enable_fp_fusion"), f"{self.fn.__name__} leaves fusion to the compiler"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         launched.append((kernel, tuple(grid)))
         return kernel
 
     driver.set_active(_AbsentGpu(capability))
-    _host.capability.cache_clear()
+    launch.capability.cache_clear()
     JITFunction.run = compile_only
     try:
         yield launched
     finally:
         JITFunction.run = run
-        _host.capability.cache_clear()
+        launch.capability.cache_clear()
 
 
 def record(capability: int, call: Callable[[], object]) -> list[CompiledKernel]:

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels").glob("[a-z]*.py")}
+OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels" / "ops").glob("[a-z]*.py")}
 
 
 def test_every_op_has_a_benchmark_and_a_test() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight_kernels import _host
+from inflight_kernels import launch
 
 Checked = list[tuple[torch.Tensor, float | None]]
 
@@ -17,12 +17,12 @@ def checked() -> Checked:
 
 @pytest.fixture
 def check(checked: Checked) -> object:
-    @_host.once_in_a_row
+    @launch.once_in_a_row
     def check(tensor: torch.Tensor, number: float | None) -> None:
         checked.append((tensor, number))
-        _host.check_shape("tensor", tensor, (None, 4))
-        _host.check_rows("tensor", tensor)
-        _host.check_positive("number", number)
+        launch.check_shape("tensor", tensor, (None, 4))
+        launch.check_rows("tensor", tensor)
+        launch.check_positive("number", number)
 
     return check
 

@@ -11,8 +11,8 @@ import torch
 from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
 
 from inflight_kernels import reference
-from inflight_kernels.paged_attention_context import ContextTile, paged_attention_context
-from inflight_kernels.paged_attention_generation import paged_attention_generation
+from inflight_kernels.ops.paged_attention_context import ContextTile, paged_attention_context
+from inflight_kernels.ops.paged_attention_generation import paged_attention_generation
 
 
 def starts_of(query_lens: list[int], device: torch.device) -> torch.Tensor:
@@ -220,7 +220,7 @@ def test_a_grid_has_room_for_the_longest_steps(
             grids.append(grid)
             return lambda *_, **__: None
 
-    module = import_module("inflight_kernels.paged_attention_context")
+    module = import_module("inflight_kernels.ops.paged_attention_context")
     monkeypatch.setattr(module, "_paged_attention_context_kernel", Kernel())
     with torch.device("meta"):
         cache = torch.empty(4, 32, num_kv_heads, 64, dtype=torch.bfloat16)

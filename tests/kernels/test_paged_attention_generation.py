@@ -8,8 +8,8 @@ import pytest
 import torch
 from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
 
-from inflight_kernels import _host, reference
-from inflight_kernels.paged_attention_generation import (
+from inflight_kernels import launch, reference
+from inflight_kernels.ops.paged_attention_generation import (
     GenerationTile,
     paged_attention_generation,
     plan_generation,
@@ -229,7 +229,7 @@ def test_every_number_of_an_fp8_cache_is_read_as_it_is(device: torch.device) -> 
 
 
 def test_a_gpu_without_fp8_refuses_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_host, "capability", lambda: 80)
+    monkeypatch.setattr(launch, "capability", lambda: 80)
     lengths, tables = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     cache = torch.zeros(1, 16, 1, 16, dtype=_FP8)
     query = torch.zeros(1, 1, 16)
@@ -355,7 +355,7 @@ def test_splits_fill_the_machine_by_the_lengths_that_there_are(
     device: torch.device, lengths: list[int], splits: list[int], room: int
 ) -> None:
     """Whatever the tables have room for: eight splits of every row were launched for that."""
-    if _host.num_sms(device) != 132:
+    if launch.num_sms(device) != 132:
         pytest.skip("splits are those of 132 multiprocessors")
     assert planned_splits(device, lengths, room) == splits
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight_kernels._paging import tile_rows
+from inflight_kernels.paging import tile_rows
 
 STRIDE_BLOCK, STRIDE_TOKEN = tl.constexpr(1000), tl.constexpr(7)
 _NOT_TO_BE_READ = 2**20

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels.tolerance import assert_fp8_close
 
-from inflight_kernels.quantize_fp8 import quantize_fp8
+from inflight_kernels.ops.quantize_fp8 import quantize_fp8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -7,7 +7,7 @@ import torch
 from kernels.tolerance import assert_close, assert_fp8_close
 
 from inflight_kernels import reference
-from inflight_kernels.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
+from inflight_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8
 
 SHAPES = [(1, 16), (3, 80), (2, 4096), (5, 5120)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

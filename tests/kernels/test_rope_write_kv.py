@@ -7,7 +7,7 @@ import torch
 from kernels.tolerance import assert_close
 
 from inflight_kernels import reference
-from inflight_kernels.rope_write_kv import rope_write_kv
+from inflight_kernels.ops.rope_write_kv import rope_write_kv
 
 
 def cos_sin_table(num_positions: int, head_dim: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from kernels.tolerance import assert_close, assert_fp8_close
 
 from inflight_kernels import reference
-from inflight_kernels.silu_mul import silu_mul, silu_mul_fp8
+from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

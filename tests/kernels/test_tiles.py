@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from benchmarks.best_tiles import best_tiles, read_report
-from inflight_kernels import _host, _tiles
-from inflight_kernels import paged_attention_context as context
-from inflight_kernels import paged_attention_generation as generation
+from inflight_kernels import launch
+from inflight_kernels.ops import paged_attention_context as context
+from inflight_kernels.ops import paged_attention_generation as generation
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Iterator[Path]:
     """Where the tiles are looked up; there is no file yet."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_tiles, "PATH", tmp_path / "tuned_tiles.json")
-        _tiles._table.cache_clear()
-        yield _tiles.PATH
-    _tiles._table.cache_clear()
+        patch.setattr(launch, "PATH", tmp_path / "tuned_tiles.json")
+        launch._table.cache_clear()
+        yield launch.PATH
+    launch._table.cache_clear()
 
 
 def row(us: float, tile: list[int], **labels: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_the_rule_where_nobody_measured(table: Path, monkeypatch: pytest.MonkeyP
     assert generation.choose_tile(128, fp8, 4) == generation.GenerationTile(64, 7, 4)
     assert context.choose_tile(4, 128, torch.bfloat16, None) == context.ContextTile(128, 64, 5, 8)
     for capability in (89, 120):  # 99 KiB of shared memory: of 55 only one program would fit
-        monkeypatch.setattr(_host, "capability", lambda each=capability: each)
+        monkeypatch.setattr(launch, "capability", lambda each=capability: each)
         assert generation.choose_tile(128, fp8, 4) == generation.GenerationTile(64, 5, 4)
 
 

@@ -24,7 +24,7 @@ from inflight_scheduler import (
     MicroBatchScheduler,
     make_scheduler,
 )
-from inflight_scheduler.planning.request_lines import MAX_CHANGES
+from inflight_scheduler.planning.active_requests import MAX_CHANGES
 
 UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 

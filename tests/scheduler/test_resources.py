@@ -36,7 +36,7 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
-from inflight_scheduler.policies.incremental import can_decide
+from inflight_scheduler.policies.fast_path import can_decide
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION

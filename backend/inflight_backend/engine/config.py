@@ -17,9 +17,9 @@ from inflight_backend.engine.model_limits import (
     has_attention_kernels,
 )
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.attention_backends import ATTENTION_BACKENDS
-from inflight_backend.models.model_config import ModelConfig
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
+from inflight_backend.models.backends import ATTENTION_BACKENDS
+from inflight_backend.models.config import ModelConfig
 
 _logger = get_logger(__name__)
 

@@ -20,37 +20,51 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.adjustments import MIN_P, Adjustments
-from inflight_backend.engine.beams import BeamRows
 from inflight_backend.engine.config import EngineConfig, resolve
-from inflight_backend.engine.device_memory import CudaMemory, DeviceMemory, reserved_bytes
-from inflight_backend.engine.drawing import HostRules, edit_logits, restrict, send_masks
-from inflight_backend.engine.first_steps import run_first_steps, thread_step
-from inflight_backend.engine.graph_runner import Capture, CudaCapture, GraphRunner
+from inflight_backend.engine.cuda_graphs import (
+    Capture,
+    CudaCapture,
+    GraphRunner,
+    Recordings,
+    StepRecorder,
+)
 from inflight_backend.engine.interface import EditSource, MaskSource, MemoryUsage, StepOutputs
-from inflight_backend.engine.largest_step import largest_batch
-from inflight_backend.engine.make_cache import make_cache
-from inflight_backend.engine.observer import Observer
-from inflight_backend.engine.slot_memory import max_words
-from inflight_backend.engine.slots import (
+from inflight_backend.engine.memory_plan import max_words
+from inflight_backend.engine.outputs import Observer, PendingTokens, TokenReader
+from inflight_backend.engine.sampler import (
+    MIN_P,
+    Adjustments,
+    HostRules,
+    edit_logits,
+    restrict,
+    send_masks,
+)
+from inflight_backend.engine.slot_table import (
+    BeamRows,
     SamplingInputs,
     SlotTable,
     drawing_slots,
     partly_filled_blocks,
 )
 from inflight_backend.engine.step_buffer import StepBuffer, StepWords
-from inflight_backend.engine.step_recorder import Recordings, StepRecorder
-from inflight_backend.engine.token_reader import PendingTokens, TokenReader
+from inflight_backend.engine.warmup import largest_batch, run_first_steps, thread_step
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.checkpoint import Checkpoint
-from inflight_backend.models.decoder import Decoder
-from inflight_backend.models.kv_pool import choose_num_blocks, resident_memory
+from inflight_backend.log import get_logger
+from inflight_backend.models.attention import AttentionBackend
+from inflight_backend.models.backends import make_cache, make_ops
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.decoder import Decoder, make_cos_sin
+from inflight_backend.models.kv_cache import (
+    CudaMemory,
+    DeviceMemory,
+    KvPool,
+    allocator_bytes,
+    choose_num_blocks,
+    resident_memory,
+)
 from inflight_backend.models.layers import Parameter
-from inflight_backend.models.model_config import ModelConfig
-from inflight_backend.models.op_tables import make_ops
 from inflight_backend.models.parameters import decoder_parameters
-from inflight_backend.models.rope import make_cos_sin
-from inflight_backend.private_log import get_logger
+from inflight_backend.models.weights import Checkpoint
 from inflight_scheduler import ScheduledBatch
 
 OnProgress = Callable[[int, int], None]
@@ -116,7 +130,7 @@ class Engine:
             memory = CudaMemory()
         self.free_bytes: int | None = None  # measured: what there is for the pool
         num_blocks = self._count_blocks(memory)
-        self._pool, self._attention = make_cache(config, model_config, self._cos_sin, num_blocks)
+        self._pool, self._attention = self._make_cache(num_blocks)
         self._recordings = self._recorder.record(self._attention)
 
     @classmethod
@@ -303,7 +317,7 @@ class Engine:
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
-        gpu = reserved_bytes() if self.config.device == "cuda" else 0
+        gpu = allocator_bytes() if self.config.device == "cuda" else 0
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
         pinned += self._recordings.pinned_bytes
         return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)
@@ -322,15 +336,25 @@ class Engine:
             config.kv_cache_free_gpu_mem_fraction,
         )
 
+    def _make_cache(self, num_blocks: int) -> tuple[KvPool, AttentionBackend]:
+        return make_cache(
+            self.model_config,
+            self._cos_sin,
+            num_blocks,
+            backend=self.config.attention_backend,
+            tokens_per_block=self.config.tokens_per_block,
+            kv_dtype=self.config.kv_dtype,
+            device=self.config.device,
+            is_deterministic=self.config.deterministic_mode,
+        )
+
     def _measure_step(self, memory: DeviceMemory) -> int:
         """Bytes that the largest step and the recordings take beside weights and KV: the one is
         run, the others are made, on a tiny pool."""
         batch = largest_batch(self.config)
         num_blocks = 1 + max(new.block_id for new in batch.new_blocks)
         try:
-            self._pool, self._attention = make_cache(
-                self.config, self.model_config, self._cos_sin, num_blocks
-            )
+            self._pool, self._attention = self._make_cache(num_blocks)
             memory.start_peak()
             run_first_steps(self, batch)
             step_bytes = memory.peak_bytes()

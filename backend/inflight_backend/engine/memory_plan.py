@@ -1,7 +1,13 @@
-"""Where the memory goes, from `config.json` and the headers of the weights alone: no torch.
+"""How the memory of a device is divided, from `config.json` and the weight headers alone: no torch.
 
-The rule of the pool is that of `inflight_backend.models.kv_pool`; a test holds the two together
+The rule of the KV pool is that of `inflight_backend.models.kv_cache`; a test holds the two together
 and the server compares them when it starts.
+
+The shapes of the slot tensors are here so that a plan can count them; their owners take the shapes
+from here. With 256 slots, a vocabulary of 128,256 and texts of 8,192 tokens the logits adjustments
+take 260 MiB (a row of counts, one of biases and one text per slot): 0.2 % of an H200, allocated at
+load on a GPU, because the pool takes what is left and a request that asks for a penalty hours later
+must not find the memory gone. On a CPU they are allocated when the first request needs them.
 """
 
 from __future__ import annotations
@@ -20,16 +26,76 @@ from inflight_backend.engine.model_limits import (
     choose_seq_len,
     has_attention_kernels,
 )
-from inflight_backend.engine.slot_memory import reserved_bytes
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.model_config import ModelConfig
-from inflight_backend.models.parameters import decoder_parameters
-from inflight_backend.models.weight_checks import check_weights
-from inflight_backend.models.weight_headers import read_weight_headers
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
+from inflight_backend.models.checkpoint_files import read_weight_headers
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.parameters import check_weights, decoder_parameters
+from inflight_scheduler import MAX_STOP_TOKEN_IDS
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
+
+
+Shapes = dict[str, tuple[tuple[int, ...], int]]
+"""Name -> shape and bytes of one number."""
+
+NUM_COLUMNS = 16
+"""Words of a slot's parameters; see `step_buffer`."""
+
+
+def adjustment_shapes(num_slots: int, vocab_size: int, max_seq_len: int) -> Shapes:
+    """Tables of `Adjustments`; the padding slot has a row, too."""
+    rows = num_slots + 1
+    return {
+        "counts": ((rows, vocab_size), 4),
+        "bias": ((rows, vocab_size), 4),
+        "history": ((rows, max_seq_len), 4),
+        "ends": ((rows, MAX_STOP_TOKEN_IDS), 4),
+    }
+
+
+def slot_table_shapes(num_slots: int, max_blocks: int) -> Shapes:
+    """Tables of `SlotTable`."""
+    rows = num_slots + 1
+    return {
+        "parameters": ((rows, NUM_COLUMNS), 4),
+        "block_tables": ((rows, max_blocks), 4),
+        "cached_lengths": ((rows,), 8),
+        "last_tokens": ((rows,), 8),
+    }
+
+
+def max_words(num_slots: int, max_num_tokens: int, max_blocks_per_slot: int) -> int:
+    """Words of the largest plan (`StepBuffer`): every slot set up and moved, a chunk and a copied
+    block, its whole block table assigned (slots may share blocks, so there can be more assignments
+    than blocks), every token prompt, and the slots of generations, which always take their room."""
+    words_per_slot = NUM_COLUMNS + 17 + 3 * max_blocks_per_slot
+    return num_slots * words_per_slot + 4 * max_num_tokens + 1  # a draft draws, too
+
+
+def num_bytes(shapes: Shapes) -> int:
+    """Bytes of all of them."""
+    return sum(prod(shape) * size for shape, size in shapes.values())
+
+
+def reserved_bytes(
+    num_slots: int,
+    vocab_size: int,
+    max_seq_len: int,
+    max_num_tokens: int,
+    tokens_per_block: int,
+    *,
+    has_adjustments: bool,
+) -> int:
+    """Everything above; without the adjustments where they are made on demand."""
+    max_blocks = -(-max_seq_len // tokens_per_block)
+    taken = num_bytes(slot_table_shapes(num_slots, max_blocks))
+    taken += 4 * max_words(num_slots, max_num_tokens, max_blocks)
+    if has_adjustments:
+        taken += num_bytes(adjustment_shapes(num_slots, vocab_size, max_seq_len))
+    return taken
+
 
 _logger = get_logger(__name__)
 

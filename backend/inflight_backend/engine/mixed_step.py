@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from inflight_backend.engine.step_buffer import count_lags
-from inflight_backend.engine.word_buffer import WordBuffer
+from inflight_backend.engine.step_buffer import WordBuffer, count_lags
 from inflight_backend.models.attention import MixedAttention
 from inflight_scheduler import ScheduledBatch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.config import ModelConfig
 
 # Bounds of the Triton kernels, checked before they run so that the error can name the way out.
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256

@@ -1,8 +1,11 @@
-"""One packed copy per step: all a plan says, as int32 words, in one piece to the device.
+"""One packed copy per step: the whole plan as int32 words, in one piece to the device.
 
 Floats travel as their bits and seeds as two words. The buffers have fixed addresses and the size
 of the largest plan. The slots of generations stand at the head, padded with the padding slot, so
 that a captured graph finds them there in every step.
+
+On a GPU there are two page-locked host buffers: one is filled while the copy of the other may still
+be under way. On a CPU host and device side are the same memory.
 """
 
 from __future__ import annotations
@@ -14,9 +17,61 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.slot_memory import NUM_COLUMNS
-from inflight_backend.engine.word_buffer import WordBuffer
+from inflight_backend.engine.memory_plan import NUM_COLUMNS
 from inflight_scheduler import ScheduledBatch, SlotSetup
+
+
+def to_device(values: Tensor, device: str) -> Tensor:
+    """``values``, which lie on the host, on ``device``; nobody waits.
+
+    On CUDA they go through page-locked memory: a copy of other memory waits for everything that was
+    asked of the device before. On a CPU they are the tensor itself.
+    """
+    if device == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def new_event() -> torch.cuda.Event:
+    """An event of the current CUDA device."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class WordBuffer:
+    """Owner of both sides, ``fill`` everywhere until something is sent."""
+
+    def __init__(self, num_words: int, fill: int, device: str) -> None:
+        is_cuda = device != "cpu"
+        self._hosts = [
+            torch.full((num_words,), fill, dtype=torch.int32, pin_memory=is_cuda)
+            for _ in range(2 if is_cuda else 1)
+        ]
+        self._words = [host.numpy() for host in self._hosts]
+        self._copied = [new_event() for _ in self._hosts] if is_cuda else []
+        self._turn = 0
+        self.device = self._hosts[0].to(device)  # the same memory on a CPU
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked host memory."""
+        return sum(host.nbytes for host in self._hosts if host.is_pinned())
+
+    def open(self) -> npt.NDArray[np.int32]:
+        """The words to be sent next, once the plan before the last one has been copied."""
+        if self._copied:
+            self._copied[self._turn].synchronize()
+        return self._words[self._turn]
+
+    def send(self, num_words: int) -> None:
+        """Start the copy of the first ``num_words`` of what `open` gave."""
+        if self._copied:
+            self.device[:num_words].copy_(self._hosts[self._turn][:num_words], non_blocking=True)
+            self._copied[self._turn].record()
+            self._turn = 1 - self._turn
+
 
 # Columns of the table of slots, in words. The seed comes first, so that it can be read as int64.
 SEED, TEMPERATURE, TOP_K, TOP_P, END_ID, MIN_END_POSITION = 0, 2, 3, 4, 5, 6

@@ -29,7 +29,7 @@ from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingErr
 from inflight_backend.guided.bounds import check_schema, check_unrolled, pattern_size
 from inflight_backend.guided.ebnf import to_lark
 from inflight_backend.guided.guide import GUIDE_FIELD, Guide, GuideType
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
 
 _logger = get_logger(__name__)
 

@@ -5,55 +5,66 @@ The contract is that of TensorRT-LLM's batch manager (`docs/source/batch_manager
 
 Order of one iteration, and what each part may do:
 
-1. *get* new requests, at most as many as there is room for, and take them in (`RequestIntake`);
-   end those whose time is up;
-2. *schedule*: who holds cache, who runs; pause, give slots and blocks, make the plan;
+1. *get* new requests, at most as many as there is room for, and admit them (`RequestIntake`);
+   end those whose deadline has passed;
+2. *schedule*: which requests hold cache, which run; pause, assign slots and blocks, make the plan;
 3. *execute* the plan on the engine and apply the tokens; finished requests release all they hold
    (in the overlapped loop these are the tokens of the step before, see `step_loop`);
 4. *send* what was produced: only now, so that a final response finds everything free already;
 5. *poll stop signals*: named requests release all they hold, then get an ordinary final response;
 6. *return statistics*, unless nothing was active.
 
-A request that cannot be taken ends alone; a failing step ends the requests of that step with an
-error; a failing callback is logged; whatever else escapes ends all requests with an error. None of
-them stops the loop (see `LoopHealth`). What is held when nobody is active is lost (`IdleCheck`).
+A rejected request does not affect others; a failing step ends the requests of that step with an
+error; a failing callback is logged; an unexpected exception fails all requests and resets the loop.
+None of them stops the loop (see `LoopHealth`). Blocks or slots that are still held when no request
+is active would be lost for good, so `IdleCheck` compares the counts then.
+
+While idle the loop waits for `GptManager.wake` if the callbacks' owner promises to call it, and
+otherwise polls the callbacks at growing intervals. A wake-up is never lost: new requests are there
+before `wake`, and the loop looks for them after it has cleared the wake-up.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_backend.engine.interface import StepEngine
 from inflight_backend.errors import RefusalText
 from inflight_backend.guided.service import GuideService
-from inflight_backend.manager.callback_guard import CallbackGuard
-from inflight_backend.manager.deadlines import DeadlineWatch
-from inflight_backend.manager.draw_rules import NO_TOKEN
-from inflight_backend.manager.health import LoopHealth
-from inflight_backend.manager.idle_check import IdleCheck
-from inflight_backend.manager.idle_wait import IdleWait
-from inflight_backend.manager.inflight_batcher import InflightBatcher, load_engine
-from inflight_backend.manager.iteration_stats import IterationStats, StaticBatchStats
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.manager.questions import Questions
-from inflight_backend.manager.request_intake import RequestIntake
-from inflight_backend.manager.response_tensors import HeldResponse, make_tensors
-from inflight_backend.manager.static_batching import (
+from inflight_backend.log import get_logger
+from inflight_backend.manager.batcher import (
+    InflightBatcher,
     StaticBatchTally,
+    load_engine,
     params_in_force,
     policy_in_force,
 )
-from inflight_backend.manager.tally import Tally
-from inflight_backend.manager.token_lengths import TokenLengths
-from inflight_backend.manager.why import Waits, describe_load, describe_wait, expiry_error
-from inflight_backend.private_log import get_logger
-from inflight_backend.requests.beam_validation import check_beam_width
+from inflight_backend.manager.health import DeadlineWatch, LoopHealth
+from inflight_backend.manager.intake import RequestIntake
+from inflight_backend.manager.logits_processors import NO_TOKEN
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.responses import HeldResponse, make_tensors
+from inflight_backend.manager.statistics import (
+    IterationStats,
+    StaticBatchStats,
+    Tally,
+    TokenLengths,
+)
+from inflight_backend.manager.wait_reasons import (
+    Questions,
+    Waits,
+    describe_load,
+    describe_wait,
+    expiry_error,
+)
 from inflight_backend.requests.inference_request import (
     GetInferenceRequestsCallback,
     InferenceRequest,
@@ -61,6 +72,7 @@ from inflight_backend.requests.inference_request import (
     ReturnBatchManagerStatsCallback,
     SendResponseCallback,
 )
+from inflight_backend.requests.sampling import check_beam_width
 from inflight_backend.requests.stop_words import StopWordWatch
 from inflight_scheduler import (
     CapacitySchedulerPolicy,
@@ -73,7 +85,137 @@ from inflight_scheduler import (
 if TYPE_CHECKING:
     from inflight_backend.guided.masks import OwnGuide
 
+
 _logger = get_logger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+class CallbackGuard:
+    """Calls callbacks for a thread that must not end, even if one raises `SystemExit`."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    def call(self, name: str, callback: Callable[..., _Result], *args: object) -> _Result | None:
+        """What the callback returns; None if it raises, which is logged the first time."""
+        try:
+            return callback(*args)
+        except BaseException:
+            if name not in self._failed:
+                self._failed.add(name)
+                _logger.exception("the %s callback failed (said once)", name)
+            return None
+
+    def call_for_list(
+        self, name: str, callback: Callable[..., Iterable[_Result] | None], *args: object
+    ) -> list[_Result]:
+        """What a callback returns, as a list; empty if that is None or no collection.
+
+        If it fails on its way, as a generator may, what came before is kept.
+        """
+        items: list[_Result] = []
+
+        def collect() -> None:
+            found = callback(*args)
+            for item in () if found is None else found:
+                items.append(item)
+
+        self.call(name, collect)
+        return items
+
+    def call_for_ids(
+        self, name: str, callback: Callable[..., Iterable[object] | None]
+    ) -> list[int]:
+        """The same for ids of requests; whatever is no integer, of Python or numpy, is logged."""
+        items = self.call_for_list(name, callback)
+        for item in items:
+            if not isinstance(item, Integral):
+                _logger.error("the %s callback returned a %s", name, type(item).__name__)
+        return [int(item) for item in items if isinstance(item, Integral)]
+
+
+FULL_SECONDS = 60.0
+"""So often, at most, are all books compared, which takes O(blocks); free places and blocks are
+counted every time."""
+
+
+class IdleCheck:
+    """Knows when the loop comes to rest; of its thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._is_due = False
+        self._next_full = clock()
+        self.num_repairs = 0
+        """How often a fault was found, and the books made anew."""
+
+    def finds_fault(self, batcher: InflightBatcher, *, is_running: bool) -> bool:
+        """Call it in every turn. True, with a line in the log, if nobody is active, no step
+        `is_running`, and yet not everything is free or the books do not agree."""
+        if is_running or batcher.active:
+            self._is_due = True
+            return False
+        if not self._is_due:
+            return False
+        self._is_due = False
+        is_full = self._clock() >= self._next_full
+        if is_full:
+            self._next_full = self._clock() + FULL_SECONDS
+        if batcher.is_idle_and_intact() if is_full else batcher.is_idle_and_free():
+            return False
+        self.num_repairs += 1
+        _logger.error(
+            "with nobody active %d blocks and %d places are taken, or the books do not agree: "
+            "they are made anew",
+            batcher.block_manager.num_used_blocks,
+            batcher.num_used_places,
+        )
+        return True
+
+
+TURN_SECONDS = 5.0
+"""How long a loop that is woken for everything waits at most: its statistics have a time stamp, by
+which others see that it lives."""
+
+_FIRST_POLL_SECONDS = 0.005
+LAST_POLL_SECONDS = 0.05
+"""How long after the last time callbacks that wake nobody are asked again, at most."""
+
+
+class IdleWait:
+    """The wait of one loop, and what ends it."""
+
+    def __init__(self, guard: CallbackGuard, poll_when_idle: Callable[[], bool]) -> None:
+        """``poll_when_idle``: may the callbacks have something new without a call of `wake`? One
+        that fails, in the hands of ``guard``, is taken for a yes."""
+        self._guard = guard
+        self._poll_when_idle = poll_when_idle
+        self._event = threading.Event()
+        self._poll_seconds = _FIRST_POLL_SECONDS
+
+    def wake(self) -> None:
+        """End the wait, or the next one; from any thread."""
+        self._event.set()
+
+    def after_turn(self, *, is_idle: bool, has_requests: bool) -> None:
+        """Wait for something to do, after a turn that found nothing.
+
+        Not for long where the loop ``has_requests``: time alone may let them go on, or end them.
+        """
+        if not is_idle:
+            self._poll_seconds = _FIRST_POLL_SECONDS
+            return
+        seconds = TURN_SECONDS
+        if has_requests or self._must_poll():
+            seconds = self._poll_seconds
+            self._poll_seconds = min(2 * seconds, LAST_POLL_SECONDS)
+        self._event.wait(seconds)
+        self._event.clear()
+
+    def _must_poll(self) -> bool:
+        return self._guard.call("poll_when_idle", self._poll_when_idle) is not False
+
 
 _NON_FINITE = -1  # the engine's answer for a row whose logits are not numbers
 _NO_BATCH = ScheduledBatch(iteration=0)

@@ -1,22 +1,23 @@
-"""Logits processors: Python callables of the operator, one of which a request chooses by name.
+"""What the host does to the logits of a step: guides, and logits processors of the operator.
 
-The contract is TensorRT-LLM's ``LogitsPostProcessor`` (`cpp/include/tensorrt_llm/batch_manager/
-inferenceRequest.h`, `executor/executor.h`): called before each draw of a request with
+A logits processor is a Python callable that a request chooses by name. The contract is
+TensorRT-LLM's ``LogitsPostProcessor`` (`cpp/include/tensorrt_llm/batch_manager/inferenceRequest.h`,
+`executor/executor.h`): called before each token of a request is sampled, with
 
 * its id, a number;
 * its logits, a tensor [1, beams, vocab] float32 on the device, to be changed in place;
 * the tokens so far of each beam, the prompt's first;
-* the stream on which the device works (a ``cudaStream_t`` as a number; None on a CPU, as those that
-  are published expect it where there is none).
+* the stream on which the device works (a ``cudaStream_t`` as a number; None on a CPU, as published
+  processors expect it).
 
-One that wants five arguments, as all published since TensorRT-LLM 0.12, is given None for the id
-that a client may have there; one that wants three, as before 0.10, no stream. Of a class each
-request gets an instance of its own, made when its first token is drawn.
+A callable with five arguments, as all published since TensorRT-LLM 0.12, is given None for the
+client id; one with three, as before 0.10, no stream. Of a class each request gets an instance of
+its own, made when its first token is sampled.
 
 It runs on the loop's thread and before everything else that is done to the logits. A tensor that it
-returns takes the place of the one it got. One that fails ends its own request and nothing else: its
-row becomes NaN, from which nothing is drawn. What its request draws after the last token of an
-answer is dropped, so a processor with a memory may be asked once more than there are tokens.
+returns replaces the one it got. If it raises, its own request ends with an error and no other: its
+row becomes NaN, from which nothing is sampled. What its request samples after the last token of an
+answer is dropped, so a processor with state may be called once more than there are tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +28,88 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight_backend.engine.interface import LogitsEdit, LogitsEdits
+from inflight_backend.engine.interface import (
+    EditSource,
+    LogitsEdit,
+    LogitsEdits,
+    MaskSource,
+    PendingStep,
+    TokenMasks,
+)
 from inflight_backend.errors import ConfigurationError, InvalidRequest
-from inflight_backend.manager.entry_names import find_entry
-from inflight_backend.private_log import get_logger
+from inflight_backend.guided.masks import AnswerGuides
+from inflight_backend.log import get_logger
+from inflight_backend.manager.user_scheduler import find_entry
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import PROCESSOR_FIELD, read_processor_name
-from inflight_backend.requests.request_values import integer
+from inflight_backend.requests.validation import PROCESSOR_FIELD, read_processor_name
+from inflight_backend.requests.values import integer
 from inflight_scheduler import LlmRequest
+
+NO_TOKEN = (
+    "no token could be drawn: the model's logits are not finite numbers, or 'bad_words_list', "
+    "'embedding_bias' and the other rules forbid every token"
+)
+
+Unread = tuple[Sequence[LlmRequest], PendingStep]
+"""A step whose tokens have not been read, and whose they are."""
+
+
+class DrawRules:
+    """Owner of both; engines without ``mask_next`` or ``edit_next`` are asked for neither."""
+
+    def __init__(self, engine: Any, processors: Mapping[str, LogitsPostProcessor]) -> None:
+        self._mask_next: Callable[[MaskSource], None] | None = getattr(engine, "mask_next", None)
+        self._edit_next: Callable[[EditSource], None] | None = getattr(engine, "edit_next", None)
+        self.guides = AnswerGuides(engine.vocab_size)
+        self.processors = ActiveProcessors(processors, can_edit=self._edit_next is not None)
+
+    @property
+    def can_mask(self) -> bool:
+        """True when the engine masks draws, so that answers can be guided."""
+        return self._mask_next is not None
+
+    def __bool__(self) -> bool:
+        """True when a request is active that any of this is for."""
+        return bool(self.guides) or bool(self.processors)
+
+    def has_any(self, request_id: int) -> bool:
+        """True for a request that one of them is for: its tokens are drawn one by one."""
+        return self.guides.is_guided(request_id) or self.processors.is_chosen(request_id)
+
+    def prepare(self, owners: Sequence[LlmRequest], before: Unread | None) -> None:
+        """Have the engine mask and edit rows of the plan that it runs next, where ``owners`` draw.
+
+        It asks for masks and edits when the decoder runs; the tokens of the step ``before``, which
+        has not been read, are waited for then.
+        """
+        guided, edited = self.guides.guided_rows(owners), self.processors.chosen_rows(owners)
+
+        def latest() -> dict[int, int]:
+            if before is None:
+                return {}
+            tokens = zip(before[0], before[1].read(), strict=True)
+            return {owner.request_id: token for owner, token in tokens}
+
+        def masks() -> TokenMasks:
+            return self.guides.masks(guided, latest())
+
+        def edits() -> LogitsEdits:
+            return self.processors.edits(edited, latest())
+
+        if guided and self._mask_next is not None:
+            self._mask_next(masks)
+        if edited and self._edit_next is not None:
+            self._edit_next(edits)
+
+    def discard(self, request_id: int) -> None:
+        """Forget a request."""
+        self.guides.discard(request_id)
+        self.processors.discard(request_id)
+
+    def why_no_token(self, request_id: int) -> str:
+        """Why nothing could be drawn for a request; empty if it has no part in this."""
+        return self.guides.error_of(request_id) or self.processors.why_no_token(request_id)
+
 
 _logger = get_logger(__name__)
 

@@ -27,8 +27,8 @@ from enum import Enum
 from typing import Protocol
 
 from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
+from inflight_backend.log import get_logger
 from inflight_backend.manager.health import means_lost_device
-from inflight_backend.private_log import get_logger
 from inflight_recorder.recorder import FlightRecorder
 from inflight_scheduler import (
     NO_CANDIDATES,

@@ -1,14 +1,14 @@
-"""A scheduler that the user brings: named in the configuration, and never trusted blindly."""
+"""Schedulers that the operator names in the configuration; each decision is checked."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.entry_names import find_entry
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
 from inflight_recorder.in_force import check_possible, scheduler_of, stand_in
 from inflight_recorder.records import Settings
 from inflight_scheduler import (
@@ -22,6 +22,25 @@ from inflight_scheduler import (
     RequestScheduler,
     SimpleScheduler,
 )
+
+
+def find_entry(setting: str, name: str, what: str) -> Any:
+    """The object ``package.module:name``; `ConfigurationError` names ``setting``.
+
+    ``what`` is what the object is called in the form that a bad name is answered with.
+    """
+    module_name, _, object_name = name.partition(":")
+    if not module_name or module_name.startswith(".") or not object_name:
+        raise ConfigurationError(f"{setting} = '{name}' must have the form package.module:{what}")
+    try:
+        return getattr(importlib.import_module(module_name), object_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{setting} = '{name}': {error}") from None
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ConfigurationError(
+            f"{setting} = '{name}' cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
 
 _logger = get_logger(__name__)
 _TO_COMPLETE = LlmRequestState.GENERATION_TO_COMPLETE

@@ -1,20 +1,141 @@
-"""The files of a checkpoint folder: every one that is read is found here.
+"""The files of a checkpoint folder, read without torch: for the loader and ``inflight plan``.
 
-What people give instead of one (a name on the Hub, its cache, a single file) is an error that says
-what to give.
+What people give instead of a folder (a name on the Hub, its cache, a single file) is an error that
+says what to give. JSON values are read through `JsonReader`, whose errors name file and key.
 
 Links: a file may be a link inside the folder, and, as hub caches lay out a snapshot
 (``models--*/snapshots/<revision>``), a link into the ``blobs`` folder beside ``snapshots``. Any
-other link that leaves the folder is refused, so a checkpoint cannot make us read foreign files, nor
-tell clients what is in them.
+other link that leaves the folder is refused, so a checkpoint cannot make the server read foreign
+files, nor tell clients what is in them.
+
+Weights are safetensors, never a pickle: 8 bytes with the length of the header (little endian), the
+header as JSON (tensor name -> dtype, shape, data_offsets), then the data.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 from inflight_backend.errors import CheckpointError
+
+_MAX_BYTES = 64 * 2**20  # the index of a very large checkpoint has some 10 MB
+_REQUIRED: Any = object()  # default of a key without a default
+
+
+class JsonReader:
+    """One JSON object; ``null`` counts as absent, and a missing required key is an error."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @classmethod
+    def from_file(cls, path: Path) -> JsonReader:
+        """Read a file; `CheckpointError` if it is no JSON object or holds NaN or Infinity."""
+        name = path.name
+        try:
+            if path.stat().st_size > _MAX_BYTES:
+                raise CheckpointError(f"{name}: larger than {_MAX_BYTES} bytes")
+            values = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        except OSError as error:
+            raise CheckpointError(f"{name}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:
+            why = "a pointer of Git LFS; run git lfs pull" if is_lfs_pointer(path) else error
+            raise CheckpointError(f"{name}: not valid JSON ({why})") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{name}: must hold a JSON object")
+        return cls(values, name)
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, value in self._values.items() if value is not None)
+
+    def equals(self, other: JsonReader) -> bool:
+        """True if both objects hold the same."""
+        return self._values == other._values
+
+    def is_null(self, key: str) -> bool:
+        """True when the key is written as ``null``."""
+        return key in self._values and self._values[key] is None
+
+    def fail(self, key: str, complaint: str) -> NoReturn:
+        """Raise `CheckpointError` about ``key``."""
+        raise CheckpointError(f"{self._where}: {key} {complaint}")
+
+    def integer(
+        self, key: str, *, default: int = _REQUIRED, minimum: int = 1, maximum: int = 2**24
+    ) -> int:
+        """An integer between the bounds."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            self.fail(key, f"must be an integer, not {_show(value)}")
+        if key in self and not minimum <= value <= maximum:
+            self.fail(key, f"must be between {minimum} and {maximum}, not {_show(value)}")
+        return value
+
+    def number(self, key: str, *, default: float = _REQUIRED) -> float:
+        """A finite number above 0."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.fail(key, f"must be a number, not {_show(value)}")
+        if not (math.isfinite(value) and 0 < value <= 1e30):
+            self.fail(key, f"must be finite and above 0, not {_show(value)}")
+        return float(value)
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        """true or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, f"must be true or false, not {_show(value)}")
+        return value
+
+    def text(self, key: str, *, default: str = _REQUIRED) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            self.fail(key, f"must be a string, not {_show(value)}")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; an absent one is empty."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self.fail(key, f"must be a list of strings, not {_show(value)}")
+        return value
+
+    def section(self, key: str) -> JsonReader:
+        """A nested object; an absent one is empty."""
+        value = self._get(key, {})
+        if not isinstance(value, dict):
+            self.fail(key, f"must be an object, not {_show(value)}")
+        return JsonReader(value, f"{self._where}: {key}")
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._values.get(key)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            self.fail(key, "is missing")
+        return default
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
 
 _DOWNLOAD = "hf download NAME --local-dir FOLDER"
 _LFS_POINTER = b"version https://git-lfs"
@@ -76,3 +197,168 @@ def _hint_of_link(path: Path) -> str:
     if not path.is_symlink() or "blobs" not in path.readlink().parts:
         return ""
     return f" behind this link into the Hub's cache; give a folder with the files: {_DOWNLOAD}"
+
+
+MAX_HEADER_BYTES = 100_000_000
+"""The bound that the safetensors library itself sets."""
+
+_DTYPE_TO_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
+_ONE_BYTE = 1  # F8_E4M3, F8_E5M2, U8, BOOL
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """Type and shape of a tensor, and the file it is in."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * _DTYPE_TO_BYTES.get(self.dtype, _ONE_BYTE)
+
+
+def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Every tensor of the weight files in ``folder``, by name.
+
+    `CheckpointError` names the file that is missing, damaged, cut off or not what the index says.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for name, promised in weight_files(folder).items():
+        path = find_file(folder, name)
+        if path is None:
+            raise CheckpointError(f"{name}: no such file")
+        try:
+            with path.open("rb") as file:
+                content, num_data_bytes = _read_header(file, path)
+        except OSError as error:
+            raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
+        content.pop("__metadata__", None)
+        check_names(name, content.keys(), promised)
+        for tensor, fields in content.items():
+            headers[tensor] = _tensor(name, tensor, fields, num_data_bytes)
+    return headers
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
+    """The JSON of the header and the bytes that follow it."""
+    length = int.from_bytes(file.read(8), "little")
+    size = file.seek(0, 2)
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(damage(path))
+    file.seek(8)
+    try:
+        content = json.loads(file.read(length))
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path.name}: the header is damaged") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name}: the header is damaged")
+    return content, size - 8 - length
+
+
+def _tensor(file: str, name: str, fields: Any, num_data_bytes: int) -> TensorHeader:
+    try:
+        shape, dtype = tuple(fields["shape"]), fields["dtype"]
+        start, end = fields["data_offsets"]
+        is_sound = all(type(n) is int and n >= 0 for n in (*shape, start, end))
+    except (KeyError, TypeError, ValueError):
+        is_sound = False
+    if not is_sound or not isinstance(dtype, str):
+        raise CheckpointError(f"{file}: the header of {name[:80]!r} is damaged")
+    header = TensorHeader(file, dtype, shape)
+    if end - start != header.num_bytes or end > num_data_bytes:
+        raise CheckpointError(f"{file}: {name[:80]!r} is not whole, the file is cut off or damaged")
+    return header
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPE_TO_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""The types that weights may have, by their names in safetensors."""
+
+_SHOWN_NAMES = 3
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OF_TRAINING = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def weight_files(folder: Path) -> dict[str, set[str] | None]:
+    """Weight file -> the tensors the index promises in it, None where there is no index.
+
+    `CheckpointError` says what the folder holds instead, and the way out.
+    """
+    _refuse_adapter(folder)
+    if (path := find_file(folder, INDEX)) is not None:
+        index = JsonReader.from_file(path).section("weight_map")
+        files: dict[str, set[str] | None] = {}
+        for tensor in index:
+            file = index.text(tensor)
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                index.fail(tensor, f"must name a .safetensors file of the folder, not {file!r}")
+            promised = files.setdefault(file, set())
+            assert promised is not None
+            promised.add(tensor)
+        if not files:
+            raise CheckpointError(f"{INDEX}: weight_map is empty")
+        if SINGLE not in files and find_file(folder, SINGLE) is not None:
+            raise CheckpointError(
+                f"{SINGLE}: is beside {INDEX}, which names other files (transformers reads the "
+                "first, vLLM the others); remove the one that is old"
+            )
+        return dict(sorted(files.items()))
+    if find_file(folder, SINGLE) is not None:
+        return {SINGLE: None}
+    raise CheckpointError(_what_else(folder))
+
+
+def check_names(file: str, names: Set[str], promised: Set[str] | None) -> None:
+    """`CheckpointError` if ``file`` holds other tensors than the index promises in it."""
+    if promised is not None and names != promised:
+        odd = list_names(sorted(names ^ promised))
+        raise CheckpointError(f"{file}: does not hold what {INDEX} says ({odd})")
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
+
+
+def damage(path: Path) -> str:
+    """What to say of a file that is no safetensors file."""
+    if is_lfs_pointer(path):
+        return f"{path.name}: a pointer of Git LFS, not the weights; run git lfs pull"
+    return f"{path.name}: not a whole safetensors file, truncated or damaged"
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Where the model's own weights are too, transformers adds the adapter to them."""
+    for name in _ADAPTERS:
+        if (folder / "adapter_config.json").is_file() and (folder / name).is_file():
+            raise CheckpointError(
+                f"{name}: an adapter (LoRA) is not supported; merge it into its model, or take it "
+                "and adapter_config.json out of the folder"
+            )
+
+
+def _what_else(folder: Path) -> str:
+    pickles = [name for name in _names(folder, *_PICKLES) if not name.startswith(_OF_TRAINING)]
+    if pickles:
+        return (
+            f"{pickles[0]}: only safetensors are read, a pickle could run code; convert it "
+            f"(transformers: save_pretrained writes {SINGLE})"
+        )
+    if quantised := _names(folder, "*.gguf"):
+        return f"{quantised[0]}: GGUF is not read; give the model's safetensors"
+    found = ", ".join(_names(folder, "*.safetensors")[:2])
+    return f"{folder}: no {SINGLE} and no {INDEX}" + (f", only {found}" if found else "")
+
+
+def _names(folder: Path, *patterns: str) -> list[str]:
+    return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+
+# What tools lay beside or instead of a weight that they quantise (GPTQ and AWQ, ModelOpt and
+# compressed-tensors, bitsandbytes, MLX), some without a word of it in config.json.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
 
 _logger = get_logger(__name__)
 

@@ -18,12 +18,15 @@ from inflight_backend.models.attention import (
     HeadNorms,
     MixedAttention,
 )
-from inflight_backend.models.kv_pool import KvPool
-from inflight_backend.models.model_config import ModelConfig
-from inflight_kernels._generation_work import GenerationWork
-from inflight_kernels.paged_attention_context import paged_attention_context
-from inflight_kernels.paged_attention_generation import paged_attention_generation, plan_generation
-from inflight_kernels.rope_write_kv import rope_write_kv
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.kv_cache import KvPool
+from inflight_kernels.ops.paged_attention_context import paged_attention_context
+from inflight_kernels.ops.paged_attention_generation import (
+    GenerationWork,
+    paged_attention_generation,
+    plan_generation,
+)
+from inflight_kernels.ops.rope_write_kv import rope_write_kv
 
 DETERMINISTIC_SPLITS = 16
 """Splits of a row in the deterministic mode: a row of 2,048 tokens fills 16 programs per KV head,

@@ -1,20 +1,69 @@
-"""The table of ops in the Triton language; importing this needs triton."""
+"""The table of ops in the Triton language, and the linears of deterministic mode; needs triton.
+
+Deterministic mode makes these independent of the batch: every product of a layer and of the head
+(libraries pick tiles by the number of rows), the splits of the generation attention (they follow
+from a row's own length) and the tile of the context attention. Norms, activations, the rotary
+embedding and sampling work row by row in any mode.
+
+What remains: a prompt that is cut into chunks, continued after a cached prefix, or computed again
+after a pause goes through other tiles, or another kernel, than in one piece. So answers repeat bit
+by bit with chunked context and block reuse off and a policy that pauses no request.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import replace
+from pathlib import Path
 
+import torch
 from torch import Tensor
+from triton import knobs
 
-from inflight_backend.models.layers import Fp8Linear, Quantized, Unscaled
-from inflight_backend.models.torch_ops import TORCH_OPS
-from inflight_kernels import adjust_logits as adjusting
-from inflight_kernels import ban_tokens as banning
-from inflight_kernels import mask_logits as masking
-from inflight_kernels import quantize_fp8 as quantize_module
-from inflight_kernels import rms_norm as norms
-from inflight_kernels import sample as sampling
-from inflight_kernels import silu_mul as activation
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.models.layers import (
+    Fp8Linear,
+    Fp8Weight,
+    Parameter,
+    Quantized,
+    Unscaled,
+    quantize,
+)
+from inflight_backend.models.ops import TORCH_OPS, Ops
+from inflight_kernels.ops import adjust_logits as adjusting
+from inflight_kernels.ops import ban_tokens as banning
+from inflight_kernels.ops import mask_logits as masking
+from inflight_kernels.ops import quantize_fp8 as quantize_module
+from inflight_kernels.ops import rms_norm as norms
+from inflight_kernels.ops import sample as sampling
+from inflight_kernels.ops import silu_mul as activation
+from inflight_kernels.ops.invariant_linear import invariant_linear
+
+_PRIVATE = 0o700
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def check_kernel_cache() -> None:
+    """Make the folder private where it is not there yet; `ConfigurationError` if others may write
+    to it, or it is somebody else's. The interpreter compiles nothing."""
+    if knobs.runtime.interpret:
+        return
+    folder = Path(knobs.cache.dir)
+    try:
+        folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder of compiled kernels {folder} cannot be used ({error.strerror}); name "
+            "another one in TRITON_CACHE_DIR"
+        ) from None
+    if status.st_mode & _OTHERS_WRITE or status.st_uid not in (os.getuid(), 0):
+        raise ConfigurationError(
+            f"others can write to the folder of compiled kernels {folder}, and what lies there is "
+            "run: make it private (chmod 700), or name another one in TRITON_CACHE_DIR"
+        )
+
 
 TRITON_OPS = replace(
     TORCH_OPS,
@@ -68,3 +117,59 @@ FP8_TRITON_OPS = replace(
     to_activation=_quantize,
     make_linear=Fp8Linear,
 )
+
+
+class InvariantLinear:
+    """See `layers.Linear`."""
+
+    __slots__ = ("_bias", "_weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = weight.contiguous()
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [num_tokens, columns] -> [num_tokens, rows]."""
+        return invariant_linear(x.contiguous(), self._weight, self._bias)
+
+
+class InvariantFp8Linear:
+    """See `layers.Fp8Linear`."""
+
+    __slots__ = ("_bias", "_dtype", "_weight")
+
+    def __init__(self, weight: Parameter, bias: Tensor | None = None) -> None:
+        if isinstance(weight, Tensor):
+            weight = Fp8Weight(quantize(weight), weight.dtype)
+        self._weight: Quantized = weight.rows
+        self._dtype: torch.dtype = weight.dtype
+        self._bias = bias
+
+    def __call__(self, x: Quantized) -> Tensor:
+        """x [num_tokens, columns] -> [num_tokens, rows] in the dtype of the first weight."""
+        return invariant_linear(
+            x.values,
+            self._weight.values,
+            self._bias,
+            x_scales=x.scales,
+            weight_scales=self._weight.scales,
+            out_dtype=self._dtype,
+        )
+
+
+def with_invariant_linears(ops: Ops, *, is_fp8: bool) -> Ops:
+    """``ops`` with these linears; the head is never FP8."""
+    make_linear = InvariantFp8Linear if is_fp8 else InvariantLinear
+    return replace(ops, make_linear=make_linear, make_head=InvariantLinear)
+
+
+def make_triton_ops(quantization: str, *, is_deterministic: bool) -> Ops:
+    """The table for a quantization ("none", "fp8"), with invariant linears in deterministic mode.
+
+    `ConfigurationError` if compiled kernels would lie where others can write.
+    """
+    check_kernel_cache()
+    ops = FP8_TRITON_OPS if quantization == "fp8" else TRITON_OPS
+    if is_deterministic:
+        ops = with_invariant_linears(ops, is_fp8=quantization == "fp8")
+    return ops

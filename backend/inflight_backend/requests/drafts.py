@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import InferenceRequest
 
 _logger = get_logger(__name__)

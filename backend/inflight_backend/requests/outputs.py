@@ -7,7 +7,7 @@ from typing import Any
 
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_values import flag, integer
+from inflight_backend.requests.values import flag, integer
 from inflight_scheduler import NO_OUTPUTS, OutputParams
 
 MAX_LOGITS_BYTES = 2**29

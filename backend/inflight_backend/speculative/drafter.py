@@ -1,24 +1,97 @@
-"""Who gets drafts from the server, and how many.
+"""Which requests get drafts from the server, and how many.
 
 Drafts are worth their cost where the device has room to spare, so only while few requests are
-active and all of them generate. They never make anybody wait: they take what is left of the token
-budget and of the free blocks after everybody's next token. How many a request gets follows what
-became of its last ones: twice as many once all were right, half as many once none was; and when a
+active and all of them generate. They never delay a request: they take what is left of the token
+budget and of the free blocks after every request's next token. How many a request gets follows
+its last ones: twice as many once all were accepted, half as many once none was; and when a
 single one was wrong, none for some steps.
 
-A request whose draws depend on more of the text than its logits do (penalties, no-repeat n-grams,
+A request whose samples depend on more of the text than its logits do (penalties, no-repeat n-grams,
 bad words of several tokens, a decaying top-p), one that is guided, and one with beams get none:
 their state is kept for one token per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.errors import ConfigurationError
 from inflight_backend.speculative.ngram import NgramIndex
-from inflight_scheduler import ActiveRequests, BlockManager, LlmRequest, can_verify
+from inflight_scheduler import ActiveRequests, BlockManager, LlmRequest, ScheduledBatch, can_verify
+
+MODES = ("none", "ngram")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeDecodingConfig:
+    """How many tokens are guessed, and by whom.
+
+    ``max_draft_len`` bounds the drafts of a request in one step, those that a client sends
+    (``draft_input_ids``) included; 0 allows none. With ``mode`` ngram the server guesses, too: what
+    came after an earlier occurrence of the last 2 to ``max_matching_ngram_size`` tokens, while at
+    most ``disable_by_batch_size`` requests are active. (Names: TensorRT-LLM's
+    `NGramDecodingConfig`, vLLM's `SpeculativeConfig`.)
+    """
+
+    mode: str = "none"
+    max_draft_len: int = 8
+    max_matching_ngram_size: int = 4
+    disable_by_batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigurationError(
+                f"speculative_decoding_mode must be one of {', '.join(MODES)}, not {self.mode!r}"
+            )
+        for name, minimum in (
+            ("max_draft_len", 0),
+            ("max_matching_ngram_size", 2),
+            ("disable_by_batch_size", 1),
+        ):
+            if getattr(self, name) < minimum:
+                raise ConfigurationError(
+                    f"{name} must be at least {minimum}, not {getattr(self, name)}"
+                )
+        if self.mode == "ngram" and self.max_draft_len == 0:
+            raise ConfigurationError(
+                "speculative_decoding_mode is ngram, but max_draft_len is 0: no draft could be "
+                "verified; raise max_draft_len or set the mode to none"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """Drafts verified in one iteration (`specDecodingStats` of the Executor API)."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_requests: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a request with drafts got, on average: those accepted and one more."""
+        return (self.num_accepted_tokens + self.num_requests) / self.num_requests
+
+
+class DraftTally:
+    """Remembers who verifies drafts in the iteration with drafts that was planned last."""
+
+    def __init__(self) -> None:
+        self._num_drafts = 0
+        self._verifying: list[tuple[LlmRequest, int]] = []
+
+    def planned(self, batch: ScheduledBatch, owners: Sequence[LlmRequest]) -> None:
+        """``batch``, which has drafts, will run; the tokens it draws belong to ``owners``."""
+        self._num_drafts = batch.num_drafts
+        drafting = {id(owner): owner for owner in owners if owner.draft_tokens}
+        self._verifying = [(each, each.num_accepted_drafts) for each in drafting.values()]
+
+    def count(self) -> DraftStats:
+        """The numbers of that iteration once it has run."""
+        num_accepted = sum(each.num_accepted_drafts - before for each, before in self._verifying)
+        return DraftStats(self._num_drafts, num_accepted, len(self._verifying))
+
 
 _NUM_QUIET_STEPS = 8
 

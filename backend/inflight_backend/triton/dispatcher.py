@@ -1,12 +1,12 @@
-"""The thread on which responses leave, so that the generation loop never waits for the server.
+"""The thread that sends responses, so that the generation loop never waits for the server.
 
 A send is a round trip of about 100 us however many tokens it carries (measured on Triton 24.10), so
 the dispatcher takes *everything* that has piled up and sends one response per request: with few
 streams that is one token each, under load consecutive tokens of a request travel together. The
 first token leaves at once in both cases.
 
-A request whose response cannot be put together or sent is stopped, and hears of it when it has
-ended. Nothing ends the thread.
+A request whose response cannot be built or sent is stopped, and gets the error when it has ended.
+Nothing ends the thread.
 
 A round that served many requests is followed by a rest as long as the round: sending takes the
 interpreter lock and a core from the engine, and what piles up meanwhile is sent at the same price.
@@ -25,13 +25,43 @@ from enum import Enum
 import numpy as np
 
 from inflight_backend.errors import CapacityText, RefusalText
-from inflight_backend.private_log import get_logger
+from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array, NamedTensor
-from inflight_backend.triton.pieces import Piece
 from inflight_backend.triton.watchdog import Mover, Progress
 from inflight_backend.triton_io.beam_stream import BeamStream
-from inflight_backend.triton_io.stream import ResponseStream
-from inflight_backend.triton_io.token_stream import TokenStream
+from inflight_backend.triton_io.sender import ResponseStream
+from inflight_backend.triton_io.token_stream import Extras, TokenStream
+
+
+@dataclass(slots=True)
+class Piece:
+    """Tokens, the other tensors by name, and perhaps the end.
+
+    ``is_whole``: each response says everything anew (beams), and all its tensors are ``extras``.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    extras: Extras = field(default_factory=Extras)
+    is_final: bool = False
+    error: str = ""
+    is_whole: bool = False
+
+    def add(self, tensors: Sequence[NamedTensor], is_final: bool, error: str) -> None:
+        """Append one response."""
+        self.is_final = is_final or bool(error)
+        self.error = self.error or error
+        if self.is_whole:
+            self.extras.last.update(tensors)
+            return
+        for name, tensor in tensors:
+            if name == "output_ids":
+                if tensor.size == 1:  # nearly always
+                    self.ids.append(tensor.item())
+                else:
+                    self.ids += tensor.ravel().tolist()
+            elif name != "sequence_length":  # that follows from the ids
+                self.extras.add(name, tensor)
+
 
 _logger = get_logger(__name__)
 

@@ -1,4 +1,12 @@
-"""Everything `execute` does with one Triton request: check it, queue it, or answer it at once."""
+"""Everything `execute` does with one Triton request: check it, queue it, or answer it at once.
+
+Several answers to one prompt are one Triton request and one request of the batch manager each,
+told apart by ``sequence_index``. They end together: the Triton request ends with the last one. An
+error of one ends all: the others are stopped, and the client gets the error when they have ended,
+so that nothing is held any more. With block reuse the sequences share the blocks of the prompt,
+since the scheduler lets the first one compute them. Sequence i samples with seed + i, so sequence 0
+is what the request would have got alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from inflight_backend.errors import (
     CapacityExceeded,
@@ -18,44 +25,136 @@ from inflight_backend.errors import (
     RequestInFlight,
     UnsupportedRequest,
 )
-from inflight_backend.manager.response_tensors import make_unstarted_tensors
-from inflight_backend.manager.tally import Tally
-from inflight_backend.manager.why import PREPARING, why_queued
-from inflight_backend.private_log import get_logger
-from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import RequestLimits, validate
+from inflight_backend.log import get_logger
+from inflight_backend.manager.responses import make_unstarted_tensors
+from inflight_backend.manager.statistics import Tally
+from inflight_backend.manager.wait_reasons import PREPARING, why_queued
+from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
-from inflight_backend.triton.description import ModelDescription
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.inspection import Inspector
-from inflight_backend.triton.relay_listener import RelayConnection
-from inflight_backend.triton.relay_messages import PartFactory, RelayedRequest
-from inflight_backend.triton.sequences import copy_request, read_num_sequences, share
+from inflight_backend.triton.introspection import Inspector, ModelDescription
+from inflight_backend.triton.queue import ArrivalQueue, RequestIds
+from inflight_backend.triton.relay_server import RelayConnection
+from inflight_backend.triton.relay_wire import PartFactory, RelayedRequest
 from inflight_backend.triton.watchdog import Progress
-from inflight_backend.triton_io.benchmark_settings import SETTINGS, with_settings
-from inflight_backend.triton_io.coded_errors import CodedFactory
-from inflight_backend.triton_io.decoding import (
+from inflight_backend.triton_io.aliases import SETTINGS, expand, with_settings
+from inflight_backend.triton_io.outputs import make_token_stream, names_none
+from inflight_backend.triton_io.request import (
     check_streaming,
+    has_beams,
     is_streaming,
     make_request,
-    make_token_stream,
-    names_none,
     read_flag,
+    read_head,
     read_inputs,
+    split_rows,
 )
-from inflight_backend.triton_io.request_head import read_head
-from inflight_backend.triton_io.rows import split_rows
-from inflight_backend.triton_io.sampling_parameters import expand
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream, Stream
+from inflight_backend.triton_io.sender import CodedFactory, ResponseFactory, ResponseStream, Stream
 from inflight_protocol import STREAMING_PARAMETER
 
 if TYPE_CHECKING:
     from inflight_backend.manager.gpt_manager import GptManager
 
+
+class SharedStream:
+    """The stream of one Triton request, for one of its sequences; see `share`."""
+
+    def __init__(self, stream: ResponseStream, open_sequences: _OpenSequences) -> None:
+        self._stream = stream
+        self._open = open_sequences
+        open_sequences.add(self)
+
+    @property
+    def is_behind(self) -> bool:
+        """See `Stream.is_behind`."""
+        return self._stream.is_behind
+
+    def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
+        """Send one response; the end of the last sequence ends the stream."""
+        self._stream.send(tensors, is_final=is_final and self._open.close(self))
+
+    def send_error(self, message: str, code: str = "INTERNAL") -> None:
+        """End this sequence, and the stream with an error once all others have ended."""
+        self.end_with(message, code)
+        if self._open.close(self):
+            self._stream.send_error(message, code)
+
+    def end_with(self, message: str, code: str = "INTERNAL") -> None:
+        """Stop all sequences; the last one's end is this error."""
+        self._stream.end_with(message, code)
+        self._open.stop()
+
+    def abandon(self, message: str) -> None:
+        """After a final send that raised: end this sequence and stop the others; never raise."""
+        self.end_with(message)
+        if self._open.close(self):
+            self._stream.abandon(message)
+
+
+class _OpenSequences:
+    """The sequences of a request that have not ended; of the dispatcher's thread."""
+
+    def __init__(self, stop_all: Callable[[], None]) -> None:
+        self._sequences: set[SharedStream] = set()
+        self._stop_all: Callable[[], None] | None = stop_all
+
+    def add(self, sequence: SharedStream) -> None:
+        """One more, before the first can end."""
+        self._sequences.add(sequence)
+
+    def close(self, sequence: SharedStream) -> bool:
+        """``sequence`` has ended; True if all have."""
+        self._sequences.discard(sequence)
+        return not self._sequences
+
+    def stop(self) -> None:
+        """Stop them all, once."""
+        stop_all, self._stop_all = self._stop_all, None
+        if stop_all is not None:
+            stop_all()
+
+
+def share(
+    stream: ResponseStream, num_sequences: int, stop_all: Callable[[], None]
+) -> list[SharedStream]:
+    """One stream for each sequence; ``stop_all`` stops all of them when one has failed."""
+    open_sequences = _OpenSequences(stop_all)
+    return [SharedStream(stream, open_sequences) for _ in range(num_sequences)]
+
+
+def read_num_sequences(inputs: Mapping[str, Array], maximum: int) -> int:
+    """``num_return_sequences``, 1 if it was not sent; raises `InvalidRequest`.
+
+    A search with beams is one request, whatever it returns.
+    """
+    tensor = inputs.get("num_return_sequences")
+    if tensor is None:
+        return 1
+    if tensor.size != 1 or tensor.dtype != np.int32:
+        raise InvalidRequest(
+            f"'num_return_sequences' must be one INT32, got {tensor.size} of {tensor.dtype}"
+        )
+    value = int(tensor.reshape(-1)[0])
+    if not 1 <= value <= maximum:
+        raise InvalidRequest(f"'num_return_sequences' is {value}, outside 1..{maximum}")
+    return 1 if has_beams(inputs) else value
+
+
+def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[InferenceRequest]:
+    """``request`` and, for each of ``numbers``, another one like it with a seed of its own."""
+    copies = [request]
+    for index, number in enumerate(numbers, start=1):
+        copy = request.copy(number)
+        if copy.has_tensor("random_seed"):
+            seed = int(copy.get_tensor("random_seed").reshape(-1)[0]) + index
+            copy.replace_tensor("random_seed", np.array([[seed % 2**64]], dtype=np.uint64))
+        copies.append(copy)
+    return copies
+
+
 _logger = get_logger(__name__)
 
-Array = npt.NDArray[Any]
 
 _MAX_FEEDS = 16
 _LAST_SECONDS = 1.0  # for what is stopped at the end to be freed; a step takes 0.03

@@ -13,7 +13,7 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
-from inflight_backend.parent import leave_if_orphaned
+from inflight_backend.process_guard import leave_if_orphaned
 from inflight_protocol import INPUT_LENGTHS, METRICS, OUTPUT_LENGTHS, V1_METRICS, MetricFamilySpec
 
 _TIMESTAMP = "Timestamp"

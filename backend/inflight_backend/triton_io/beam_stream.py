@@ -8,14 +8,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from inflight_backend.errors import UnsupportedRequest
-from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.requests.inference_request import Array
 from inflight_backend.requests.tensors import finish_reason_tensor
-from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
-from inflight_backend.triton_io.extras import Zeros
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_io.sender import Stream
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
-from inflight_backend.triton_io.stream import Stream
-from inflight_backend.triton_io.texts import add_words
+from inflight_backend.triton_io.token_stream import Zeros
 from inflight_scheduler import FinishReason, LlmRequest
 from inflight_scheduler.sampling import Word
 
@@ -124,28 +123,3 @@ class BeamStream:
             tensors |= self.zeros.tensors(*tensors["output_ids"].shape[1:])
         outputs = self.outputs | self.final_outputs if is_final else self.outputs
         return {name: tensor for name, tensor in tensors.items() if name in outputs}
-
-
-def has_beams(inputs: Mapping[str, Array]) -> bool:
-    """True for a request that searches; what is wrong with its width is said later."""
-    width = inputs.get("beam_width")
-    if width is None or width.size != 1 or width.dtype != np.int32:
-        return False  # validation names what is wrong with it
-    return bool(width.reshape(-1)[0] > 1)
-
-
-def set_beam_tensors(
-    request: InferenceRequest,
-    inputs: Mapping[str, Array],
-    stop_texts: Sequence[str],
-    codec: TextCodec | None,
-    vocab_size: int,
-) -> None:
-    """What beams want to know beside the inputs passed on: how many of them to return, and the
-    texts that end one, as tokens."""
-    if "num_return_sequences" in inputs:
-        request.replace_tensor("num_return_sequences", inputs["num_return_sequences"])
-    if stop_texts:
-        if codec is None:
-            raise UnsupportedRequest("'stop_words' needs a tokenizer, and the checkpoint has none")
-        add_words(request, "stop_words_list", stop_texts, codec, vocab_size)

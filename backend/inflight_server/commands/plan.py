@@ -59,7 +59,7 @@ def plan(
         make_plan,
         usual_shapes,
     )
-    from inflight_backend.models.model_config import ModelConfig
+    from inflight_backend.models.config import ModelConfig
 
     with reported_errors():
         settings = PlanSettings(

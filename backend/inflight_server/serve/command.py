@@ -1,17 +1,88 @@
-"""The command ``inflight serve``; the command line of the client finds it by entry point."""
+"""The commands ``inflight serve`` and ``inflight model-repository``."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from inflight_backend.errors import ServingError
-from inflight_server.serve.messages import say
-from inflight_server.serve.options import AddOption, DecoupledOption, SetOption, chosen_models
+from inflight_backend.errors import ConfigurationError, ServingError
+from inflight_server.serve.console import say
+from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS, install
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A parameter of the model, such as max_batch_size=64; may be repeated.",
+    ),
+]
+AddOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODEL",
+        help=f"Another model: {', '.join(OPTIONAL_MODELS)}; may be repeated.",
+    ),
+]
+DecoupledOption = Annotated[
+    bool,
+    typer.Option(
+        "--decoupled/--no-decoupled",
+        help="Streaming, or one response per request for clients that call without a stream.",
+    ),
+]
+
+
+def chosen_models(added: Sequence[str]) -> tuple[str, ...]:
+    """The default models and the added ones; ``ConfigurationError`` for one that is not known."""
+    for name in added:
+        if name not in OPTIONAL_MODELS:
+            known = ", ".join(OPTIONAL_MODELS)
+            raise ConfigurationError(f"--add {name}: there is no such model; known are {known}")
+    return (*DEFAULT_MODELS, *dict.fromkeys(added))
+
+
+def model_repository(
+    out_dir: Annotated[
+        Path, typer.Argument(help="Folder to write; may hold other models, which stay.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Hugging Face checkpoint folder, as the server will see it."),
+    ] = None,
+    set_: SetOption = None,
+    add: AddOption = None,
+    decoupled: DecoupledOption = True,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace models that this command wrote before.")
+    ] = False,
+) -> None:
+    """Write a model repository for a tritonserver of your own."""
+    folder = model.absolute() if model is not None else DEMO_MODEL
+    try:
+        models = chosen_models(add or ())
+        values = {
+            **parse_overrides(set_ or (), folder, models),
+            "gpt_model_path": str(folder),
+            "decoupled_mode": str(decoupled).lower(),
+        }
+        install(out_dir, values, models, may_replace=force)
+    except (ServingError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    if not folder.is_dir():
+        typer.echo(f"note: {folder} is not on this machine; the server must find it", err=True)
+    typer.echo(
+        "Written. Start: tritonserver "
+        f"--model-repository={shlex.quote(str(out_dir))} --disable-auto-complete-config"
+    )
+
 
 _DEFAULT = ServeSettings()
 _HIGHEST_PORT = 65535
@@ -81,8 +152,8 @@ def serve(
 ) -> None:
     """Serve a checkpoint with Triton until Ctrl-C."""
     # Only this command pays for these imports.
-    from inflight_server.serve.checks import address_of
     from inflight_server.serve.launcher import run
+    from inflight_server.serve.preflight import address_of
 
     folder = model.absolute() if model is not None else DEMO_MODEL
     try:

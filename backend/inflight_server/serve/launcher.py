@@ -1,11 +1,10 @@
-"""The story of one run: check, assemble, start, wait, watch, drain, stop.
+"""One run of `inflight serve`: check, assemble, start, wait, watch, drain, stop.
 
-A server that fails after it was ready is started again (see `supervisor`); the rest of the story
-repeats then.
+A server that fails after it was ready is started again (see `supervisor`).
 
-Order of side effects: signals are counted, the workspace is made, the server starts. The
-way back, on every path, is the reverse: the server and all it started are gone before the
-workspace and its shared memory are removed, and that before signals act as usual again.
+Order of side effects: signals are counted, the workspace is made, the server starts. The way back,
+on every path, is the reverse: the server and all it started are gone before the workspace and its
+shared memory are removed, and that before signals act as usual again.
 """
 
 from __future__ import annotations
@@ -19,19 +18,21 @@ from pathlib import Path
 
 from inflight_backend.manager.parameters import PRIVATE_VARIABLE
 from inflight_backend.status import ModelStatus, read_status
-from inflight_server.serve.checks import check_install, check_settings
-from inflight_server.serve.display import LoadingDisplay, ready_block
-from inflight_server.serve.install import TritonInstall, environment, locate, prepare_backends
-from inflight_server.serve.log import keep_small
-from inflight_server.serve.messages import occupy_standard_descriptors, say, shown
-from inflight_server.serve.process import ServerProcess
+from inflight_server.serve.console import (
+    LoadingDisplay,
+    occupy_standard_descriptors,
+    ready_block,
+    say,
+    shown,
+)
+from inflight_server.serve.log_file import keep_small
+from inflight_server.serve.preflight import check_install, check_settings
+from inflight_server.serve.process import ServerProcess, Vitals
 from inflight_server.serve.repository import assemble
-from inflight_server.serve.scratch import BackendScratch
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
-from inflight_server.serve.signals import StopSignals
-from inflight_server.serve.supervisor import Attempt, RestartPolicy, Supervisor
-from inflight_server.serve.vitals import Vitals
-from inflight_server.serve.workspace import Workspace
+from inflight_server.serve.supervisor import Attempt, RestartPolicy, StopSignals, Supervisor
+from inflight_server.serve.tritonserver import TritonInstall, environment, locate, prepare_backends
+from inflight_server.serve.workspace import BackendScratch, Workspace
 
 _POLL_SECONDS = 0.05  # while it starts and stops
 _WATCH_SECONDS = 1.0  # while it serves; a process that ends and a signal are noticed at once

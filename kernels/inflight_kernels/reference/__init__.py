@@ -9,12 +9,6 @@ torch knows. Names, shapes and layouts are those of the kernels beside this pack
 * slot of a token in the cache: ``block_id * tokens_per_block + offset``
 """
 
-from inflight_kernels.reference.adjusting import (
-    COUNT_UNIT,
-    adjust_logits,
-    ban_repeated_ngrams,
-    ban_words,
-)
 from inflight_kernels.reference.attention import (
     AttentionPlan,
     paged_attention_context,
@@ -30,13 +24,17 @@ from inflight_kernels.reference.elementwise import (
     rotate,
     silu_mul,
 )
-from inflight_kernels.reference.masking import mask_logits
 from inflight_kernels.reference.sampling import (
+    COUNT_UNIT,
+    adjust_logits,
+    ban_repeated_ngrams,
+    ban_words,
     draw,
     filtered,
     greedy,
     is_drawn,
     log_probs_of_draws,
+    mask_logits,
     sample,
     sample_with_log_probs,
     uniform,

@@ -1,9 +1,15 @@
-"""Draw the next token of each row; a seeded row depends on its own seed and position only.
+"""Sampling in plain torch, and what requests want done to their logits before it.
 
-A row is filtered by temperature, then top-k, top-p and min-p, and drawn by inverting its cumulative
-distribution *in the order of the vocabulary* with one uniform number. That number is a hash of
-(seed, position), so it knows nothing of the batch, of a pause, or of the device, and an
+A row is filtered by temperature, then top-k, top-p and min-p, and sampled by inverting its
+cumulative distribution *in the order of the vocabulary* with one uniform number. That number is a
+hash of (seed, position), so it does not depend on the batch, on a pause, or on the device, and an
 implementation may find the thresholds however it likes: with a sort, or by bisection.
+
+Adjustments and their order are TensorRT-LLM's (`cpp/tensorrt_llm/kernels/penaltyKernels.cu`,
+`banRepeatNgram.cu`, `banBadWords.cu`): bias, temperature, repetition, presence, frequency, bans.
+Here the temperature is divided out by `sample`, later, so additive penalties are multiplied by it.
+Their state is kept per *slot*, [S, ...]; ``slots`` [N] names the row of it that each row of logits
+reads. They change ``logits`` in place.
 """
 
 from __future__ import annotations
@@ -168,3 +174,117 @@ def _mix(value: Tensor) -> Tensor:
 def _shift_right(value: Tensor, count: int) -> Tensor:
     """Logical shift of int64, whose own ``>>`` drags the sign along."""
     return (value >> count) & ((1 << (64 - count)) - 1)
+
+
+COUNT_UNIT = 2
+"""One occurrence in a table of counts; the lowest bit says that a token has been seen at all."""
+
+
+def adjust_logits(
+    logits: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    bias: Tensor | None,
+    counts: Tensor | None,
+    penalties: Tensor,
+) -> None:
+    """Add ``bias`` and apply penalties for what was seen, to logits [N, V] float32.
+
+    slots [N] int64; temperature [N] float32 (0 counts as 1: such a row is greedy); bias [S, V]
+    float32; counts [S, V] int32 in units of `COUNT_UNIT`, odd for a token that was seen without
+    being counted; penalties [N, 3] float32: repetition (a positive logit of a token seen is
+    divided by it, a negative one multiplied), presence (subtracted once from tokens counted) and
+    frequency (subtracted once per count). (1, 0, 0) changes nothing.
+    """
+    if bias is not None:
+        logits += bias[slots]
+    if counts is None:
+        return
+    seen = counts[slots]
+    repetition, presence, frequency = (penalties[:, i, None] for i in range(3))
+    penalized = torch.where(logits < 0, logits * repetition, logits / repetition)
+    torch.where(seen > 0, penalized, logits, out=logits)
+    number = (seen // COUNT_UNIT).float()
+    scale = torch.where(temperature == 0, 1.0, temperature)[:, None]
+    logits -= scale * ((number > 0) * presence + number * frequency)
+
+
+def ban_repeated_ngrams(
+    logits: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    sizes: Tensor,
+    history: Tensor,
+    max_length: int,
+) -> None:
+    """Forbid the token that would repeat an n-gram of the text so far.
+
+    lengths [N] int64: tokens so far; sizes [N] int32: n, 0 for rows without the rule; history
+    [S, L] int32: the tokens of each slot; ``max_length`` is no less than the largest length.
+    """
+    if max_length == 0:
+        return
+    text = history[slots, :max_length]  # [N, L]
+    starts = torch.arange(max_length, device=logits.device)
+    # Where an n-gram begins whose last token is in the text.
+    matches = (starts + sizes[:, None] <= lengths[:, None]) & (sizes[:, None] > 0)
+    for offset in range(int(sizes.max()) - 1):
+        is_compared = offset < sizes - 1
+        last = (lengths - sizes + 1 + offset).clamp(0, max_length - 1)
+        wanted = text.gather(1, last[:, None])
+        found = text[:, (starts + offset).clamp(max=max_length - 1)]
+        matches &= (found == wanted) | ~is_compared[:, None]
+        if not matches.any():
+            return
+    ends = (starts + sizes[:, None] - 1).clamp(0, max_length - 1)
+    rows, columns = matches.nonzero(as_tuple=True)
+    logits[rows, text.gather(1, ends)[rows, columns].long()] = -torch.inf
+
+
+def ban_words(
+    logits: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    words: Tensor,
+    word_lengths: Tensor,
+    word_slots: Tensor,
+    history: Tensor,
+) -> None:
+    """Forbid the last token of each word whose other tokens end the text so far.
+
+    rows [S] int32: row of logits of each slot, -1 for slots not drawn; lengths [N] int64: tokens so
+    far; words [W, K] int32, padded behind ``word_lengths`` [W] int32 (>= 1); word_slots [W] int32:
+    whose words they are; history [S, L] int32.
+    """
+    row = rows[word_slots.long()].long()
+    is_drawn = row >= 0
+    length = lengths[row.clamp(min=0)]
+    start = length - (word_lengths - 1)  # where the text would have to begin like the word
+    matches = is_drawn & (start >= 0)
+    for offset in range(words.shape[1] - 1):
+        position = (start + offset).clamp(0, history.shape[1] - 1)
+        found = history[word_slots.long(), position]
+        matches &= (found == words[:, offset]) | (offset >= word_lengths - 1)
+    last = words.gather(1, (word_lengths.long() - 1)[:, None]).squeeze(1).long()
+    logits[row[matches], last[matches]] = -torch.inf
+
+
+def mask_logits(logits: Tensor, masks: Tensor) -> None:
+    """Forbid tokens of some rows of ``logits`` [N, V] float32, in place.
+
+    A row of ``masks`` [M, 2 + ceil(V / 32)] int32 holds the row of ``logits`` it is for, the one
+    token that must be drawn there (-1: none), and a bit for each token, the lowest first: tokens
+    without one become -inf. A token that must be drawn gets 0 and all others -inf, whatever they
+    were. At most one mask per row.
+    """
+    if len(masks) == 0:
+        return
+    vocabulary = logits.shape[1]
+    rows, forced = masks[:, 0].long(), masks[:, 1].long()
+    shifts = torch.arange(32, device=masks.device, dtype=torch.int32)
+    bits = (masks[:, 2:, None] >> shifts) & 1  # [M, words, 32]
+    is_allowed = bits.reshape(len(masks), -1)[:, :vocabulary] != 0
+    chosen = torch.arange(vocabulary, device=masks.device) == forced[:, None]
+    free = logits[rows].masked_fill(~is_allowed, -torch.inf)
+    only = torch.zeros_like(free).masked_fill(~chosen, -torch.inf)
+    logits[rows] = torch.where(forced[:, None] >= 0, only, free)

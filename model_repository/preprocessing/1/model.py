@@ -1,5 +1,5 @@
 """What Triton loads; the model itself is in the package."""
 
-from inflight_backend.triton_models.preprocessing_model import TritonPythonModel
+from inflight_backend.triton_models.preprocessing import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

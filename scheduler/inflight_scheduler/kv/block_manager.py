@@ -1,38 +1,111 @@
 """Which request holds which KV blocks, and how many it will need.
 
-The arithmetic is the one of TensorRT-LLM's KV cache manager (``getNeededBlocksOneStep``,
-``getRemainingBlocksToCompletion``), the newer generation: what a fresh context finds cached, and
-somebody else holds already, is not needed again. All estimates are upper bounds: what is allocated
+The arithmetic is that of TensorRT-LLM's KV cache manager (``getNeededBlocksOneStep``,
+``getRemainingBlocksToCompletion``), the newer generation: what a fresh context finds cached while
+another request holds it is not needed again. All estimates are upper bounds: what is allocated
 for a request never exceeds them. Tokens in the cache::
 
     after the context phase        prompt_len        (the first token drawn is not cached yet)
     after generation step k        prompt_len + k    (with drafts: + those that were right)
 
-A step with draft tokens may write all of them, so room is taken for all; what wrong ones leave
+A step with draft tokens may write all of them, so room is taken for all; what rejected ones leave
 over stays with the request, which is where the published rule (it counts from the tokens) is
 stricter. With an attention window a table ends at the window, and the blocks in it are written
 again in turn (no sink tokens); the published rule asks for 0 as soon as a step reaches beyond the
-window, which is too little when drafts jump over the border, so here the step is cut at it.
+window, which is too little when drafts cross the border, so here the step is cut at it.
 
 With block reuse a full block is kept when its KV is computed: prompt blocks when the context phase
 ends, all others when the request gives them back. A block that is kept and not held counts as
-free, since it is given up when room is needed.
+free, since it is evicted when room is needed.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from inflight_scheduler.kv.beam_tables import BeamTables
-from inflight_scheduler.kv.blocks import BlockPool
-from inflight_scheduler.kv.cache_state import CacheContent, CacheState, array_of
-from inflight_scheduler.kv.reuse import ReuseIndex
-from inflight_scheduler.prefix_match import NO_MATCH, PrefixMatch
-from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.kv.block_pool import BlockPool
+from inflight_scheduler.kv.prefix_cache import CacheContent, CacheState, ReuseIndex, array_of
+from inflight_scheduler.request import NO_MATCH, LlmRequest, PrefixMatch
+
+
+class BeamTables:
+    """Owner of the tables of rows 1 and up, over the blocks of ``pool``."""
+
+    __slots__ = ("_pool", "_rows")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._rows: dict[int, list[list[int]]] = {}
+
+    def open(self, request_id: int, first: Sequence[int], width: int, num_full: int) -> None:
+        """Rows 1 to ``width - 1`` beside ``first``: its ``num_full`` first blocks shared, as many
+        blocks as there are behind these for each row."""
+        rows = []
+        for _ in range(1, width):
+            for block_id in first[:num_full]:
+                self._pool.share(block_id)
+            num_own = len(first) - num_full
+            rows.append([*first[:num_full], *(self._pool.take(num_own) if num_own else ())])
+        self._rows[request_id] = rows
+
+    def append_blocks(self, request_id: int) -> list[int]:
+        """A new block at the end of every row but the first; their ids."""
+        rows = self._rows[request_id]
+        block_ids = self._pool.take(len(rows))
+        for row, block_id in zip(rows, block_ids, strict=True):
+            row.append(block_id)
+        return block_ids
+
+    def follow(
+        self, request_id: int, first: list[int], parents: Sequence[int], *, is_last_full: bool
+    ) -> None:
+        """Make the table of each row that of its parent; parents are their own parents.
+
+        Unless ``is_last_full``, a row keeps its own last block, for a copy of its parent's.
+        ``first`` is row 0, changed in place.
+        """
+        rows = [first, *self._rows[request_id]]
+        for row, parent in zip(rows, parents, strict=True):
+            if rows[parent] is row:
+                continue
+            place = len(row) - (0 if is_last_full else 1)
+            while place > 0 and row[place - 1] != rows[parent][place - 1]:
+                place -= 1
+                self._pool.share(rows[parent][place])
+                self._pool.drop((row[place],))
+                row[place] = rows[parent][place]
+
+    def free(self, request_id: int) -> int:
+        """Give back every row but the first; how many blocks became free."""
+        rows = self._rows.pop(request_id, ())
+        return sum(self._pool.drop(row) for row in rows)
+
+    def rows_of(self, request_id: int) -> Sequence[Sequence[int]]:
+        """Every row but the first; none for a request without beams."""
+        return self._rows.get(request_id, ())
+
+    def all_rows(self) -> Iterator[Sequence[int]]:
+        """Every table here."""
+        for rows in self._rows.values():
+            yield from rows
+
+    def check_integrity(self, tables: dict[int, list[int]]) -> None:
+        """Raise `AssertionError` unless the rows of a request are as long as its first one, in
+        ``tables``, and share a beginning and nothing else."""
+        for request_id, rows in self._rows.items():
+            first = tables[request_id]
+            assert all(len(row) == len(first) for row in rows), f"request {request_id}"
+            every_row = [first, *rows]
+            for index, row in enumerate(every_row):
+                for other in every_row[:index]:
+                    num_equal = sum(a == b for a, b in zip(row, other, strict=True))
+                    assert row[:num_equal] == other[:num_equal], f"rows of request {request_id}"
+                    shared = set(row[num_equal:]) & set(other[num_equal:])
+                    assert not shared, f"request {request_id}: {sorted(shared)} in two places"
 
 
 @dataclass(frozen=True, slots=True)

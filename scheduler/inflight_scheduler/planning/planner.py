@@ -37,28 +37,26 @@ from inflight_scheduler.batch import (
     SlotSetup,
 )
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.planning.active import ActiveRequests
-from inflight_scheduler.planning.beam_planning import (
-    NO_CANDIDATES,
-    Candidates,
-    append_beam_blocks,
-    move_beams,
-    open_beams,
-    search,
-    set_up_rows,
-)
-from inflight_scheduler.planning.plan_parts import (
-    check_num_tokens,
-    grow,
-    no_room,
-    rows_of,
-    slots_of,
-)
-from inflight_scheduler.planning.settling import (
+from inflight_scheduler.planning.active_requests import ActiveRequests
+from inflight_scheduler.planning.pending_tokens import (
     AwaitedTokens,
     has_failed_unseen,
     settle_each,
     settle_tokens,
+)
+from inflight_scheduler.planning.plan_parts import (
+    NO_CANDIDATES,
+    Candidates,
+    append_beam_blocks,
+    check_num_tokens,
+    grow,
+    move_beams,
+    no_room,
+    open_beams,
+    rows_of,
+    search,
+    set_up_rows,
+    slots_of,
 )
 from inflight_scheduler.planning.slot_pool import SlotPool
 from inflight_scheduler.planning.verification import OpenSlots, add_verified_tokens, fitting_drafts

@@ -21,7 +21,7 @@ from inflight_scheduler.policies.capacity import (
     StaticBatchScheduler,
     is_started_context,
 )
-from inflight_scheduler.policies.decision import count_step_tokens
+from inflight_scheduler.policies.check_decision import count_step_tokens
 from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
 from inflight_scheduler.policies.resources import Books, Lack
 from inflight_scheduler.policies.scheduler import RequestScheduler, SimpleScheduler

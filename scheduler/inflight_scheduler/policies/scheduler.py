@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.policies import incremental
+from inflight_scheduler.policies import fast_path as incremental
 from inflight_scheduler.policies.capacity import (
     CapacityResult,
     CapacityScheduler,
@@ -21,8 +21,7 @@ from inflight_scheduler.policies.capacity import (
     MaxUtilizationScheduler,
     StaticBatchScheduler,
 )
-from inflight_scheduler.policies.chunking import ContextChunking
-from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
+from inflight_scheduler.policies.micro_batch import ContextChunking, MicroBatchScheduler
 from inflight_scheduler.policies.resources import Resource
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState

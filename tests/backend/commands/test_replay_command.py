@@ -10,7 +10,7 @@ import pytest
 from backend.commands.harness import run
 from manager_harness import Recorder, request, running
 
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.commands.replay import replay
 
 PAGE = Path(__file__).parents[3] / "docs/scheduling.md"

@@ -12,7 +12,7 @@ from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 from scheduler.recording.test_whatif_ring import ring
 
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.commands.replay import replay
 from inflight_server.commands.whatif import MAX_VARIANTS, whatif
 

@@ -14,10 +14,10 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
 from inflight_backend.engine.memory_plan import GIB, PlanSettings, check_limits
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.kv_pool import KvPool, available_memory, choose_num_blocks
+from inflight_backend.models.config import ModelConfig
+from inflight_backend.models.kv_cache import KvPool, available_memory, choose_num_blocks
 from inflight_backend.models.layers import Fp8Linear, Linear, quantize
-from inflight_backend.models.model_config import ModelConfig
-from inflight_kernels.copy_blocks import copy_blocks
+from inflight_kernels.ops.copy_blocks import copy_blocks
 
 Folder = Callable[..., Path]
 

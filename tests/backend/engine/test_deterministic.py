@@ -14,8 +14,8 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models import triton_attention
-from inflight_backend.models.model_config import ModelConfig
-from inflight_kernels import invariant_linear
+from inflight_backend.models.config import ModelConfig
+from inflight_kernels.ops import invariant_linear
 from inflight_scheduler import SamplingParams
 
 LENGTHS = (1, 9, 8)  # one token, a block of 8, and one more

@@ -16,12 +16,12 @@ from torch import Tensor
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine import engine as engine_module
 from inflight_backend.engine.config import resolve
-from inflight_backend.engine.graph_runner import Capture
-from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.cuda_graphs import Capture
+from inflight_backend.engine.warmup import largest_batch
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.checkpoint import Checkpoint
-from inflight_backend.models.model_config import ModelConfig
+from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.weights import Checkpoint
 
 CONFIG = EngineConfig(
     device="cpu", max_batch_size=4, max_num_tokens=50, max_seq_len=40, tokens_per_block=4

@@ -15,8 +15,7 @@ from checkpoints import oracle_tokens
 from engine_driver import EngineDriver, Job
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.first_steps import run_first_steps
-from inflight_backend.engine.largest_step import largest_batch
+from inflight_backend.engine.warmup import largest_batch, run_first_steps
 
 KERNELS = [
     "_adjust_logits_kernel",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from inflight_backend.models import layers
+from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.decoder import Decoder
 from inflight_backend.models.layers import Fp8Linear, Parameter, is_scaled_apart, quantize
-from inflight_backend.models.model_config import ModelConfig
 from inflight_backend.models.parameters import decoder_parameters
 from inflight_backend.models.triton_ops import FP8_TRITON_OPS
 

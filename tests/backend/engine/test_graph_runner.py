@@ -11,7 +11,7 @@ import torch
 from replay import Rerun
 from torch import Tensor
 
-from inflight_backend.engine.graph_runner import CudaCapture, GraphRunner, bucket_sizes
+from inflight_backend.engine.cuda_graphs import CudaCapture, GraphRunner, bucket_sizes
 
 PADDING = 20
 

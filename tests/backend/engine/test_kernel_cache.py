@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.models.op_tables import make_ops
+from inflight_backend.models.backends import make_ops
 
 triton = pytest.importorskip("triton")
 

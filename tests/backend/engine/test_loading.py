@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from inflight_backend.engine.memory_plan import PlanSettings, make_plan
-from inflight_backend.models.checkpoint import Checkpoint
+from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.layers import Fp8Weight, Parameter, quantize
-from inflight_backend.models.model_config import ModelConfig
 from inflight_backend.models.parameters import decoder_parameters
+from inflight_backend.models.weights import Checkpoint
 
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "head_dim": 16}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.mixed_step import MixedBuffer, MixedSizes, mixed_sizes, sizes_of
-from inflight_backend.engine.slots import SlotTable
+from inflight_backend.engine.slot_table import SlotTable
 from inflight_scheduler import (
     BatchPlanner,
     BlockManager,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inflight_backend.engine.memory_plan import max_words
 from inflight_backend.engine.mixed_step import (
     MixedBuffer,
     MixedInputs,
@@ -14,8 +15,7 @@ from inflight_backend.engine.mixed_step import (
     mixed_sizes,
     sizes_of,
 )
-from inflight_backend.engine.slot_memory import max_words
-from inflight_backend.engine.slots import SlotTable, StepInputs
+from inflight_backend.engine.slot_table import SlotTable, StepInputs
 from inflight_backend.engine.step_buffer import StepBuffer
 from inflight_scheduler import BlockAssignment, ContextChunk, ScheduledBatch, VerifiedSlot
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from inflight_backend.errors import CheckpointError
-from inflight_backend.models.json_reader import JsonReader
-from inflight_backend.models.model_config import ModelConfig, RopeConfig
-from inflight_backend.models.rope import make_cos_sin
+from inflight_backend.models.checkpoint_files import JsonReader
+from inflight_backend.models.config import ModelConfig, RopeConfig
+from inflight_backend.models.decoder import make_cos_sin
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight_backend.engine.observer import Observer
+from inflight_backend.engine.outputs import Observer
 
 
 def test_a_step_that_failed_leaves_nothing_to_be_told() -> None:

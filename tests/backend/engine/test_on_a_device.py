@@ -20,10 +20,10 @@ from manager_harness import Recorder, request, running
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.slot_memory import max_words
-from inflight_backend.engine.slots import SlotTable
-from inflight_backend.engine.token_reader import TokenReader
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.engine.memory_plan import max_words
+from inflight_backend.engine.outputs import TokenReader
+from inflight_backend.engine.slot_table import SlotTable
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.models.decoder import Decoder
 from inflight_scheduler import OutputParams, SamplingParams
 

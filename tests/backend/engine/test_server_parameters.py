@@ -10,9 +10,8 @@ import pytest
 
 from inflight_backend.engine import Engine
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.inflight_batcher import load_engine
-from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_backend.manager.parameters import parse_parameters
+from inflight_backend.manager.batcher import load_engine
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams, parse_parameters
 from inflight_backend.manager.step_loop import OverlapScheduler
 
 SMALL = {"device": "cpu", "max_tokens_in_paged_kv_cache": "256", "max_batch_size": "2"}

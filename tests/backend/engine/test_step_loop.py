@@ -13,7 +13,7 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from manager_harness import Recorder, request, running
 
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
 from inflight_recorder.files import open_recording

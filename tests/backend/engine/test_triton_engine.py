@@ -17,7 +17,7 @@ from replay import Rerun
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.slots import SlotTable
+from inflight_backend.engine.slot_table import SlotTable
 from inflight_scheduler import SamplingParams
 
 pytestmark = pytest.mark.slow

@@ -20,10 +20,10 @@ from inflight_backend.guided import compiler as compiler_module
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
 from inflight_backend.guided.service import GuidedDecodingConfig
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.speculative.config import SpeculativeDecodingConfig
+from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_recorder.files import open_recording
 from inflight_recorder.replay import replay

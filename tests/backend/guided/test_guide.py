@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.bounds import MAX_SCHEMA_BYTES, check_schema, unrolled_size
 from inflight_backend.guided.guide import Guide, GuideType
-from inflight_backend.requests.guide_validation import MAX_GUIDE_BYTES, MAX_GUIDE_DEPTH, read_guide
+from inflight_backend.requests.guides import MAX_GUIDE_BYTES, MAX_GUIDE_DEPTH, read_guide
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_server.serve.settings import DEMO_MODEL
 

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import write_checkpoint
 from manager_harness import Recorder, request, running
 
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.settings import DEMO_MODEL

@@ -19,7 +19,7 @@ from inflight_backend.guided import compiler as module
 from inflight_backend.guided.compiler import GuideCompiler
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.manager.gpt_manager import GptManager
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.settings import DEMO_MODEL
 

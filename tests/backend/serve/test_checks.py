@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
-from inflight_server.serve.checks import (
+from inflight_server.serve.preflight import (
     address_of,
     check_checkpoint,
     check_install,
@@ -19,8 +19,8 @@ from inflight_server.serve.checks import (
     check_stub_starts,
     has_tokenizer,
 )
-from inflight_server.serve.install import environment, locate
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings
+from inflight_server.serve.tritonserver import environment, locate
 
 
 @pytest.fixture

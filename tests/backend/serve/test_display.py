@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.status import ModelStatus
-from inflight_server.serve.display import LoadingDisplay, ready_block
+from inflight_server.serve.console import LoadingDisplay, ready_block
 from inflight_server.serve.settings import ServeSettings
 
 READY = ModelStatus(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.errors import ConfigurationError
-from inflight_server.serve import install as module
-from inflight_server.serve.install import (
+from inflight_server.serve import tritonserver as module
+from inflight_server.serve.tritonserver import (
     describe_install,
     environment,
     libpython_dir,

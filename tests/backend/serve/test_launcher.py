@@ -18,16 +18,14 @@ from backend.serve.logs import without_grpc
 
 from inflight_backend.errors import ServingError
 from inflight_backend.status import StatusWriter, stop_file_of
-from inflight_server.serve import launcher, log
-from inflight_server.serve.install import TritonInstall
+from inflight_server.serve import launcher
+from inflight_server.serve import log_file as log
 from inflight_server.serve.launcher import Run
-from inflight_server.serve.process import ServerProcess
-from inflight_server.serve.scratch import BackendScratch
+from inflight_server.serve.process import ServerProcess, Vitals
 from inflight_server.serve.settings import ServeSettings
-from inflight_server.serve.signals import StopSignals
-from inflight_server.serve.supervisor import Attempt
-from inflight_server.serve.vitals import Vitals
-from inflight_server.serve.workspace import Workspace
+from inflight_server.serve.supervisor import Attempt, StopSignals
+from inflight_server.serve.tritonserver import TritonInstall
+from inflight_server.serve.workspace import BackendScratch, Workspace
 
 # Says that it is ready, and how it was ended.
 SERVER = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_server.serve.log import MAX_BYTES, explain, explain_abort, keep_small
+from inflight_server.serve.log_file import MAX_BYTES, explain, explain_abort, keep_small
 
 NOISE = (
     'E1121 03:10:06.023510 7499 server.cc:241] "CudaDriverHelper has not been initialized."\n'

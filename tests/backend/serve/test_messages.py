@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from inflight_server.serve.messages import say
+from inflight_server.serve.console import say
 
 SAYS_AND_ENDS = """
 import sys
-from inflight_server.serve.messages import say
+from inflight_server.serve.console import say
 say("ready")
 say("stopping", err=True)
 sys.exit(int(sys.argv[1]))
@@ -21,7 +21,7 @@ sys.exit(int(sys.argv[1]))
 
 SAYS_AND_DRAWS_MUCH = """
 import sys
-from inflight_server.serve import messages
+from inflight_server.serve import console as messages
 messages._PATIENCE_SECONDS = 0.01
 drawing = messages.ForgivingStream(sys.stderr)
 for size in [900] * 100:
@@ -34,7 +34,7 @@ sys.exit(3)
 
 SHOWS_WHAT_ANOTHER_ONE_SAYS = """
 import subprocess, sys
-from inflight_server.serve import messages
+from inflight_server.serve import console as messages
 messages._PATIENCE_SECONDS = float(sys.argv[1])
 command = [sys.executable, "-c", "print('x' * 3_000_000); print('done')"]
 with messages.shown() as output:
@@ -45,7 +45,7 @@ sys.exit(ended.returncode)
 
 OPENS_WITH_STDERR_CLOSED = """
 import os, sys
-from inflight_server.serve.messages import occupy_standard_descriptors
+from inflight_server.serve.console import occupy_standard_descriptors
 os.close(0)
 os.close(2)
 occupy_standard_descriptors()

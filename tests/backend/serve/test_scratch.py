@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight_server.serve import scratch as module
-from inflight_server.serve.scratch import BackendScratch, remove_scratch
+from inflight_server.serve import workspace as module
+from inflight_server.serve.workspace import BackendScratch, remove_scratch
 
 
 @pytest.fixture

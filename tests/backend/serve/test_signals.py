@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight_server.serve.signals import StopSignals
+from inflight_server.serve.supervisor import StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

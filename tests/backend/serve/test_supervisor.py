@@ -11,8 +11,13 @@ import pytest
 
 from inflight_backend.errors import ServerKilled, ServingError
 from inflight_server.serve import supervisor
-from inflight_server.serve.signals import StopSignals
-from inflight_server.serve.supervisor import STEADY_SECONDS, Attempt, RestartPolicy, Supervisor
+from inflight_server.serve.supervisor import (
+    STEADY_SECONDS,
+    Attempt,
+    RestartPolicy,
+    StopSignals,
+    Supervisor,
+)
 from inflight_server.serve.workspace import Workspace
 
 

@@ -14,11 +14,10 @@ import pytest
 from inflight_backend.errors import ServingError
 from inflight_backend.status import StatusWriter, read_status
 from inflight_protocol import LLM_MODEL_NAME
-from inflight_server.serve import vitals
-from inflight_server.serve.process import ServerProcess, children_of, is_running
+from inflight_server.serve import process as vitals
+from inflight_server.serve.process import ServerProcess, Vitals, children_of, is_running
 from inflight_server.serve.repository import DEFAULT_MODELS
 from inflight_server.serve.settings import ServeSettings
-from inflight_server.serve.vitals import Vitals
 from inflight_server.serve.workspace import Workspace
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from inflight_backend.status import stop_file_of
-from inflight_server.serve.log import before
+from inflight_server.serve.log_file import before
 from inflight_server.serve.workspace import Workspace, sweep_abandoned
 
 KILLED = """
 import os
-from inflight_server.serve.log import before
+from inflight_server.serve.log_file import before
 from inflight_server.serve.workspace import Workspace
 workspace = Workspace()
 print(workspace.path, flush=True)
@@ -121,7 +121,7 @@ def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
 NEIGHBOUR = """
 import sys
 from pathlib import Path
-from inflight_server.serve.log import before
+from inflight_server.serve.log_file import before
 from inflight_server.serve.workspace import Workspace
 with Workspace() as workspace:
     (Path("/dev/shm") / f"{workspace.shm_prefix}abc").touch()

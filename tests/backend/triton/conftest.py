@@ -12,9 +12,11 @@ from fakes import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
 from triton_harness import Gate, Server
 
-from inflight_backend.manager import gpt_manager, idle_wait
-from inflight_backend.triton import triton_model
-from inflight_backend.triton_models import preprocessing_model, relay
+from inflight_backend.manager import gpt_manager
+from inflight_backend.manager import gpt_manager as idle_wait
+from inflight_backend.triton import model as triton_model
+from inflight_backend.triton_models import preprocessing as preprocessing_model
+from inflight_backend.triton_models import relay_client as relay
 
 MakeServer = Callable[..., Server]
 

@@ -22,7 +22,8 @@ from triton_harness import WAIT, Server, wait_until
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager import gpt_manager
-from inflight_backend.triton import frontend, triton_model
+from inflight_backend.triton import frontend
+from inflight_backend.triton import model as triton_model
 from inflight_scheduler import ScheduledBatch
 from inflight_server.serve.settings import DEMO_MODEL
 

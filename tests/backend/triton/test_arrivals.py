@@ -14,9 +14,9 @@ from scheduler.world import World
 from inflight_backend.errors import CapacityExceeded, RequestInFlight
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import RequestLimits, validate
-from inflight_backend.triton import arrivals as arrivals_module
-from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
+from inflight_backend.requests.validation import RequestLimits, validate
+from inflight_backend.triton import queue as arrivals_module
+from inflight_backend.triton.queue import ArrivalQueue, RequestIds
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,

@@ -13,9 +13,9 @@ from fakes import CountingEngine, FakePbUtils, FakeRequest
 from triton_harness import WAIT, Server, text_of
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton_io.benchmark_settings import with_settings
-from inflight_backend.triton_io.request_head import RequestHead
-from inflight_backend.triton_models.text_model import respond
+from inflight_backend.triton_io.aliases import with_settings
+from inflight_backend.triton_io.request import RequestHead
+from inflight_backend.triton_models.text_base import respond
 from inflight_protocol.tensors import make_inputs
 
 MakeServer = Callable[..., Server]

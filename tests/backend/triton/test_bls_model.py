@@ -12,9 +12,9 @@ from fakes import FakeRequest
 from relay_harness import answering, load
 from triton_harness import WAIT, error_of, text_of
 
-from inflight_backend.triton.relay_messages import RelayedRequest, Tensors
-from inflight_backend.triton_io.request_head import RequestHead
-from inflight_backend.triton_models.bls_model import TritonPythonModel
+from inflight_backend.triton.relay_wire import RelayedRequest, Tensors
+from inflight_backend.triton_io.request import RequestHead
+from inflight_backend.triton_models.bls import TritonPythonModel
 
 Relay = Callable[..., TritonPythonModel]
 ALL = ("text_output", "sequence_index")

@@ -14,7 +14,7 @@ from triton_harness import error_of, ids_of
 
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 from inflight_backend.triton_io.token_stream import TokenStream
 
 

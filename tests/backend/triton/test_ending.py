@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from triton_harness import WAIT, Gate, Server, ids_of, wait_until
 
 from inflight_backend.triton import frontend
-from inflight_backend.triton.arrivals import ArrivalQueue, RequestIds
+from inflight_backend.triton.queue import ArrivalQueue, RequestIds
 
 pytestmark = pytest.mark.slow
 

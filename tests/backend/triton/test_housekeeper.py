@@ -15,7 +15,7 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakeSender
 from triton_harness import ids_of, wait_until
 
-from inflight_backend.triton.housekeeper import Chore, Housekeeper
+from inflight_backend.triton.watchdog import Chore, Housekeeper
 from inflight_server.serve.settings import DEMO_MODEL
 
 WAIT = 30.0
@@ -112,7 +112,7 @@ def test_a_stream_that_cannot_be_asked_hides_nobody_who_leaves(
     assert caplog.text.count("whether a client has gone") == 1
 
 
-WATCHER = "from inflight_backend.parent import exit_with_parent; exit_with_parent('m')"
+WATCHER = "from inflight_backend.process_guard import exit_with_parent; exit_with_parent('m')"
 # As Triton does it; that `tensorrt_llm` does so too is seen in tests/e2e/test_supervision.py.
 ADDED_MODEL = f"""
 import importlib, json, sys
@@ -120,11 +120,11 @@ from fakes import FakePbUtils
 sys.modules["triton_python_backend_utils"] = FakePbUtils
 module = importlib.import_module("inflight_backend.triton_models.%s")
 parameters = {{"gpt_model_path": {{"string_value": {str(DEMO_MODEL)!r}}}}}
-has_tokenizer = not module.__name__.endswith("bls_model")
+has_tokenizer = not module.__name__.endswith(".bls")
 config = json.dumps({{"parameters": parameters if has_tokenizer else {{}}}})
 module.TritonPythonModel().initialize({{"model_config": config, "model_name": "added"}})
 """
-ADDED_MODELS = ("preprocessing_model", "postprocessing_model", "bls_model", "vllm_model")
+ADDED_MODELS = ("preprocessing", "postprocessing", "bls", "vllm")
 
 
 @pytest.mark.case(124)

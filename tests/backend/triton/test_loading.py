@@ -12,7 +12,7 @@ from triton_harness import Server
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.status import read_status
-from inflight_backend.triton import triton_model
+from inflight_backend.triton import model as triton_model
 
 
 @pytest.fixture(autouse=True)

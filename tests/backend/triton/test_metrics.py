@@ -16,10 +16,10 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import Gate, Server, error_of, ids_of, wait_until
 
-from inflight_backend.manager.tally import Tally
+from inflight_backend.manager.statistics import Tally
 from inflight_backend.triton.frontend import _ERROR_CODES
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 from inflight_protocol import ERRORS, EVENTS, INPUT_LENGTHS, OUTPUT_LENGTHS
 from inflight_scheduler import ScheduledBatch
 

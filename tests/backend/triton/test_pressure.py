@@ -16,10 +16,10 @@ from fakes import CountingEngine, FakePbUtils, FakeSender
 from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 from triton_harness import WAIT, error_of, ids_of, wait_until
 
-from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
+from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton import dispatcher
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 from inflight_recorder import likeness, part_log
 from inflight_recorder import recorder as recorder_module
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch

@@ -24,7 +24,7 @@ from triton_harness import (
 )
 
 from inflight_backend.status import read_status
-from inflight_backend.triton import inspection
+from inflight_backend.triton import introspection as inspection
 from inflight_protocol.tensors import make_inputs
 from inflight_recorder.files import RecordingReader
 from inflight_recorder.replay import replay

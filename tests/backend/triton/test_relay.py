@@ -14,10 +14,12 @@ from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 from relay_harness import answering, load
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
-from inflight_backend.triton import relay_listener, relay_socket, triton_model
-from inflight_backend.triton.relay_messages import RelayedRequest, Tensors, pack
-from inflight_backend.triton_models import relay as module
-from inflight_backend.triton_models.bls_model import TritonPythonModel
+from inflight_backend.triton import model as triton_model
+from inflight_backend.triton import relay_server as relay_listener
+from inflight_backend.triton import relay_wire as relay_socket
+from inflight_backend.triton.relay_wire import RelayedRequest, Tensors, pack
+from inflight_backend.triton_models import relay_client as module
+from inflight_backend.triton_models.bls import TritonPythonModel
 from inflight_protocol.tensors import make_inputs
 
 NOT_RELAYED = "the request could not be relayed"

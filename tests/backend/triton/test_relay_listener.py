@@ -22,9 +22,17 @@ from relay_harness import answer_on, answer_to, asking, ids_in, packed
 from triton_harness import WAIT, Server, wait_until
 
 from inflight_backend.errors import CapacityExceeded
-from inflight_backend.triton import relay_listener, relay_socket
-from inflight_backend.triton.relay_messages import Message, RelayedEnd, RelayedError, pack
-from inflight_backend.triton.relay_socket import address_of, connect, read_messages
+from inflight_backend.triton import relay_server as relay_listener
+from inflight_backend.triton import relay_wire as relay_socket
+from inflight_backend.triton.relay_wire import (
+    Message,
+    RelayedEnd,
+    RelayedError,
+    address_of,
+    connect,
+    pack,
+    read_messages,
+)
 
 
 def test_a_request_gets_all_parts_and_an_end_and_nothing_is_kept(server: Server) -> None:

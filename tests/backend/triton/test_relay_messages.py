@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from inflight_backend.triton import relay_messages as module
-from inflight_backend.triton.relay_messages import (
+from inflight_backend.triton import relay_wire as module
+from inflight_backend.triton.relay_wire import (
     LENGTHS,
     LastTensors,
     Message,

@@ -10,7 +10,7 @@ from fakes import FakeRequest, FakeSender
 from triton_harness import WAIT, Server, error_of
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton_io.rows import split_rows
+from inflight_backend.triton_io.request import split_rows
 
 LENGTHS = np.array([[1], [3]], np.int32)
 PROMPTS = np.array([[4, 0, 0], [10, 11, 12]], np.int32)  # the first one is padded

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton_io.sampling_parameters import expand
+from inflight_backend.triton_io.aliases import expand
 from inflight_protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME
 
 

@@ -15,8 +15,8 @@ from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_backend.requests.request_validation import validate
-from inflight_backend.triton.sequences import copy_request, read_num_sequences
+from inflight_backend.requests.validation import validate
+from inflight_backend.triton.frontend import copy_request, read_num_sequences
 from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 

@@ -13,7 +13,7 @@ from triton_harness import WAIT, ids_of, wait_until
 
 from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 from inflight_backend.triton_io.token_stream import TokenStream
 
 

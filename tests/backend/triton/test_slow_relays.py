@@ -13,10 +13,9 @@ from relay_harness import asking, ids_in, packed
 from triton_harness import WAIT, Gate, Server, wait_until
 
 from inflight_backend.requests.inference_request import Array
-from inflight_backend.triton import relay_listener
-from inflight_backend.triton.relay_listener import RelayConnection
-from inflight_backend.triton.relay_messages import LastTensors, Message, RelayedEnd, pack
-from inflight_backend.triton.relay_socket import read_messages
+from inflight_backend.triton import relay_server as relay_listener
+from inflight_backend.triton.relay_server import RelayConnection
+from inflight_backend.triton.relay_wire import LastTensors, Message, RelayedEnd, pack, read_messages
 from inflight_scheduler import ScheduledBatch
 
 

@@ -9,8 +9,8 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, error_of, ids_of
 
-from inflight_backend.triton.arrivals import ArrivalQueue
-from inflight_backend.triton_io.stream import ResponseStream
+from inflight_backend.triton.queue import ArrivalQueue
+from inflight_backend.triton_io.sender import ResponseStream
 
 NO_PROGRESS = "the server makes no progress; send the request elsewhere"
 

@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from inflight_backend.requests.sampling_validation import MAX_WORD_TOKENS, MAX_WORDS
-from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
+from inflight_backend.requests.sampling import MAX_WORD_TOKENS, MAX_WORDS
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.beam_stream import BeamTexts
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter

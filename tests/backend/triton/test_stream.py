@@ -8,8 +8,8 @@ import pytest
 from fakes import FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, error_of
 
-from inflight_backend.triton.sequences import share
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton.frontend import share
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 

@@ -14,11 +14,10 @@ from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
 from inflight_backend.status import read_status
-from inflight_backend.triton.dispatcher import ResponseDispatcher
+from inflight_backend.triton.dispatcher import Piece, ResponseDispatcher
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_backend.triton.pieces import Piece
-from inflight_backend.triton_io import stream
-from inflight_backend.triton_io.stream import ResponseFactory, ResponseStream
+from inflight_backend.triton_io import sender as stream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
 from inflight_scheduler import ScheduledBatch
 
 pytestmark = pytest.mark.slow

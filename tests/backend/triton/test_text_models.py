@@ -13,11 +13,11 @@ from fakes import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.words import embedding_bias
-from inflight_backend.triton_models.postprocessing_model import Postprocessor
-from inflight_backend.triton_models.preprocessing_model import Preprocessor
-from inflight_backend.triton_models.preprocessing_model import TritonPythonModel as Preprocessing
-from inflight_backend.triton_models.text_model import read_switch, respond
+from inflight_backend.triton_io.request import embedding_bias
+from inflight_backend.triton_models.postprocessing import Postprocessor
+from inflight_backend.triton_models.preprocessing import Preprocessor
+from inflight_backend.triton_models.preprocessing import TritonPythonModel as Preprocessing
+from inflight_backend.triton_models.text_base import read_switch, respond
 from inflight_server.serve.settings import DEMO_MODEL
 
 CODEC = TextCodec(DEMO_MODEL)

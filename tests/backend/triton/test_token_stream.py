@@ -10,8 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.text.tokenizer import IncrementalDetokenizer, TextCodec
-from inflight_backend.triton_io.decoding import choose_outputs
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_io.outputs import choose_outputs
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 

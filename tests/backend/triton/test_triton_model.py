@@ -17,7 +17,7 @@ from triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_u
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.status import read_status
-from inflight_backend.triton import triton_model
+from inflight_backend.triton import model as triton_model
 from inflight_protocol import METRICS, REUSE
 from inflight_scheduler import ScheduledBatch
 

@@ -19,8 +19,8 @@ from triton_harness import Server, error_of
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError
-from inflight_backend.triton_models import relay
-from inflight_backend.triton_models.vllm_log_probs import LogProbs
+from inflight_backend.triton_models import relay_client as relay
+from inflight_backend.triton_models.vllm import LogProbs
 
 PROMPT = "7 2 3"
 DRAWN = {"temperature": 1.5, "seed": 5, "max_tokens": 16, "ignore_eos": True}

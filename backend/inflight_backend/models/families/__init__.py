@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.families import llama, mistral, qwen2, qwen3
 from inflight_backend.models.families.traits import ModelTraits
-from inflight_backend.models.json_reader import JsonReader
 
 _FAMILIES = (llama, mistral, qwen2, qwen3)
 

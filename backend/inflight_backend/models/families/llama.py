@@ -1,7 +1,7 @@
 """Llama 1 to 3.x: the plain decoder, with biases where the configuration asks for them."""
 
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.families.traits import ModelTraits
-from inflight_backend.models.json_reader import JsonReader
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"

@@ -1,7 +1,7 @@
 """Mistral: a Llama whose layers may see the last ``sliding_window`` tokens only: all, or some."""
 
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.families.traits import ModelTraits, windows_by_type
-from inflight_backend.models.json_reader import JsonReader
 
 ARCHITECTURE = "MistralForCausalLM"
 MODEL_TYPE = "mistral"

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: biases on query, key and value; the upper layers may slide."""
 
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.families.traits import ModelTraits, read_layer_windows
-from inflight_backend.models.json_reader import JsonReader
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 MODEL_TYPE = "qwen2"

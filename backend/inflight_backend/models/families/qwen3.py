@@ -1,7 +1,7 @@
 """Qwen3 (dense): query and key are normed per head before they turn; head_dim is written."""
 
+from inflight_backend.models.checkpoint_files import JsonReader
 from inflight_backend.models.families.traits import ModelTraits, read_layer_windows
-from inflight_backend.models.json_reader import JsonReader
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight_backend.models.json_reader import JsonReader
+from inflight_backend.models.checkpoint_files import JsonReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,480 @@
+"""One engine with its scheduler, blocks and slots, and the batching modes it runs in.
+
+V1 is request-level batching, the mode before in-flight batching: a batch is formed when nothing
+runs; all of it goes through its contexts in one step and then generates in lock-step, and no
+request joins until the last one has finished. That is the STATIC_BATCH capacity policy with whole
+contexts. Rules: contract of `GptManager`, `TrtGptModelType.V1`. TensorRT-LLM pads: a request that
+has finished keeps its row until the batch ends. Here that row is left out of the step, so padding
+costs nothing, and it is counted as `Empty Generation Slots`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
+from inflight_backend.engine.memory_plan import check_pool
+from inflight_backend.errors import ConfigurationError
+from inflight_backend.manager.logits_processors import DrawRules
+from inflight_backend.manager.output_gatherer import OutputGatherer
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.manager.statistics import IterationStats, StaticBatchStats
+from inflight_backend.manager.step_loop import OverlappedSteps, PlainSteps
+from inflight_backend.manager.user_scheduler import (
+    Decision,
+    GuardedScheduler,
+    find_scheduler_class,
+    make_guarded,
+)
+from inflight_backend.requests.sampling import check_engine
+from inflight_backend.requests.validation import RequestLimits
+from inflight_backend.speculative.drafter import Drafter, DraftTally
+from inflight_recorder.files import RecordingFile, set_aside
+from inflight_recorder.in_force import scheduler_of
+from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.records import Settings
+from inflight_scheduler import (
+    ActiveRequests,
+    BatchPlanner,
+    BlockManager,
+    CapacitySchedulerPolicy,
+    ContextChunking,
+    RequestScheduler,
+    ScheduledBatch,
+    TrtGptModelType,
+    WaitReason,
+    explain,
+    explain_left_out,
+    refusal_reason,
+)
+
+
+class StaticBatchTally:
+    """Remembers how large the running batch was when it was formed."""
+
+    __slots__ = ("_batch_size",)
+
+    def __init__(self) -> None:
+        self._batch_size = 0
+
+    def count(self, batch: ScheduledBatch, num_passed: int) -> StaticBatchStats:
+        """The numbers of ``batch``, the plan that comes after the one counted last.
+
+        ``num_passed`` others generate and do not run in it, as those whose number of beams is
+        another one: their slots are not empty. An empty plan is none: the tokens of a step that
+        ran may have been waited for beside it.
+        """
+        if batch.is_empty:
+            return StaticBatchStats()
+        num_generating = batch.num_generation_requests
+        if num_generating == 0:
+            self._batch_size = len(batch.context_chunks)
+            return StaticBatchStats()
+        num_finished = self._batch_size - num_generating - num_passed
+        return StaticBatchStats(num_generating, num_finished)
+
+
+def params_in_force(
+    model_type: TrtGptModelType, params: TrtGptModelOptionalParams | None
+) -> TrtGptModelOptionalParams:
+    """What holds where nothing was said: V1 computes contexts whole, and so does the deterministic
+    mode, in which other chunks could be other numbers."""
+    params = params or TrtGptModelOptionalParams()
+    is_whole = model_type == TrtGptModelType.V1 or params.deterministic_mode
+    if is_whole and params.enable_chunked_context is None:
+        return replace(params, enable_chunked_context=False)
+    return params
+
+
+def policy_in_force(
+    model_type: TrtGptModelType,
+    policy: CapacitySchedulerPolicy,
+    params: TrtGptModelOptionalParams,
+) -> CapacitySchedulerPolicy:
+    """``policy`` for in-flight batching; for V1 always STATIC_BATCH, which is what V1 means.
+
+    `ConfigurationError` for V1 with what would take its batches apart.
+    """
+    if model_type != TrtGptModelType.V1:
+        return policy
+    if params.enable_chunked_context:
+        raise ConfigurationError(
+            "enable_chunked_context is true, but gpt_model_type V1 computes contexts whole; "
+            "set it to false or use inflight_fused_batching"
+        )
+    if params.logits_processors:
+        raise ConfigurationError(
+            "logits_processors are not available with gpt_model_type V1; remove them or use "
+            "inflight_fused_batching"
+        )
+    if params.scheduler_class is not None:
+        raise ConfigurationError(
+            f"scheduler_class = '{params.scheduler_class}' cannot schedule gpt_model_type V1; "
+            "remove it or use inflight_fused_batching"
+        )
+    return CapacitySchedulerPolicy.STATIC_BATCH
+
+
+_NOBODY: Decision = ([], [], [])
+_Loaded = TypeVar("_Loaded")
+
+
+def load_engine(
+    model: str | Path | StepEngine,
+    params: TrtGptModelOptionalParams,
+    on_progress: Callable[[int, int], None] | None = None,
+    max_beam_width: int = 1,
+) -> StepEngine:
+    """Load a checkpoint, if ``model`` is not an engine already; ``on_progress`` gets bytes loaded
+    and bytes in all."""
+    if not isinstance(model, str | Path):
+        return model
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        # Read when torch first takes memory of a GPU: segments that grow leave no holes between
+        # steps of ever different sizes, beside a KV pool that has taken nearly all there is.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    from inflight_backend.engine import Engine, EngineConfig  # torch: seconds to import
+
+    kv_cache = params.kv_cache_config
+    config = EngineConfig(
+        device=params.device,
+        dtype=params.dtype,
+        max_batch_size=params.max_batch_size,
+        max_beam_width=max_beam_width,
+        max_num_tokens=params.max_num_tokens,
+        enable_chunked_context=params.enable_chunked_context is not False,
+        max_seq_len=params.max_seq_len,
+        tokens_per_block=kv_cache.tokens_per_block,
+        max_tokens_in_paged_kv_cache=kv_cache.max_tokens,
+        kv_cache_free_gpu_mem_fraction=kv_cache.free_gpu_memory_fraction,
+        kv_cache_dtype=kv_cache.dtype,
+        quantization=params.quantization,
+        attention_backend=params.attention_backend,
+        cuda_graph_mode=params.cuda_graph_mode,
+        cuda_graph_mixed_tokens=params.cuda_graph_mixed_tokens,
+        normalize_log_probs=params.normalize_log_probs,
+        deterministic_mode=params.deterministic_mode,
+    )
+    engine = _in_a_thread_of_its_own(lambda: Engine.load(Path(model), config, on_progress))
+    check_pool(Path(model), engine)
+    return engine
+
+
+def _in_a_thread_of_its_own(load: Callable[[], _Loaded]) -> _Loaded:
+    """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
+    for each thread that has computed, and where they outnumber the cores it passes over
+    ``GOMP_SPINCOUNT``: none of them waits a little for more work before it sleeps."""
+    loaded: Future[_Loaded] = Future()
+
+    def run() -> None:
+        try:
+            loaded.set_result(load())
+        except BaseException as error:  # raised where it is waited for
+            loaded.set_exception(error)
+
+    thread = threading.Thread(target=run, name="load", daemon=True)
+    thread.start()
+    result = loaded.result()
+    thread.join()
+    return result
+
+
+class InflightBatcher:
+    """Decides and plans the steps of one engine. Its parts are public: they own their resource."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        policy: CapacitySchedulerPolicy,
+        params: TrtGptModelOptionalParams,
+        max_beam_width: int = 1,
+    ) -> None:
+        self.engine = engine
+        self.max_beam_width = max_beam_width
+        check_engine(engine, max_beam_width)
+        self.policy = policy
+        self._params = params
+        self.num_paused = 0
+        self.num_passed = 0  # by the last plan: who generates and does not run
+        # Engines without it are asked for nothing but full blocks.
+        self._may_copy_blocks = getattr(engine, "supports_block_copies", False)
+        # Engines without it are asked for nothing but tokens.
+        self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
+            engine, "take_outputs", None
+        )
+        self.rules = DrawRules(engine, params.logits_processors)
+        self.block_manager = BlockManager(
+            engine.num_blocks,
+            engine.tokens_per_block,
+            enable_reuse=params.kv_cache_config.enable_block_reuse,
+            may_copy_blocks=self._may_copy_blocks,
+        )
+        self.gatherer = OutputGatherer(engine.vocab_size)
+        self.active = ActiveRequests(self.block_manager, params.priority_span)
+        self.planner = BatchPlanner(
+            self.block_manager, params.max_batch_size, self.active, max_beam_width
+        )
+        # Engines without it are asked for one token at a time.
+        self._can_verify = getattr(engine, "supports_drafts", False)
+        self._drafter = self._make_drafter(params)
+        self._draft_tally = DraftTally()
+        self._is_overlapped = params.overlap_scheduler.is_on(engine)
+        self._max_batch_size = params.max_batch_size
+        self._chunking = self._make_chunking(params)
+        self._settings = self._make_settings(params)
+        self._scheduler = self._make_scheduler(params)
+        self._lists: Decision = ([], [], [])
+        self.limits = self._make_limits(params)
+        self.recorder = self._make_recorder(params)
+
+    def make_steps(self) -> PlainSteps | OverlappedSteps:
+        """The loop that the settings ask for, over this batcher."""
+        return OverlappedSteps(self) if self._is_overlapped else PlainSteps(self)
+
+    def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
+        """Decide who runs, pause who must, and return the plan (empty if nobody can run).
+
+        With ``may_pause`` False nobody is paused: where somebody must be, nobody runs.
+        """
+        self.num_paused = 0
+        if not self.active:
+            return self.planner.plan((), ())
+        if self._drafter is not None:
+            self._drafter.guess(self.active)
+        lists = self._scheduler.schedule_request(self.active, ())
+        self._lists = _NOBODY if lists[2] and not may_pause else lists
+        context, generation, paused = self._lists
+        self.num_paused = len(paused)
+        is_by_default = isinstance(self._scheduler, GuardedScheduler) and (
+            self._scheduler.is_overruled
+        )
+        self.recorder.decided(self.active, context, generation, paused, is_by_default=is_by_default)
+        batch = self.planner.plan(context, generation, paused)
+        self.num_passed = len(self.active.generation) - batch.num_generation_requests
+        self.recorder.carried_out(self.block_manager.num_free_blocks)
+        self.gatherer.planned(batch)
+        if batch.num_drafts:
+            self._draft_tally.planned(batch, self.planner.token_owners(batch))
+        return batch
+
+    @property
+    def wants_drafts(self) -> bool:
+        """True when the next step may verify drafts, so that nothing can be planned beside it."""
+        return self.active.num_with_drafts > 0 or (
+            self._drafter is not None and self._drafter.is_on(self.active)
+        )
+
+    def prepare_draw(
+        self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
+    ) -> None:
+        """Have the engine follow the `DrawRules` of ``batch``, which it runs next, given
+        the step ``before`` it, whose tokens have not been read."""
+        if self.rules:
+            owners = self.planner.token_owners
+            unread = None if before is None else (owners(before[0]), before[1])
+            self.rules.prepare(owners(batch), unread)
+
+    @property
+    def num_used_places(self) -> int:
+        """Slots of the engine that somebody holds."""
+        return self._max_batch_size - self.planner.slots.num_free_slots
+
+    def is_idle_and_free(self) -> bool:
+        """True when no request is active and, by their numbers, all blocks and slots are free."""
+        return not (self.active or self.block_manager.num_used_blocks or self.num_used_places)
+
+    def is_idle_and_intact(self) -> bool:
+        """The same, with every block and slot accounted for; O(blocks)."""
+        if not self.is_idle_and_free():
+            return False
+        try:
+            self.active.check_integrity()
+            self.block_manager.check_integrity()
+            self.planner.slots.check_integrity(())
+        except Exception:
+            return False
+        return True
+
+    def renewed(self) -> InflightBatcher:
+        """A batcher without a past on the same engine; a recording ends here."""
+        self.recorder.close()
+        params = replace(self._params, record_file=None)
+        return InflightBatcher(self.engine, self.policy, params, self.max_beam_width)
+
+    def measure(
+        self,
+        batch: ScheduledBatch,
+        *,
+        iteration: int,
+        num_paused: int,
+        num_waiting: int,
+        num_repairs: int,
+        static_batch: StaticBatchStats | None,
+    ) -> IterationStats:
+        """The statistics of the iteration that ran ``batch``, as things stand now."""
+        blocks = self.block_manager
+        num_context, num_generation = len(batch.context_chunks), batch.num_generation_requests
+        return IterationStats(
+            iteration=iteration,
+            num_active_requests=len(self.active),
+            max_num_requests=self._max_batch_size,
+            num_scheduled_requests=num_context + num_generation,
+            num_context_requests=num_context,
+            num_generation_requests=num_generation,
+            num_paused_requests=num_paused,
+            num_waiting_requests=num_waiting,
+            num_repairs=num_repairs,
+            num_context_tokens=batch.num_context_tokens,
+            max_num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            tokens_per_block=blocks.tokens_per_block,
+            memory=self.engine.memory_usage(),
+            reuse=blocks.reuse_stats if blocks.enable_reuse else None,
+            static_batch=static_batch,
+            drafts=self._draft_tally.count() if batch.num_drafts else None,
+        )
+
+    def take_outputs(self) -> StepOutputs | None:
+        """What the plan executed last brought beside tokens; None if no request asked."""
+        return None if self._take_outputs is None else self._take_outputs()
+
+    def explain(self) -> dict[int, WaitReason]:
+        """Why the active requests that would not run now do not, by id.
+
+        A user's scheduler is not asked once more, it may count its calls: what it decided last is
+        explained.
+        """
+        scheduler = self._scheduler
+        if not isinstance(scheduler, GuardedScheduler):
+            return explain(scheduler, self.active)
+        if scheduler.is_overruled:
+            return self._explain_default(scheduler.default)
+        return explain_left_out(
+            scheduler.name,
+            self.active,
+            self._lists,
+            block_manager=self.block_manager,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+        )
+
+    def _explain_default(self, default: RequestScheduler) -> dict[int, WaitReason]:
+        """It decides to explain, and nothing stays of that: the user's would find other contexts.
+
+        A replay, in which nobody asks, would find them as they were.
+        """
+        contexts = [request for request in self.active if request.is_context_init_state]
+        sizes = [(each.context_chunk_size, each.num_chunk_drafts) for each in contexts]
+        try:
+            return explain(default, self.active)
+        finally:
+            for request, size in zip(contexts, sizes, strict=True):
+                request.context_chunk_size, request.num_chunk_drafts = size
+
+    def _make_scheduler(self, params: TrtGptModelOptionalParams) -> RequestScheduler:
+        if params.scheduler_class is None:
+            return scheduler_of(self.policy, self._settings, self.planner)
+        scheduler_class = find_scheduler_class(params.scheduler_class)
+        return make_guarded(scheduler_class, self._settings, self.planner)
+
+    def _make_drafter(self, params: TrtGptModelOptionalParams) -> Drafter | None:
+        config = params.speculative_decoding_config
+        if config.mode == "none":
+            return None
+        if not self._can_verify:
+            raise ConfigurationError(
+                f"speculative_decoding_mode is {config.mode}, but the engine verifies no drafts "
+                "(in deterministic_mode it may not); set it to none"
+            )
+        return Drafter(
+            config,
+            self.block_manager,
+            self.engine.max_num_tokens,
+            lambda request: self.rules.has_any(request.request_id),
+        )
+
+    def _make_settings(self, params: TrtGptModelOptionalParams) -> Settings:
+        return Settings(
+            policy=self.policy,
+            num_blocks=self.engine.num_blocks,
+            tokens_per_block=self.engine.tokens_per_block,
+            max_batch_size=self._max_batch_size,
+            max_num_tokens=self.engine.max_num_tokens,
+            chunking=self._chunking,
+            enable_reuse=self.block_manager.enable_reuse,
+            may_copy_blocks=self._may_copy_blocks,
+            scheduler_class=params.scheduler_class,
+            is_overlapped=self._is_overlapped,
+            priority_span=params.priority_span,
+            max_drafting_batch=None
+            if self._drafter is None
+            else params.speculative_decoding_config.disable_by_batch_size,
+        )
+
+    def _make_recorder(self, params: TrtGptModelOptionalParams) -> FlightRecorder:
+        sink = None
+        try:
+            if params.record_file:
+                path = Path(params.record_file)
+                if path.exists() and not path.is_file():  # a FIFO would wait for who reads it
+                    raise ConfigurationError(f"record_file = '{path}' is no regular file")
+                set_aside(path)
+                sink = RecordingFile(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
+            ) from None
+        return FlightRecorder(
+            self._settings,
+            software=version("inflight"),
+            sink=sink,
+            cache_state=self.block_manager.cache_state,
+            num_blocks_of=self.block_manager.num_blocks_of,
+        )
+
+    def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:
+        is_chunked, engine = params.enable_chunked_context, self.engine
+        if is_chunked is None:
+            is_chunked = engine.max_seq_len > engine.max_num_tokens
+        if not is_chunked:
+            return None
+        if (params.context_chunk_unit or 0) > self.engine.max_num_tokens:
+            raise ConfigurationError(
+                f"context_chunk_unit is {params.context_chunk_unit}, more than max_num_tokens = "
+                f"{self.engine.max_num_tokens}: such a chunk would never run"
+            )
+        unit_size = params.context_chunk_unit or self.engine.tokens_per_block
+        return ContextChunking(
+            params.context_chunking_policy, min(unit_size, self.engine.max_num_tokens)
+        )
+
+    def _make_limits(self, params: TrtGptModelOptionalParams) -> RequestLimits:
+        longest_prompt = self.engine.max_seq_len - 1
+        return RequestLimits(
+            vocab_size=self.engine.vocab_size,
+            max_input_len=min(params.max_input_len or longest_prompt, longest_prompt),
+            max_seq_len=self.engine.max_seq_len,
+            exclude_input_in_output=False,
+            max_queue_seconds=params.max_queue_seconds,
+            max_run_seconds=params.max_run_seconds,
+            is_observable=self._take_outputs is not None,
+            check_processor=self.rules.processors.check,
+            max_beam_width=self.max_beam_width,
+            folds_ids=params.out_of_vocabulary == "fold",
+            max_draft_len=params.speculative_decoding_config.max_draft_len * self._can_verify,
+            refusal_reason=partial(
+                refusal_reason,
+                block_manager=self.block_manager,
+                max_num_tokens=self.engine.max_num_tokens,
+                may_pause=self._settings.may_pause,
+                may_chunk=self._chunking is not None,
+            ),
+        )

@@ -1,0 +1,177 @@
+"""The memory of all KV blocks, and how large it is.
+
+Tokens in the pool: ``max_tokens_in_paged_kv_cache`` if given. On a GPU also what
+``kv_cache_free_gpu_mem_fraction`` of the memory holds that loading, the largest step and captured
+graphs leave (measured, not estimated); the smaller wins. On a CPU, without a setting, the smaller
+of 65,536 tokens and a quarter of the available memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from inflight_backend.errors import ConfigurationError
+
+
+def allocator_bytes() -> int:
+    """What torch holds of the current CUDA device, for every iteration. (`memory_reserved` sorts a
+    table of all of torch's numbers first: some 50 us of Python, more than a step is planned in.)"""
+    numbers = torch.cuda.memory_stats_as_nested_dict()
+    return int(numbers["reserved_bytes"]["all"]["current"])
+
+
+class DeviceMemory(Protocol):
+    """What the size of the KV pool depends on, in bytes."""
+
+    def free_bytes(self) -> int:
+        """Free now, with everything given back that is only kept for later."""
+
+    def start_peak(self) -> None:
+        """Measure from here."""
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since `start_peak`, beyond what was in use then."""
+
+
+class CudaMemory:
+    """The current CUDA device."""
+
+    def __init__(self) -> None:
+        self._bytes_before = 0
+
+    def free_bytes(self) -> int:
+        """What the driver says, after torch's cache has been emptied."""
+        torch.cuda.empty_cache()
+        free_bytes, _ = torch.cuda.mem_get_info()
+        return int(free_bytes)
+
+    def start_peak(self) -> None:
+        """Waits for the device. Measured is what torch takes from it: segments, and the holes that
+        steps of different sizes leave in them, not only what tensors hold."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._bytes_before = torch.cuda.memory_reserved()
+
+    def peak_bytes(self) -> int:
+        """Waits for the device."""
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_reserved()) - self._bytes_before
+
+
+_CPU_DEFAULT_TOKENS = 65_536
+_CPU_MEMORY_SHARE = 0.25
+
+CopyBlocks: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Source and destination [num_layers, num_blocks, ...], and the ids of pairs of blocks: see
+`inflight_kernels.ops.copy_blocks`."""
+
+
+class KvPool:
+    """One tensor [num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim].
+
+    It starts as zeros, and engines keep NaN out of blocks they hand on (`clean`).
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        tokens_per_block: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        copy_blocks: CopyBlocks | None = None,
+    ) -> None:
+        """Blocks are copied by ``copy_blocks``; None: by torch, which takes tens of launches where
+        a pool has more than 2^31 numbers."""
+        shape = (num_layers, 2, num_blocks, tokens_per_block, num_kv_heads, head_dim)
+        try:
+            self._memory = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError):
+            raise ConfigurationError(
+                f"no memory on {device} for {num_blocks} KV blocks; "
+                "lower max_tokens_in_paged_kv_cache"
+            ) from None
+        self._copy_blocks = copy_blocks
+        self.num_blocks = num_blocks
+        self.tokens_per_block = tokens_per_block
+        self._layers = [(layer[0], layer[1]) for layer in self._memory]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [num_blocks, tokens_per_block, KVH, head_dim]."""
+        return self._layers[index]
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Blocks ``destinations`` [n] int32 get what ``sources`` [n] hold; all are read before any
+        is written."""
+        # FP8 travels as bytes: torch has few operations on it.
+        memory = self._memory.view(torch.uint8) if self._memory.itemsize == 1 else self._memory
+        if self._copy_blocks is None:
+            memory.index_copy_(2, destinations.long(), memory.index_select(2, sources.long()))
+            return
+        memory = memory.flatten(0, 1)
+        staging = torch.empty(
+            (len(memory), len(sources), *memory.shape[2:]), dtype=memory.dtype, device=memory.device
+        )
+        places = torch.arange(len(sources), dtype=sources.dtype, device=sources.device)
+        self._copy_blocks(memory, staging, sources, places)
+        self._copy_blocks(staging, memory, places, destinations)
+
+    def clean(self, block_ids: Sequence[int]) -> None:
+        """Replace NaN and infinities in these blocks by numbers; all else stays."""
+        if block_ids:
+            ids = torch.tensor(block_ids, device=self._memory.device)
+            blocks = self._memory.index_select(2, ids)
+            self._memory.index_copy_(2, ids, blocks.nan_to_num_())
+
+
+def choose_num_blocks(
+    bytes_per_token: int,
+    tokens_per_block: int,
+    gpu_bytes: int | None,
+    max_tokens: int | None,
+    gpu_fraction: float,
+) -> int:
+    """Blocks of the pool by the rule above; `ConfigurationError` if not even one fits.
+
+    ``gpu_bytes`` are left of the GPU; None: a CPU.
+    """
+    limits = [] if max_tokens is None else [max_tokens]
+    if gpu_bytes is not None:
+        limits.append(max(int(gpu_bytes * gpu_fraction), 0) // bytes_per_token)
+    elif max_tokens is None:
+        limits.append(_CPU_DEFAULT_TOKENS)
+        limits.append(int(available_memory() * _CPU_MEMORY_SHARE) // bytes_per_token)
+    num_blocks = min(limits) // tokens_per_block
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"the KV pool has room for {min(limits)} tokens and a block takes {tokens_per_block}; "
+            "raise max_tokens_in_paged_kv_cache or lower tokens_per_block"
+        )
+    return num_blocks
+
+
+def available_memory() -> int:
+    """Bytes of main memory that can be taken without swapping."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_memory() -> int:
+    """Bytes of main memory this process holds; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        return 0
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,128 @@
+"""Pieces of text as tokens arrive, whose sum is the text of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+
+from inflight_backend.text.tokenizer import TextCodec
+
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+_MAX_WITHHELD_TOKENS = 8  # a character has at most 4 bytes, and a token at least one
+_MAX_OPEN_TOKENS = 3  # tokens of a character that is not whole yet
+_CONTEXT_TOKENS = 6  # tokens of the prompt a decoder looks at before the first new one
+_MAX_EMITTED_TOKENS = 8  # more context costs more time in each decoding
+
+
+class IncrementalDetokenizer:
+    """Turns a growing list of tokens into pieces of text whose sum is the text of the answer.
+
+    A token by itself has no text: it may be part of a character, or its leading space may depend
+    on what stands before it. So a window of tokens is decoded without and with the new ones, and
+    the difference is emitted once it ends in a whole character. The window starts with the last
+    tokens of the prompt, which are never emitted. It grows to `_MAX_EMITTED_TOKENS` before it moves
+    on, so that what was decoded with the new tokens last time is what comes without them this time.
+    """
+
+    def __init__(
+        self, codec: TextCodec, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
+        self._window = _context(self._decode, prompt_ids)
+        self._num_emitted = len(self._window)
+        self._emitted: str | None = None  # text of the emitted part, if that was decoded before
+        self._decoded = ""  # text of the whole window, last time
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Another one that goes on from here."""
+        twin = copy(self)
+        twin._window = self._window.copy()
+        return twin
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that became certain, possibly none."""
+        if len(ids) == 1:
+            self._window.append(ids[0])
+            return self._take()
+        parts = [
+            ids[i : i + _MAX_WITHHELD_TOKENS] for i in range(0, len(ids), _MAX_WITHHELD_TOKENS)
+        ]
+        return "".join(map(self._push_some, parts))
+
+    def _push_some(self, ids: Sequence[int]) -> str:
+        num_before = len(self._window)
+        self._window += ids
+        piece = self._new_text(self._window)
+        if piece and not piece.endswith(_REPLACEMENT):
+            self._move_on()
+            return piece
+        del self._window[num_before:]  # not all of it is certain: which part is?
+        return "".join([self.push((token,)) for token in ids])
+
+    def finish(self) -> str:
+        """What is left at the end; half a character is left out."""
+        num_new = len(self._window) - self._num_emitted
+        if num_new == 0:
+            return ""
+        piece = self._new_text(self._window)
+        text = self._decode(self._window[-num_new:]) if piece is None else piece
+        self._move_on()
+        return text.rstrip(_REPLACEMENT)
+
+    def _take(self) -> str:
+        """The text that is certain now; moves the window on."""
+        piece = self._new_text(self._window)
+        if piece and not piece.endswith(_REPLACEMENT):
+            self._move_on()
+            return piece
+        num_new = len(self._window) - self._num_emitted
+        return "" if num_new < _MAX_WITHHELD_TOKENS else self._give_up(piece)
+
+    def _move_on(self) -> None:
+        """All of the window was emitted; it keeps what was last, which begins with a character."""
+        if len(self._window) > _MAX_EMITTED_TOKENS:
+            del self._window[: self._num_emitted]
+            self._emitted = None
+        else:
+            self._emitted = self._decoded
+        self._num_emitted = len(self._window)
+
+    def _give_up(self, piece: str | None) -> str:
+        """So many tokens are no half character: say what they are and go on."""
+        if piece == "":  # special tokens: they have no text, and the next one's space depends on
+            del self._window[self._num_emitted :]  # what stands before them
+            return ""
+        head = self._window[:-_MAX_OPEN_TOKENS]  # the last ones may yet become a character
+        text = self._new_text(head)
+        if text is None:
+            text = self._decode(head[self._num_emitted :])
+        del self._window[: self._num_emitted]
+        self._num_emitted = len(self._window) - _MAX_OPEN_TOKENS
+        self._emitted = None
+        return text
+
+    def _new_text(self, window: Sequence[int]) -> str | None:
+        """What ``window`` adds to its emitted part; None if the decoder reads that anew.
+
+        A decoder with byte fallback makes a whole run of bytes invalid if one of them is.
+        """
+        before = self._emitted
+        if before is None:
+            before = self._emitted = self._decode(window[: self._num_emitted])
+        after = self._decoded = self._decode(window)
+        if after.startswith(before):
+            return after[len(before) :]
+        # The new tokens may have completed a character that the old ones had begun.
+        whole = before.rstrip(_REPLACEMENT)
+        return after[len(whole) :] if after.startswith(whole) else None
+
+
+def _context(decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> list[int]:
+    """The last tokens of the prompt, from where a character begins."""
+    sizes = range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_OPEN_TOKENS + 1)
+    contexts = [list(prompt_ids[-size:]) for size in sizes]
+    for context in contexts:
+        if not decode(context).startswith(_REPLACEMENT):
+            return context
+    return contexts[0]

@@ -1,0 +1,143 @@
+"""What is sent back for a request: which tensors a client gets, and the stream that writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+import inflight_protocol as protocol
+from inflight_backend.errors import InvalidRequest, UnsupportedRequest
+from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.text.detokenizer import IncrementalDetokenizer
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_io.beam_stream import BeamStream, BeamTexts
+from inflight_backend.triton_io.request import (
+    MAX_STOP_WORDS,
+    is_streaming,
+    read_flag,
+    read_text,
+    read_texts,
+)
+from inflight_backend.triton_io.sender import Stream
+from inflight_backend.triton_io.stop_text import StopText, StopTokens
+from inflight_backend.triton_io.token_stream import TextWriter, TokenStream, Zeros
+from inflight_scheduler import OutputParams
+
+_TOKEN_OUTPUTS = frozenset({"output_ids", "sequence_length"})
+_TEXT_OUTPUTS = frozenset({"text_output"})
+_ANSWERS = frozenset({"stats", "why", "recording", "description"})
+_OUTPUTS = frozenset(spec.name for spec in protocol.OUTPUTS if spec.is_honoured) - _ANSWERS
+# Sent to who names them; those of `_BY_INPUT` also to who names no output at all.
+_BY_NAME_ONLY = frozenset({"finish_reason", "batch_index", "sequence_index"})
+# Clients of tensorrtllm_backend up to v0.13 read it of every response and name no outputs.
+_ALWAYS = frozenset({"batch_index"})
+_BY_INPUT = _OUTPUTS - _TOKEN_OUTPUTS - _TEXT_OUTPUTS - _BY_NAME_ONLY
+_ENSEMBLE_OUTPUTS = frozenset(protocol.ENSEMBLE_OUTPUT_MAP.values())
+
+
+_FIRST = {name: np.zeros((1, 1), np.int32) for name in ("batch_index", "sequence_index")}
+
+
+def names_none(requested: frozenset[str]) -> bool:
+    """True for a client that names no output.
+
+    The ensemble always requests what it has, and keeps those from its client that it did not name.
+    """
+    return not requested or requested == _ENSEMBLE_OUTPUTS
+
+
+def choose_outputs(requested: frozenset[str], *, is_text: bool) -> frozenset[str]:
+    """The tensors to send, as far as there are any: inputs like ``return_log_probs`` decide that.
+
+    A client that names none gets those of the kind of its prompt, and which row each is of.
+
+    A token prompt needs ``output_ids`` or ``text_output``; the peer's rule that ``output_ids`` and
+    ``sequence_length`` come together holds for clients that name one of them.
+    """
+    if names_none(requested):
+        return (_TEXT_OUTPUTS if is_text else _TOKEN_OUTPUTS) | _BY_INPUT | _ALWAYS
+    if not requested & (_TOKEN_OUTPUTS | _TEXT_OUTPUTS):
+        raise InvalidRequest(
+            "none of the requested outputs can be sent; request 'output_ids' with "
+            "'sequence_length', or 'text_output'"
+        )
+    if refused := sorted(requested - _OUTPUTS):
+        raise InvalidRequest(f"output '{refused[0]}' cannot be requested here: it is not sent")
+    return requested
+
+
+def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]:
+    """What a client that names no outputs is told though it has not asked for it: zeros."""
+    if not names_none(requested):
+        return frozenset()
+    asked = {
+        "cum_log_probs": outputs.log_probs,
+        "output_log_probs": outputs.log_probs,
+        "context_logits": outputs.context_logits,
+        "generation_logits": outputs.generation_logits,
+    }
+    return frozenset(name for name, is_asked in asked.items() if not is_asked)
+
+
+def make_token_stream(
+    stream: Stream,
+    request: InferenceRequest,
+    inputs: Mapping[str, Array],
+    requested: frozenset[str],
+    codec: TextCodec | None,
+) -> TokenStream | BeamStream:
+    """The way back for a validated request (`request.llm_request` is set)."""
+    llm_request = request.llm_request
+    assert llm_request is not None, "validate the request first"
+    text = read_text(inputs)
+    outputs = choose_outputs(requested, is_text=text is not None)
+    # The ensemble names them all; perhaps its client did.
+    final_outputs = _BY_NAME_ONLY if requested == _ENSEMBLE_OUTPUTS else frozenset[str]()
+    if read_flag(inputs, "return_finish_reason"):
+        final_outputs |= {"finish_reason"}
+    stop_words = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
+    keeps_stop_word = bool(read_flag(inputs, "include_stop_str_in_output"))
+    skips_special = read_flag(inputs, "skip_special_tokens") is not False
+    needs_codec = "text_output" in outputs or stop_words
+    if needs_codec and codec is None:
+        name = "stop_words" if stop_words else "text_output"
+        raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
+    # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
+    is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
+    includes_prompt = is_whole and not llm_request.exclude_input_in_output
+    unasked = _unasked(llm_request.outputs, requested)
+    zeros = Zeros(unasked, llm_request.prompt_len if includes_prompt else 0) if unasked else None
+    if llm_request.beams is not None:
+        if keeps_stop_word or not skips_special:
+            name = "include_stop_str_in_output" if keeps_stop_word else "skip_special_tokens"
+            raise UnsupportedRequest(f"'{name}' is not supported together with beams")
+        beams = BeamStream(stream, outputs, constants=_FIRST)
+        beams.final_outputs = final_outputs
+        beams.zeros = zeros
+        if "text_output" in outputs and codec is not None:
+            prompt = codec.decode(llm_request.tokens) if text is None else text
+            beams.texts = BeamTexts.of(codec, llm_request, prompt, stop_words)
+        return beams
+    token_stream = TokenStream(stream, outputs, constants=_FIRST)
+    token_stream.zeros = zeros
+    token_stream.final_outputs = final_outputs
+    if is_whole and llm_request.is_streaming:
+        token_stream.is_whole = True
+        token_stream.ids = list(llm_request.tokens) if includes_prompt else []
+    if codec is None or not needs_codec:
+        return token_stream
+    token_stream.text = TextWriter(
+        IncrementalDetokenizer(codec, llm_request.tokens, skip_special_tokens=skips_special),
+        stop_tokens=(
+            StopTokens(llm_request.stop_words)
+            if llm_request.stop_words and not keeps_stop_word
+            else None
+        ),
+        stop_text=StopText(stop_words, keeps_word=keeps_stop_word) if stop_words else None,
+    )
+    if includes_prompt:
+        token_stream.text.prefix = codec.decode(llm_request.tokens) if text is None else text
+        if not llm_request.is_streaming:  # else the prompt's ids do not come with the answer's
+            token_stream.text.num_prompt_ids = llm_request.prompt_len
+    return token_stream

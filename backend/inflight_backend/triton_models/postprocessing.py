@@ -1,0 +1,91 @@
+"""`TritonPythonModel` of ``postprocessing``: token ids to text, whole answers only.
+
+A stream is better read as ``text_output`` of ``tensorrt_llm``: a token by itself may be half a
+character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest
+from inflight_backend.process_guard import exit_with_parent
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_models.text_base import (
+    CODEC_PARAMETERS,
+    check_answers,
+    load_codec,
+    parameters_of,
+    read_switch,
+    respond,
+)
+
+Array = npt.NDArray[Any]
+
+
+_PASSED_ON = (
+    "CUM_LOG_PROBS",
+    "OUTPUT_LOG_PROBS",
+    "CONTEXT_LOGITS",
+    "GENERATION_LOGITS",
+    "BATCH_INDEX",
+)
+"""What comes back as it is under the name ``OUT_...``: the peer's model had these to v0.13."""
+
+
+class Postprocessor:
+    """Decodes the first ``SEQUENCE_LENGTH`` ids of every beam, all of them if that is not sent."""
+
+    def __init__(self, codec: TextCodec, *, skips_special_tokens: bool) -> None:
+        self._codec = codec
+        self._skips_special_tokens = skips_special_tokens
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """See `inflight_backend.triton_models.text_base.Convert`."""
+        if "TOKENS_BATCH" not in inputs:  # Triton only counts what came
+            raise InvalidRequest("'TOKENS_BATCH' is missing")
+        tokens = inputs["TOKENS_BATCH"]
+        whole = np.full(tokens.shape[:2], tokens.shape[2], dtype=np.int32)
+        lengths = inputs.get("SEQUENCE_LENGTH", whole)
+        if tokens.shape[:2] != lengths.shape:
+            raise InvalidRequest(
+                f"'SEQUENCE_LENGTH' has shape {list(lengths.shape)}, "
+                f"expected {list(tokens.shape[:2])}: one length per beam of 'TOKENS_BATCH'"
+            )
+        longest, highest = tokens.shape[2], self._codec.vocab_size - 1
+        if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
+            raise InvalidRequest(f"'SEQUENCE_LENGTH' must hold numbers from 0 to {longest}")
+        check_answers("SEQUENCE_LENGTH", int(lengths.sum(dtype=np.int64)))
+        texts = np.empty(lengths.shape, dtype=np.object_)
+        for place in np.ndindex(*lengths.shape):
+            ids = tokens[place][: lengths[place]]
+            if ids.size and not 0 <= ids.min() <= ids.max() <= highest:
+                raise InvalidRequest(f"'TOKENS_BATCH' holds an id outside 0..{highest}")
+            text = self._codec.decode(ids.tolist(), skip_special_tokens=self._skips_special_tokens)
+            texts[place] = text.encode()
+        passed_on = {f"OUT_{name}": inputs[name] for name in _PASSED_ON if name in inputs}
+        return {"OUTPUT": texts.reshape(-1), **passed_on}
+
+
+class TritonPythonModel:
+    """The model ``postprocessing``."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the tokenizer; a failure fails the load with one line."""
+        import triton_python_backend_utils as pb_utils  # exists only inside Triton
+
+        exit_with_parent(args["model_name"])
+        self._pb_utils = pb_utils
+        parameters = parameters_of(args, *CODEC_PARAMETERS, "skip_special_tokens")
+        self._convert = Postprocessor(
+            load_codec(parameters),
+            skips_special_tokens=read_switch(parameters, "skip_special_tokens", True),
+        )
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response per request."""
+        return respond(self._pb_utils, requests, self._convert)

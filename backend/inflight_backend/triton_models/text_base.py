@@ -1,0 +1,136 @@
+"""What the models ``preprocessing`` and ``postprocessing`` share: a tokenizer, no engine.
+
+They are for clients that tokenise through the server; `tensorrt_llm` itself takes text. Rows are
+padded to the longest, so a long one beside many short ones makes a table much larger than the
+texts: requests are bounded by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight_backend.errors import InvalidRequest, ServingError
+from inflight_backend.log import get_logger
+from inflight_backend.manager.parameters import check_keys, read_raw, set_or_empty
+from inflight_backend.requests.sampling import MAX_WORDS
+from inflight_backend.text.tokenizer import TextCodec
+from inflight_backend.triton_io.request import MAX_TEXT_SIZE, read_head, read_inputs
+from inflight_backend.triton_io.sender import CodedFactory, ResponseFactory
+
+MAX_CHARACTERS = 2**22
+"""Characters of all prompts, some million tokens; it takes seconds to encode them."""
+
+MAX_TOKENS = 2**22
+"""Tokens to decode."""
+
+
+def check_prompts(name: str, texts: Sequence[str]) -> None:
+    """`InvalidRequest` for more characters than are encoded at once."""
+    num_characters = sum(map(len, texts))
+    if num_characters > MAX_CHARACTERS:
+        raise InvalidRequest(
+            f"'{name}' holds {num_characters} characters, more than {MAX_CHARACTERS}"
+        )
+
+
+def check_words(name: str, rows: Sequence[Sequence[str]]) -> None:
+    """`InvalidRequest` for a row with more words than `tensorrt_llm` takes."""
+    for row in rows:
+        num_characters = sum(map(len, row))
+        if len(row) > MAX_WORDS:
+            raise InvalidRequest(f"'{name}' holds {len(row)} texts in a row, more than {MAX_WORDS}")
+        if num_characters > MAX_TEXT_SIZE:
+            raise InvalidRequest(
+                f"'{name}' holds {num_characters} characters in a row, more than {MAX_TEXT_SIZE}"
+            )
+
+
+def check_answers(name: str, num_tokens: int) -> None:
+    """`InvalidRequest` for more tokens than are decoded at once."""
+    if num_tokens > MAX_TOKENS:
+        raise InvalidRequest(f"'{name}' asks for {num_tokens} tokens, more than {MAX_TOKENS}")
+
+
+_logger = get_logger(__name__)
+
+Array = npt.NDArray[Any]
+
+CODEC_PARAMETERS = ("tokenizer_dir", "gpt_model_path")
+"""The parameters that say which tokenizer it is."""
+
+_TRUE, _FALSE = ("true", "1"), ("false", "0")
+
+
+class Convert(Protocol):
+    """Turns the tensors of one request into those of its response."""
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """``InvalidRequest`` names what is wrong with ``inputs``."""
+
+
+def parameters_of(args: Mapping[str, str], *known: str) -> dict[str, str]:
+    """The model's ``parameters`` block; what nobody filled is empty.
+
+    `ConfigurationError` for one that is set and neither ``known`` nor Triton's own.
+    """
+    raw = read_raw(args["model_config"])
+    values = {key: set_or_empty(value) for key, value in raw.items()}
+    check_keys(values, known)
+    return values
+
+
+def load_codec(parameters: Mapping[str, str]) -> TextCodec:
+    """The tokenizer of ``tokenizer_dir``, else of ``gpt_model_path``, whose end ids it has."""
+    folder, checkpoint = (parameters.get(key) for key in ("tokenizer_dir", "gpt_model_path"))
+    if not folder:
+        return TextCodec(Path(parameters["gpt_model_path"]))
+    return TextCodec(Path(folder), Path(checkpoint) if checkpoint else None)
+
+
+def read_switch(parameters: Mapping[str, str], key: str, default: bool) -> bool:
+    """A parameter that is true or false; `InvalidRequest` for another value."""
+    value = parameters.get(key, "").lower() or str(default).lower()
+    if value not in _TRUE + _FALSE:
+        raise InvalidRequest(f"{key} must be true or false, got {value!r}")
+    return value in _TRUE
+
+
+def texts(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[str]]:
+    """The strings of every row; empty rows if the tensor was not sent."""
+    if name not in inputs:
+        return [[] for _ in range(num_rows)]
+    try:
+        return [[each.decode() for each in row.reshape(-1)] for row in inputs[name]]
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"'{name}' is not valid UTF-8") from None
+
+
+def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[Any]:
+    """One response per request; a bad one gets an error and disturbs nobody."""
+    return [_respond(pb_utils, request, convert) for request in requests]
+
+
+def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
+    head = read_head(request)
+    factory = CodedFactory(pb_utils) if head.asks_for_codes else ResponseFactory(pb_utils)
+    try:
+        head.refuse_settings()
+        inputs = read_inputs(request)
+        num_rows = {len(tensor) for tensor in inputs.values()}
+        if len(num_rows) > 1:
+            raise InvalidRequest("the tensors of the request differ in their first dimension")
+        outputs = convert(inputs)
+        wanted = set(request.requested_output_names()) or set(outputs)
+        return factory.tensors(
+            {name: np.ascontiguousarray(value) for name, value in outputs.items() if name in wanted}
+        )
+    except ServingError as error:
+        return factory.error(str(error), "INVALID_ARG")
+    except BaseException:  # ours, or a panic of the tokenizer: the others of the batch are served
+        _logger.exception("a request could not be converted")
+        return factory.error("the request could not be served")

@@ -1,0 +1,213 @@
+"""What the launcher prints: messages, a progress bar while weights load, one block when ready.
+
+Printing must never block the launcher or its server: the reader of the pipe may be gone (Ctrl-C to
+``inflight serve 2>&1 | tee log`` ends `tee` as well) or not reading (a pager, a log driver, a slow
+terminal, Ctrl-S), and the disk of a log may be full. Then messages are lost; a drain or restart
+goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inflight_backend.status import ModelStatus
+from inflight_protocol import ENSEMBLE_MODEL_NAME
+from inflight_server.serve.preflight import has_tokenizer
+from inflight_server.serve.settings import ServeSettings
+
+_STDERR = 2
+_CHUNK_BYTES = 2**16  # what a pipe holds
+_PATIENCE_SECONDS = 0.5  # with a reader; one that is only slow has read something by then
+
+_turns = threading.Lock()
+_writers: dict[int, threading.Thread] = {}  # the last of each descriptor
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """A line on stdout, or stderr; what cannot be written is lost, or comes later."""
+    stream = sys.stderr if err else sys.stdout
+    if stream is not None:
+        _write(stream, f"{text}\n")
+
+
+@contextmanager
+def shown() -> Iterator[int]:
+    """A descriptor for processes that end within the block: what they write comes to our stderr.
+
+    They wait for nobody who reads it, other than if they wrote there themselves.
+    """
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=_pass_on, args=(reader,), name="ServerLog", daemon=True)
+    thread.start()
+    try:
+        yield writer
+    finally:
+        os.close(writer)
+        thread.join(_PATIENCE_SECONDS)
+
+
+def occupy_standard_descriptors() -> None:
+    """Open those of stdin, stdout and stderr that are closed, as for some service managers.
+
+    The next file would get their numbers else, and what anybody writes to stderr.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        pass
+    os.close(descriptor)
+
+
+class ForgivingStream:
+    """A stream for rich, which ends the process when nobody reads what it draws."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        _write(self._stream, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is ever left to be passed on."""
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Past the buffer of ``stream``: Python tries what is left there once more when everything else
+    is over, and ends with exit code 120 if that fails."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # that of a test, which has none
+        stream.write(text)
+        return
+    with suppress(RuntimeError):  # there may be no room for a thread
+        _write_aside(descriptor, text.encode(stream.encoding, errors="replace"))
+
+
+def _write_aside(descriptor: int, data: bytes) -> None:
+    """On a thread, which nobody waits for if it waits: a terminal takes a line and not its end,
+    and says before that it has room. Who comes after it does not wait once more, and is lost."""
+    with _turns:
+        before = _writers.get(descriptor)
+        if before is not None and before.is_alive():
+            return
+        writer = threading.Thread(target=_put, args=(descriptor, data), name="Message", daemon=True)
+        writer.start()
+        _writers[descriptor] = writer
+        writer.join(_PATIENCE_SECONDS)
+
+
+def _pass_on(reader: int) -> None:
+    while data := os.read(reader, _CHUNK_BYTES):
+        with suppress(RuntimeError):
+            _write_aside(_STDERR, data)
+    os.close(reader)
+
+
+def _put(descriptor: int, data: bytes) -> None:
+    with suppress(OSError):
+        while data:
+            data = data[os.write(descriptor, data) :]
+
+
+_DEFAULT = ServeSettings()
+
+
+class LoadingDisplay:
+    """Progress on stderr: a bar on a terminal, one line elsewhere."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        stream = cast(TextIO, ForgivingStream(sys.stderr)) if sys.stderr is not None else None
+        console = Console(file=stream, stderr=True)
+        self._name = settings.model.name
+        self._is_live = console.is_terminal and not settings.is_verbose
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not self._is_live,
+        )
+        self._task = self._progress.add_task("starting tritonserver", total=None)
+
+    def __enter__(self) -> LoadingDisplay:
+        if not self._is_live:
+            say(f"starting tritonserver with {self._name} ...", err=True)
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, status: ModelStatus | None) -> None:
+        """Show how far loading is."""
+        if status is not None and status.phase == "loading":
+            self._progress.update(
+                self._task,
+                description=f"loading {self._name}",
+                completed=status.fields["loaded_bytes"],
+                total=status.fields["total_bytes"] or None,
+            )
+
+
+def ready_block(settings: ServeSettings, status: ModelStatus) -> str:
+    """All a user needs once the server is ready: where it listens, what it runs, what to type."""
+    fields = status.fields
+    host = settings.local_host
+    http = f"http://{host}:{settings.http_port}"
+    tokens = fields["num_blocks"] * fields["tokens_per_block"]
+    scheduler = settings.parameters.get("scheduler_class") or fields["policy"]
+    note = f"  (listening on {settings.host}: open to other machines)" if settings.is_public else ""
+    return f"""
+inflight is ready{note}
+
+  model      {fields["model"]}, {fields["dtype"]} on {fields["device"]}
+  HTTP       {http}
+  gRPC       {host}:{settings.grpc_port}
+  metrics    http://{host}:{settings.metrics_port}/metrics
+  KV cache   {fields["num_blocks"]} blocks x {fields["tokens_per_block"]} = {tokens} tokens
+  scheduler  {scheduler}, max batch {fields["max_batch_size"]}, \
+up to {fields["max_seq_len"]} tokens per request
+             and {fields["max_num_tokens"]} tokens per iteration
+
+{_next_steps(settings, http)}
+Ctrl-C stops the server."""
+
+
+def _without_tokenizer(settings: ServeSettings) -> str:
+    if not (settings.tokenizer_dir / "tokenizer.model").is_file():
+        return "send token ids (input_ids) to tensorrt_llm"
+    # One from before tokenizer.json.
+    return (
+        "send token ids (input_ids) to tensorrt_llm,\nor convert its tokenizer.model: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
+
+
+def _next_steps(settings: ServeSettings, http: str) -> str:
+    if not has_tokenizer(settings):
+        return f"The model has no tokenizer.json: {_without_tokenizer(settings)}.\n"
+    prompt = "1 2 3 4" if settings.is_demo else "Hello"
+    is_default = (settings.local_host, settings.grpc_port) == (_DEFAULT.host, _DEFAULT.grpc_port)
+    url = "" if is_default else f" --url {settings.local_host}:{settings.grpc_port}"
+    stream, endpoint, option = "true", "generate_stream", ""
+    if not settings.is_decoupled:
+        stream, endpoint, option = "false", "generate", " --no-stream"
+    body = f'{{"text_input": "{prompt}", "max_tokens": 40, "stream": {stream}}}'
+    return f"""\
+In another terminal:
+  inflight generate "{prompt}" --max-tokens 40{option}{url}
+  curl -N {http}/v2/models/{ENSEMBLE_MODEL_NAME}/{endpoint} -d '{body}'
+"""

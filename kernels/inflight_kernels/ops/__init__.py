@@ -1,0 +1,1 @@
+"""The operations, one module each, with the function of the same name as its entry."""

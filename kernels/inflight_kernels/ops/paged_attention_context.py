@@ -1,0 +1,358 @@
+"""Causal attention of ragged query chunks over the paged cache (context phase, mixed batches).
+
+    out[t, h] = softmax(scale * q[t, h] . K[visible(t), h // G])  @  V[visible(t), h // G]
+
+Sequence ``s`` owns query tokens ``query_starts[s] .. query_starts[s + 1]``; they are the last ones
+of its ``context_lengths[s]`` tokens, all of which (this chunk included) are in the cache already.
+Token at position ``p`` sees positions ``p - sliding_window < j <= p``. Scores get
+``softcap * tanh(s / softcap)`` when a soft cap is given.
+
+One program owns one KV head and one tile of query rows; a row is a (token, query head of the
+group) pair, so a tile of 128 rows is 32 tokens at G = 4 and K and V are read once for all heads of
+the group. The grid is an upper bound on the tiles that depends on shapes only; each program finds
+its sequence by counting, so nothing is computed on the host. Tiles of keys that no row sees are
+not read, tiles that every row sees are not masked. Compiled code depends on the model and the tile
+only: neither on the number of sequences nor on the tables' stride, nor on where in a larger tensor
+tables, starts and lengths lie.
+
+Query tokens past ``query_starts[-1]`` (padding) give zeros; those before ``query_starts[0]`` are
+somebody else's: what lies at their place in ``out`` stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import launch
+from inflight_kernels.launch import dot, narrow, tuned_tile
+from inflight_kernels.paging import (
+    check_attention,
+    make_output,
+    scores_to_log2,
+    tile_rows,
+    to_product_dtype,
+)
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+
+@triton.jit
+def _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q: tl.constexpr):
+    """The sequence that owns a tile.
+
+    Sequence s gets the tiles from ``starts[s] // BLOCK_Q + s`` on: at least as many as it needs,
+    at most one too many, and their numbers rise with s, so counting finds the owner.
+    """
+    BLOCK_S: tl.constexpr = 256  # counted at a time: one compiled kernel for any number
+    num_before = 0
+    for first in range(0, num_sequences, BLOCK_S):
+        ids = first + tl.arange(0, BLOCK_S)
+        starts = tl.load(starts_ptr + ids, mask=ids < num_sequences, other=0)
+        is_before = (starts // BLOCK_Q + ids <= tile) & (ids < num_sequences)
+        num_before += tl.sum(is_before.to(tl.int32), axis=0)
+    return num_before - 1
+
+
+@triton.jit
+def _find_queries(tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q: tl.constexpr):
+    """Where in the batch the sequence starts, how many query tokens it has, without and with those
+    of padding (they count as the last sequence's, to be zeroed), and the first one of the tile.
+
+    Asked again behind the loops, the loads are done again (``volatile``): what comes of the answer,
+    64-bit addresses of up to 16 rows in each thread, then need not lie in registers meanwhile.
+    None are left for it with wide heads over an FP8 cache, nor on sm_80 with heads of 128.
+    """
+    start = tl.load(starts_ptr + sequence, volatile=True)
+    num_queries = tl.load(starts_ptr + sequence + 1, volatile=True) - start
+    num_rows = tl.where(sequence == num_sequences - 1, num_tokens - start, num_queries)
+    return start, num_queries, num_rows, (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+
+
+@triton.jit
+def _attend_tiles(
+    peak, total, acc, q, positions, begin, end,
+    table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
+    MASKED: tl.constexpr, P: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, N: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over keys begin .. end. q, acc [M, D]; positions, peak, total [M]."""
+    offs_d = tl.arange(0, D)
+    in_head = (offs_d < HEAD_DIM)[None, :]
+    for first in tl.range(begin, end, N, num_stages=STAGES):
+        tokens = first + tl.arange(0, N)
+        rows = tile_rows(table_ptr, first, end, stride_block, stride_token, P, N)
+        mask = (tokens < end)[:, None] & in_head if MASKED else in_head
+        k = tl.load(key_ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        scores = dot(q, tl.trans(k.to(q.dtype)))  # [M, N]
+        if MASKED or SOFTCAP > 0:
+            scores = scores_to_log2(scores, scale, SOFTCAP)
+            if MASKED:
+                visible = tokens[None, :] <= positions[:, None]
+                if WINDOW > 0:
+                    visible &= tokens[None, :] > positions[:, None] - WINDOW
+                # Finite: a row's first tiles may lie before its window. What they add is a sum of
+                # ones at weight 2^(-1e30 - peak): zero once a visible key has raised the peak.
+                scores = tl.where(visible, scores, -1.0e30)
+            peak_new = tl.maximum(peak, tl.max(scores, axis=1))
+            p = tl.exp2(scores - peak_new[:, None])
+        else:  # scale and difference in one multiply-add per score
+            factor = scale * 1.4426950408889634
+            peak_new = tl.maximum(peak, tl.max(scores, axis=1) * factor)
+            p = tl.exp2(scores * factor - peak_new[:, None])
+        alpha = tl.exp2(peak - peak_new)
+        peak = peak_new
+        total = total * alpha + tl.sum(p, axis=1)
+        v = tl.load(value_ptr + rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        acc = acc * alpha[:, None] + dot(narrow(p, q.dtype), v.to(q.dtype))
+    return peak, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "stride_table"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "starts_ptr", "context_lengths_ptr"],
+)
+def _paged_attention_context_kernel(
+    out_ptr,  # [T, H, D]
+    query_ptr,  # [T, H, D]
+    key_ptr,
+    value_ptr,
+    block_tables_ptr,  # [S, max_blocks]
+    starts_ptr,  # [S + 1]
+    context_lengths_ptr,  # [S]
+    scale,  # softmax scale times the scale of an FP8 key cache
+    value_scale,
+    num_tokens,
+    num_sequences,
+    stride_q_row,
+    stride_q_head,
+    stride_table,
+    stride_block,  # of both caches
+    stride_token,
+    stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    # A grid of one dimension: the others end at 65,535, and wide groups have more tiles.
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    # Late tiles of a prompt see the most keys: launched first, they do not form the tail.
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+    if tile < tl.load(starts_ptr) // BLOCK_Q:
+        return
+    sequence = _find_sequence(tile, starts_ptr, num_sequences, BLOCK_Q)
+    start, num_queries, num_rows, first_query = _find_queries(
+        tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
+    )
+    if first_query >= num_rows:
+        return
+    length = tl.load(context_lengths_ptr + sequence)
+
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    queries = first_query + offs_m // GROUP
+    heads = kv_head * GROUP + offs_m % GROUP
+    in_tile = (offs_m < BLOCK_Q * GROUP)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    is_query = (queries < num_queries)[:, None]
+    rows = (start + queries).to(tl.int64)
+    q_rows = query_ptr + rows * stride_q_row + heads * stride_q_head
+    q = tl.load(q_rows[:, None] + offs_d[None, :], mask=in_tile & is_query, other=0.0)
+    q = to_product_dtype(q, key_ptr.dtype.element_ty == tl.float8e4nv)
+
+    positions = length - num_queries + queries
+    first_position = length - num_queries + first_query
+    end = tl.minimum(length, first_position + BLOCK_Q)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.where(first_query < num_queries, end, begin)
+    # Keys up to the first row's own position are visible to all rows, unless a window hides some.
+    middle = begin if WINDOW > 0 else tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, end)
+
+    peak = tl.full([BLOCK_M], -1.0e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    table_ptr = block_tables_ptr + sequence.to(tl.int64) * stride_table
+    key_ptr += kv_head.to(tl.int64) * stride_head
+    value_ptr += kv_head.to(tl.int64) * stride_head
+    if WINDOW == 0:
+        peak, total, acc = _attend_tiles(
+            peak, total, acc, q, positions, begin, middle,
+            table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
+            False, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+    peak, total, acc = _attend_tiles(
+        peak, total, acc, q, positions, middle, end,
+        table_ptr, key_ptr, value_ptr, scale, stride_block, stride_token,
+        True, TOKENS_PER_BLOCK, HEAD_DIM, WINDOW, SOFTCAP, BLOCK_N, BLOCK_D, STAGES,
+    )  # fmt: skip
+
+    # Rows are counted over the batch, so that nothing of them is known before the answer.
+    start, num_queries, num_rows, first_query = _find_queries(
+        tile, sequence, starts_ptr, num_tokens, num_sequences, BLOCK_Q
+    )
+    batch_rows = ((start + first_query) * GROUP + offs_m).to(tl.uint32)
+    tokens = batch_rows // GROUP
+    is_query = (tokens < start + num_queries)[:, None]
+    out = tl.where(is_query, acc * (value_scale / tl.where(total > 0, total, 1.0))[:, None], 0.0)
+    out = narrow(out, out_ptr.dtype.element_ty)
+    # token * num_heads + head, where head is kv_head * GROUP + batch_row - token * GROUP.
+    other_heads = (NUM_KV_HEADS - 1) * GROUP
+    out_rows = tokens.to(tl.int64) * other_heads + batch_rows + kv_head * GROUP
+    is_stored = tokens < start + tl.minimum(num_rows, first_query + BLOCK_Q)
+    stored = is_stored[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store((out_ptr + out_rows * HEAD_DIM)[:, None] + offs_d[None, :], out, mask=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTile:
+    """Query rows and keys per tile, software-pipelining depth and warps of a program."""
+
+    block_m: int
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+def choose_tile(
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_query_len: int | None,
+    cache_dtype: torch.dtype | None = None,
+) -> ContextTile:
+    """128 rows feed two warpgroups of wgmma; 64 feed one; 16 suffice for a few draft tokens.
+
+    Five stages keep two tiles of K and V ahead (the pipeliner splits them between the block id
+    and the tile it leads to); where shared memory or registers are short, three keep one. Over an
+    FP8 cache five take fewer registers than three, and with wide heads room that nobody else has.
+    Long chunks take the tile that was measured to be best, if one was (`_tiles`).
+    """
+    smallest = max(16, launch.next_power_of_2(group))
+    if dtype == torch.float32:  # no tensor cores: small tiles, for checking rather than serving
+        return ContextTile(max(smallest, 32), 16, stages=2, num_warps=8)
+    rows = 128 if max_query_len is None else max_query_len * group
+    has_room, is_wide = launch.has_large_shared_memory(), head_dim > 128
+    block_n = 32 if is_wide else 64
+    if rows <= 16:
+        return ContextTile(smallest, block_n, stages=3, num_warps=4)
+    if rows <= 64 or (is_wide and not has_room):
+        num_warps = 8 if is_wide else 4
+        return ContextTile(max(smallest, 64), block_n, stages=3, num_warps=num_warps)
+    name = launch.dtype_name(cache_dtype or dtype)
+    tuned = tuned_tile("paged_attention_context", head_dim, group, name)
+    if tuned is not None:
+        return ContextTile(*tuned)
+    is_large = is_wide and cache_dtype != torch.float8_e4m3fn
+    stages = 5 if has_room and not is_large else 3
+    return ContextTile(max(smallest, 128), block_n, stages=stages, num_warps=8)
+
+
+@launch.once_in_a_row
+def _check(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    max_query_len: int | None,
+) -> None:
+    """Raise ValueError, naming the argument, unless all fit one another."""
+    check_attention(
+        query, key_cache, value_cache, block_tables, context_lengths, scale, sliding_window, softcap
+    )
+    if value_cache.stride() != key_cache.stride():  # one offset finds a token in both
+        raise ValueError(
+            f"value_cache: must have the strides of key_cache, {key_cache.stride()}, "
+            f"got {value_cache.stride()}"
+        )
+    launch.check_shape("query_starts", query_starts, (context_lengths.shape[0] + 1,))
+    launch.check_dtype("query_starts", query_starts, (torch.int32,))
+    launch.check_contiguous("query_starts", query_starts)
+    launch.check_same_device(query=query, query_starts=query_starts)
+    launch.check_positive("max_query_len", max_query_len)
+
+
+def paged_attention_context(
+    query: torch.Tensor,  # [T, H, D] bfloat16, float16 or float32
+    key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
+    value_cache: torch.Tensor,  # same shape and strides
+    block_tables: torch.Tensor,  # [S, max_blocks] int32; entries past a row's length are not read
+    query_starts: torch.Tensor,  # [S + 1] int32, ascending; [-1] <= T
+    context_lengths: torch.Tensor,  # [S] int32: cached tokens plus this chunk
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    max_query_len: int | None = None,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    tile: ContextTile | None = None,
+    out: torch.Tensor | None = None,  # [T, H, D], contiguous: written, instead of new memory
+) -> torch.Tensor:
+    """Attention output [T, H, D] in the query's dtype; K and V of the chunk are in the cache.
+
+    ``max_query_len`` is a hint: no sequence has more query tokens, so smaller tiles may do; the
+    answer does not depend on it. ``key_scale`` and ``value_scale`` multiply what an FP8 cache
+    holds. Raises ValueError naming the argument that does not fit.
+    """
+    _check(
+        query, key_cache, value_cache, block_tables, query_starts, context_lengths, scale,
+        sliding_window, softcap, max_query_len,
+    )  # fmt: skip
+    num_tokens, num_heads, head_dim = query.shape
+    num_sequences = context_lengths.shape[0]
+    out = make_output(query, out)
+    if num_tokens == 0 or num_sequences == 0:
+        return out.zero_()
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    tile = tile or choose_tile(group, head_dim, query.dtype, max_query_len, key_cache.dtype)
+    num_tiles = num_tokens // (tile.block_m // group) + num_sequences
+    _paged_attention_context_kernel[(num_kv_heads * num_tiles,)](
+        out,
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_starts,
+        context_lengths,
+        scale * key_scale,
+        value_scale,
+        num_tokens,
+        num_sequences,
+        stride_q_row=query.stride(0),
+        stride_q_head=query.stride(1),
+        stride_table=block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        WINDOW=sliding_window or 0,
+        SOFTCAP=softcap or 0.0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=launch.next_power_of_2(head_dim),
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
+        stride_block=key_cache.stride(0),
+        stride_token=key_cache.stride(1),
+        stride_head=key_cache.stride(2),
+        TOKENS_PER_BLOCK=key_cache.shape[1],
+        **(launch.ALL_REGISTERS if query.dtype == torch.float32 else {}),
+        **launch.LAUNCH_OPTIONS,
+    )
+    return out

@@ -1,0 +1,194 @@
+"""RMS norm, alone or after a residual sum, and optionally quantised to FP8 with a scale per token.
+
+    y = round(x / sqrt(mean(x^2) + eps)) * weight        over the last dimension, in float32
+
+``round`` is to the dtype of x, as the checkpoints' own code does. With a residual, x is
+``round(x + residual)``, which is returned too. One program per token; each number is read and
+written once. With scales, x is an FP8 product in float32 that still lacks those of its tokens and
+columns: ``round(x * token_scale * column_scale)`` is what is added, in the residual's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import launch
+from inflight_kernels.launch import FP8_MAX, narrow, to_fp8, wait_for_inputs
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+
+# A row is held in registers: 64 float32 per thread at 16 warps.
+_MAX_HIDDEN = 32768
+
+Scales: TypeAlias = tuple[torch.Tensor, ...]
+"""Of tokens [T, 1] and of columns [hidden, 1], float32."""
+
+
+@triton.jit
+def _rms_norm_kernel(
+    out_ptr,  # [T, HIDDEN] dtype of x, or float8_e4m3fn
+    scales_ptr,  # [T] float32, with QUANTIZE
+    residual_out_ptr,  # [T, HIDDEN] dtype of x, with ADD
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    token_scales_ptr,  # [T] float32, with SCALED
+    column_scales_ptr,  # [HIDDEN] float32, with SCALED
+    eps,
+    stride_x,
+    stride_residual,
+    HIDDEN: tl.constexpr,
+    ADD: tl.constexpr,
+    SCALED: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    wait_for_inputs()
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.arange(0, BLOCK)
+    mask = offs < HIDDEN
+    x = tl.load(x_ptr + row * stride_x + offs, mask=mask, other=0.0)
+    dtype = residual_ptr.dtype.element_ty
+    if SCALED:
+        columns = tl.load(column_scales_ptr + offs, mask=mask, other=0.0)
+        x = narrow(x * tl.load(token_scales_ptr + row) * columns, dtype)
+    if ADD:
+        residual = tl.load(residual_ptr + row * stride_residual + offs, mask=mask, other=0.0)
+        x = narrow(x.to(tl.float32) + residual.to(tl.float32), dtype)
+        tl.store(residual_out_ptr + row * HIDDEN + offs, x, mask=mask)
+    x = x.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    y = narrow(x * inverse, dtype).to(tl.float32) * weight
+    if QUANTIZE:
+        # The floor keeps an all-zero row finite.
+        scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
+        tl.store(scales_ptr + row, scale)
+        tl.store(out_ptr + row * HIDDEN + offs, to_fp8(y / scale), mask=mask)
+    else:
+        tl.store(out_ptr + row * HIDDEN + offs, narrow(y, dtype), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of x [T, hidden] with weight [hidden] of any float dtype -> [T, hidden] like x."""
+    return _launch(x, None, weight, eps, quantize=False)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x_scales: Scales | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of x + residual, x + residual), all [T, hidden] of one dtype; inputs are kept. With
+    ``x_scales``, of tokens [T, 1] and columns [hidden, 1], x is float32 and yet to be scaled."""
+    out, new_residual, _ = _launch(x, residual, weight, eps, x_scales, quantize=False)
+    return out, new_residual
+
+
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm as float8_e4m3fn [T, hidden], scales [T, 1] float32): norm = out * scale."""
+    out, _, scales = _launch(x, None, weight, eps, quantize=True)
+    return out, scales
+
+
+def add_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    x_scales: Scales | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(norm of x + residual as float8_e4m3fn, its scales [T, 1] float32, x + residual);
+    ``x_scales`` as in `add_rms_norm`."""
+    out, new_residual, scales = _launch(x, residual, weight, eps, x_scales, quantize=True)
+    return out, scales, new_residual
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    x_scales: Scales | None = None,
+    *,
+    quantize: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, new residual, scales); the last two are empty unless asked for."""
+    token_scales, column_scales = x_scales or (None, None)
+    _check(x, residual, weight, token_scales, column_scales)
+    num_tokens, hidden = x.shape
+    dtype = x.dtype if residual is None else residual.dtype
+    out_dtype = torch.float8_e4m3fn if quantize else dtype
+    out = torch.empty((num_tokens, hidden), dtype=out_dtype, device=x.device)
+    scales = torch.empty((num_tokens if quantize else 0, 1), dtype=torch.float32, device=x.device)
+    new_residual = torch.empty(
+        (0 if residual is None else num_tokens, hidden), dtype=dtype, device=x.device
+    )
+    if num_tokens:
+        block = launch.next_power_of_2(hidden)
+        _rms_norm_kernel[(num_tokens,)](
+            out,
+            scales,
+            new_residual,
+            x,
+            x if residual is None else residual,
+            weight,
+            weight if token_scales is None else token_scales,
+            weight if column_scales is None else column_scales,
+            eps,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            HIDDEN=hidden,
+            ADD=residual is not None,
+            SCALED=x_scales is not None,
+            QUANTIZE=quantize,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 4), 16),
+            **launch.EARLY_OPTIONS,
+        )
+    return out, new_residual, scales
+
+
+@launch.once_in_a_row
+def _check(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    token_scales: torch.Tensor | None,
+    column_scales: torch.Tensor | None,
+) -> None:
+    """Raise ValueError, naming the argument, unless all fit one another."""
+    launch.check_shape("x", x, (None, None))
+    launch.check_dtype("x", x, launch.FLOAT_DTYPES)
+    launch.check_rows("x", x)
+    hidden = x.shape[1]
+    if hidden > _MAX_HIDDEN:
+        raise ValueError(f"x: rows may have up to {_MAX_HIDDEN} elements, got {hidden}")
+    launch.check_shape("weight", weight, (hidden,))
+    launch.check_dtype("weight", weight, launch.FLOAT_DTYPES)
+    launch.check_contiguous("weight", weight)
+    launch.check_same_device(x=x, weight=weight, residual=residual)
+    if residual is not None:
+        launch.check_shape("residual", residual, x.shape)
+        is_scaled = token_scales is not None
+        launch.check_dtype("residual", residual, launch.FLOAT_DTYPES if is_scaled else (x.dtype,))
+        launch.check_rows("residual", residual)
+    for name, scales, length in (
+        ("token", token_scales, len(x)),
+        ("column", column_scales, hidden),
+    ):
+        if scales is not None:
+            launch.check_dtype("x", x, (torch.float32,))
+            launch.check_shape(f"{name} scales", scales, (length, 1))
+            launch.check_dtype(f"{name} scales", scales, (torch.float32,))
+            launch.check_contiguous(f"{name} scales", scales)
+            launch.check_same_device(**{"x": x, f"{name} scales": scales})

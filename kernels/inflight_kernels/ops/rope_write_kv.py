@@ -1,0 +1,281 @@
+"""Rotary embedding of query and key, and the new K and V written to the paged cache: one launch.
+
+    x'[i]         = x[i] * cos[p, i] - x[i + D/2] * sin[p, i]         i < D/2
+    x'[i + D/2]   = x[i + D/2] * cos[p, i] + x[i] * sin[p, i]
+
+for token position p. Optionally query and key heads are first RMS-normed over the head with a
+weight each (qk-norm). Token t goes to slot ``slot_mapping[t] = block * tokens_per_block + row`` of
+both caches; -1 writes nothing. An FP8 cache holds K / key_scale and V / value_scale.
+
+A program handles one token and up to 8 query heads, or up to 8 KV heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from inflight_kernels import launch
+from inflight_kernels.launch import narrow, to_fp8, wait_for_inputs
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+
+_MAX_HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def _norm_halves(low, high, weight_ptr, offs, mask, eps, HEAD_DIM: tl.constexpr):
+    """RMS norm of heads given as two halves [heads, BLOCK] each; rounded as `rms_norm` does."""
+    dtype = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
+    inverse = tl.rsqrt(mean + eps)[:, None]
+    w_low = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    w_high = tl.load(weight_ptr + HEAD_DIM // 2 + offs, mask=mask, other=0.0).to(tl.float32)
+    low = narrow(low * inverse, dtype).to(tl.float32) * w_low[None, :]
+    high = narrow(high * inverse, dtype).to(tl.float32) * w_high[None, :]
+    return narrow(low, dtype), narrow(high, dtype)
+
+
+@triton.jit
+def _rotate(
+    x_ptr, stride_head, heads, num_heads, weight_ptr, eps, cos, sin, NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Both rotated halves of some heads of one token, float32 [heads, BLOCK], and their mask."""
+    offs = tl.arange(0, BLOCK)
+    in_half = offs < HEAD_DIM // 2
+    mask = (heads < num_heads)[:, None] & in_half[None, :]
+    ptrs = x_ptr + heads[:, None] * stride_head + offs[None, :]
+    low = tl.load(ptrs, mask=mask, other=0.0)
+    high = tl.load(ptrs + HEAD_DIM // 2, mask=mask, other=0.0)
+    if NORM:
+        low, high = _norm_halves(low, high, weight_ptr, offs, in_half, eps, HEAD_DIM)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    return low * cos - high * sin, high * cos + low * sin, mask
+
+
+@triton.jit
+def _to_cache(x, scale, cache_ptr):
+    """float32 to the dtype of the cache, divided by its scale if that is FP8."""
+    if cache_ptr.dtype.element_ty == tl.float8e4nv:
+        return to_fp8(x / scale)
+    else:
+        return narrow(x, cache_ptr.dtype.element_ty)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+def _rope_write_kv_kernel(
+    out_ptr,  # [T, H, D]
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    cos_sin_ptr,  # [max_positions, D]
+    positions_ptr,
+    key_cache_ptr,
+    value_cache_ptr,
+    slots_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    eps,
+    key_scale,
+    value_scale,
+    stride_q_row,
+    stride_q_head,
+    stride_k_row,
+    stride_k_head,
+    stride_v_row,
+    stride_v_head,
+    stride_kc_block,
+    stride_kc_token,
+    stride_kc_head,
+    stride_vc_block,
+    stride_vc_token,
+    stride_vc_head,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    NORM_Q: tl.constexpr,
+    NORM_K: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    wait_for_inputs()
+    HALF: tl.constexpr = HEAD_DIM // 2
+    QUERY_PROGRAMS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs = tl.arange(0, BLOCK)
+    table = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + offs
+    cos = tl.load(table, mask=offs < HALF, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(table + HALF, mask=offs < HALF, other=0.0).to(tl.float32)[None, :]
+
+    if part < QUERY_PROGRAMS:
+        heads = part * HEADS + tl.arange(0, HEADS)
+        low, high, mask = _rotate(
+            query_ptr + token * stride_q_row, stride_q_head, heads, NUM_HEADS, q_weight_ptr, eps,
+            cos, sin, NORM_Q, HEAD_DIM, BLOCK,
+        )  # fmt: skip
+        ptrs = out_ptr + (token * NUM_HEADS + heads[:, None]) * HEAD_DIM + offs[None, :]
+        tl.store(ptrs, narrow(low, out_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptrs + HALF, narrow(high, out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    slot = tl.load(slots_ptr + token)
+    if slot < 0:
+        return
+    block, row = slot // TOKENS_PER_BLOCK, slot % TOKENS_PER_BLOCK
+    heads = (part - QUERY_PROGRAMS) * HEADS + tl.arange(0, HEADS)
+    low, high, mask = _rotate(
+        key_ptr + token * stride_k_row, stride_k_head, heads, NUM_KV_HEADS, k_weight_ptr, eps,
+        cos, sin, NORM_K, HEAD_DIM, BLOCK,
+    )  # fmt: skip
+    ptrs = key_cache_ptr + block * stride_kc_block + row * stride_kc_token
+    ptrs += heads[:, None].to(tl.int64) * stride_kc_head + offs[None, :]
+    tl.store(ptrs, _to_cache(low, key_scale, key_cache_ptr), mask=mask)
+    tl.store(ptrs + HALF, _to_cache(high, key_scale, key_cache_ptr), mask=mask)
+    values = value_ptr + token * stride_v_row + heads[:, None] * stride_v_head + offs[None, :]
+    low = tl.load(values, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(values + HALF, mask=mask, other=0.0).to(tl.float32)
+    ptrs = value_cache_ptr + block * stride_vc_block + row * stride_vc_token
+    ptrs += heads[:, None].to(tl.int64) * stride_vc_head + offs[None, :]
+    tl.store(ptrs, _to_cache(low, value_scale, value_cache_ptr), mask=mask)
+    tl.store(ptrs + HALF, _to_cache(high, value_scale, value_cache_ptr), mask=mask)
+
+
+@launch.once_in_a_row
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_norm_weight: torch.Tensor | None,
+    key_norm_weight: torch.Tensor | None,
+) -> None:
+    """Raise ValueError, naming the argument, unless all fit one another."""
+    weights = {"query_norm_weight": query_norm_weight, "key_norm_weight": key_norm_weight}
+    launch.check_shape("query", query, (None, None, None))
+    launch.check_dtype("query", query, launch.FLOAT_DTYPES)
+    num_tokens, _, head_dim = query.shape
+    if head_dim % 16:
+        raise ValueError(f"query: head_dim must be a multiple of 16, got {head_dim}")
+    launch.check_shape("key", key, (num_tokens, None, head_dim))
+    launch.check_shape("value", value, key.shape)
+    num_kv_heads = key.shape[1]
+    launch.check_shape("cos_sin", cos_sin, (None, head_dim))
+    launch.check_dtype("cos_sin", cos_sin, launch.FLOAT_DTYPES)
+    launch.check_contiguous("cos_sin", cos_sin)
+    launch.check_shape("positions", positions, (num_tokens,))
+    launch.check_dtype("positions", positions, (torch.int32, torch.int64))
+    launch.check_contiguous("positions", positions)
+    launch.check_shape("key_cache", key_cache, (None, None, num_kv_heads, head_dim))
+    launch.check_shape("value_cache", value_cache, key_cache.shape)
+    launch.check_shape("slot_mapping", slot_mapping, (num_tokens,))
+    launch.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+    launch.check_contiguous("slot_mapping", slot_mapping)
+    for name, tensor in (("key", key), ("value", value)):
+        launch.check_dtype(name, tensor, (query.dtype,))
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        launch.check_dtype(name, cache, (query.dtype, torch.float8_e4m3fn))
+    for name, tensor in (
+        ("query", query),
+        ("key", key),
+        ("value", value),
+        ("key_cache", key_cache),
+        ("value_cache", value_cache),
+    ):
+        launch.check_rows(name, tensor)
+    for name, weight in weights.items():
+        if weight is not None:
+            launch.check_shape(name, weight, (head_dim,))
+            launch.check_contiguous(name, weight)
+    launch.check_same_device(
+        query=query,
+        key=key,
+        value=value,
+        cos_sin=cos_sin,
+        positions=positions,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=slot_mapping,
+        **weights,
+    )
+
+
+def rope_write_kv(
+    query: torch.Tensor,  # [T, H, D]; query, key, value may be views of one fused projection
+    key: torch.Tensor,  # [T, num_kv_heads, D]
+    value: torch.Tensor,  # [T, num_kv_heads, D]
+    cos_sin: torch.Tensor,  # [max_positions, D]: cosines of the D/2 frequencies, then sines
+    positions: torch.Tensor,  # [T] int32 or int64, below max_positions
+    key_cache: torch.Tensor,  # [num_blocks, tokens_per_block, num_kv_heads, D], or float8_e4m3fn
+    value_cache: torch.Tensor,  # same shape
+    slot_mapping: torch.Tensor,  # [T] int64; -1: the token's K and V are not kept
+    query_norm_weight: torch.Tensor | None = None,  # [D]
+    key_norm_weight: torch.Tensor | None = None,  # [D]
+    norm_eps: float = 1e-6,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> torch.Tensor:
+    """The rotated query [T, H, D], contiguous; both caches are written in place.
+
+    Positions and slots are not checked against their bounds: they live on the device.
+    Raises ValueError naming the argument that does not fit.
+    """
+    _check(
+        query, key, value, cos_sin, positions, key_cache, value_cache, slot_mapping,
+        query_norm_weight, key_norm_weight,
+    )  # fmt: skip
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    heads = min(launch.next_power_of_2(num_heads), _MAX_HEADS_PER_PROGRAM)
+    num_programs = launch.cdiv(num_heads, heads) + launch.cdiv(num_kv_heads, heads)
+    _rope_write_kv_kernel[(num_tokens, num_programs)](
+        out,
+        query,
+        key,
+        value,
+        cos_sin,
+        positions,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        query if query_norm_weight is None else query_norm_weight,
+        query if key_norm_weight is None else key_norm_weight,
+        norm_eps,
+        key_scale,
+        value_scale,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        key_cache.stride(2),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        value_cache.stride(2),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        TOKENS_PER_BLOCK=key_cache.shape[1],
+        NORM_Q=query_norm_weight is not None,
+        NORM_K=key_norm_weight is not None,
+        HEADS=heads,
+        BLOCK=launch.next_power_of_2(head_dim // 2),
+        num_warps=2,  # 8 heads of 64 pairs: one 16-byte access per thread and half
+        **launch.EARLY_OPTIONS,
+    )
+    return out

@@ -1,0 +1,123 @@
+"""The tokens of a step that was advanced have come: each takes the place of a pending one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import contains
+
+from inflight_scheduler.kv.block_manager import BlockManager
+from inflight_scheduler.planning.plan_parts import Candidates, search
+from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.states import FinishReason
+
+
+class AwaitedTokens:
+    """Of a step that gives a token to everybody who generates: who that was, side by side.
+
+    As in `GenerationLine`, nobody needs to go to the requests. The lists are not altered.
+    """
+
+    __slots__ = ("_end_ids", "_texts", "requests")
+
+    def __init__(
+        self, requests: list[LlmRequest], texts: list[list[int]], end_ids: list[frozenset[int]]
+    ) -> None:
+        self.requests = requests
+        self._texts = texts
+        self._end_ids = end_ids
+
+    def settle(self, tokens: Sequence[int]) -> list[LlmRequest]:
+        """As `settle_tokens`, for all of ``requests``, while exactly one later step runs.
+
+        Nearly everybody expects a token of that one, too. Then the last token but one is what has
+        come, and the length ends nobody. Who has no pending token there is looked at: it has ended
+        meanwhile, or expects no other token.
+        """
+        others = []
+        places = range(len(tokens))
+        for place, text, token in zip(places, self._texts, tokens, strict=True):
+            last_but_one = len(text) - 2  # a text of one token has none pending, also at -1
+            if text[last_but_one] == PENDING_TOKEN:
+                text[last_but_one] = token
+            else:
+                others.append(place)
+        settled = list(self.requests)
+        for place in reversed(others):
+            request = settled[place]
+            if request.num_pending_tokens:
+                request.settle_token(tokens[place])
+            else:
+                del settled[place]
+        for request in with_end_id(self.requests, self._end_ids, tokens):
+            if request.num_pending_tokens:  # else it is one of the others
+                request.finish(FinishReason.END_ID)
+        return settled
+
+
+def settle_tokens(
+    owners: Sequence[LlmRequest], tokens: Sequence[int], everybody: AwaitedTokens | None = None
+) -> list[LlmRequest]:
+    """`LlmRequest.settle_token` for those of ``owners`` that expect one; returns these.
+
+    ``everybody``: the last of them, and exactly one later step runs.
+    """
+    if everybody is not None:
+        num_first = len(owners) - len(everybody.requests)
+        first = settle_tokens(owners[:num_first], tokens[:num_first])
+        return first + everybody.settle(tokens[num_first:])
+    settled = []
+    for request, token in zip(owners, tokens, strict=True):
+        if request.num_pending_tokens:
+            request.settle_token(token)
+            settled.append(request)
+    return settled
+
+
+def with_end_id(
+    requests: Sequence[LlmRequest], end_ids: Sequence[frozenset[int]], tokens: Sequence[int]
+) -> list[LlmRequest]:
+    """Those of ``requests`` whose token is one that ends them."""
+    if not any(map(contains, end_ids, tokens)):
+        return []
+    matches = map(contains, end_ids, tokens)
+    return [request for request, is_end in zip(requests, matches, strict=True) if is_end]
+
+
+def has_failed_unseen(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> bool:
+    """True if somebody got no token who has left while the step ran, and not because of a token.
+
+    What the step has written for it may be cached, and nobody is there any more to forget it.
+    """
+    by_token = (FinishReason.END_ID, FinishReason.LENGTH)
+    return any(
+        token < 0
+        and not request.num_pending_tokens
+        and request.finish_reason not in by_token
+        and request.tokens[-1] >= 0  # else its numbers had failed before
+        for request, token in zip(owners, tokens, strict=True)
+    )
+
+
+def settle_each(
+    owners: Sequence[LlmRequest],
+    tokens: Sequence[int],
+    candidates: Candidates,
+    manager: BlockManager,
+) -> list[LlmRequest]:
+    """`settle_tokens` where some search, or have got no token; nothing of these is kept.
+
+    A search may end well although its rows have got none: with the beams that had ended before.
+    """
+    settled: list[LlmRequest] = []
+    for request, token in zip(owners, tokens, strict=True):
+        if request.num_pending_tokens:
+            has_failed = token < 0
+            if request.beams is None:
+                request.settle_token(token)
+            else:
+                search(request, candidates, manager)
+                has_failed = request.tokens[-1] < 0
+            settled.append(request)
+            if has_failed:
+                manager.forget(request.request_id)
+    return settled

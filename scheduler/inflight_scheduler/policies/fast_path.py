@@ -1,0 +1,188 @@
+"""The usual decision without a walk over all requests.
+
+`capacity` and `micro_batch` are the rules. Here are their results for the usual case, read off the
+sums of `ActiveRequests`: everybody who runs goes on, and the first waiting requests start if there
+is room; or the last ones are paused, if those before them open more blocks than are free. Each
+function answers None when it is not the usual case (the batch is full, beams, adapters, drafts,
+further resources, steps still in flight, ...); then the rules walk. That both always decide alike
+is tested as a property.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import attrgetter
+
+from inflight_scheduler.planning.active_requests import ActiveRequests
+from inflight_scheduler.policies.capacity import (
+    CapacityScheduler,
+    GuaranteedNoEvictScheduler,
+    MaxUtilizationScheduler,
+    StaticBatchScheduler,
+)
+from inflight_scheduler.policies.forecast import BlockForecast
+from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
+from inflight_scheduler.request import LlmRequest
+from inflight_scheduler.states import LlmRequestState
+
+Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
+
+_rank = attrgetter("rank")
+
+
+def decide(
+    capacity: CapacityScheduler,
+    micro_batch: MicroBatchScheduler,
+    active: Sequence[LlmRequest],
+) -> Decision | None:
+    """What both schedulers together decide, or None when only the walk can tell.
+
+    O(contexts that run + requests that open a block + those paused); only for `ActiveRequests`.
+    """
+    if not isinstance(active, ActiveRequests) or not _is_usual(capacity, active):
+        return None
+    generation, paused = active.generation, list[LlmRequest]()
+    if not isinstance(capacity, MaxUtilizationScheduler):
+        contexts = _reserving(capacity, active)
+    elif capacity.two_step_lookahead or not _is_fresh_last(active):
+        return None
+    else:
+        forecast = BlockForecast(active.block_manager)
+        paused = _make_room(active, forecast)
+        if paused:  # nobody behind them runs, nor starts
+            end = paused[-1].rank
+            contexts = [request for request in active.started if request.rank < end]
+            generation = generation[: bisect_left(generation, end, key=_rank)]
+        else:
+            contexts = _max_utilization(capacity, active, forecast)
+    if contexts is None:
+        return None
+    chosen = _fill(micro_batch, contexts, len(generation))
+    return None if chosen is None else (chosen, generation, paused)
+
+
+def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
+    """True for schedulers whose rules are known here.
+
+    Not for subclasses, moved gates, further resources and attention windows.
+    """
+    policies = (GuaranteedNoEvictScheduler, StaticBatchScheduler, MaxUtilizationScheduler)
+    return (
+        isinstance(capacity, policies)
+        and type(capacity) in policies
+        and not capacity.resources
+        and capacity.block_manager.window_size is None
+        and type(micro_batch) is MicroBatchScheduler
+        and capacity.no_schedule_until_state == LlmRequestState.CONTEXT_INIT
+        and capacity.no_schedule_after_state == LlmRequestState.GENERATION_COMPLETE
+        and micro_batch.no_schedule_until_state == LlmRequestState.CONTEXT_INIT
+        and micro_batch.no_schedule_after_state == LlmRequestState.GENERATION_TO_COMPLETE
+    )
+
+
+def _is_usual(capacity: CapacityScheduler, active: ActiveRequests) -> bool:
+    """Everybody is in a known phase, who has started holds blocks, and all of those may go on."""
+    num_running = len(active.started) + len(active.generation) + len(active.completing)
+    return (
+        active.num_others == 0
+        and active.num_with_beams_or_adapter == 0
+        and active.num_with_drafts == 0
+        and num_running <= capacity.max_num_requests
+        and num_running == active.block_manager.num_holders
+    )
+
+
+def _reserving(capacity: CapacityScheduler, active: ActiveRequests) -> list[LlmRequest] | None:
+    """Fitting contexts under reservations: what started takes to completion is one difference."""
+    manager = active.block_manager
+    forecast = BlockForecast(manager)
+    forecast.num_available -= active.num_blocks_at_completion - manager.num_held_blocks
+    if forecast.num_available < 0:
+        return None
+    num_generating = len(active.generation) + len(active.completing)
+    fitting = list(active.started)
+    limit = capacity.max_num_requests - num_generating
+    may_skip = isinstance(capacity, GuaranteedNoEvictScheduler)
+    if may_skip:
+        forecast.promise(fitting)
+    elif num_generating > 0:
+        return fitting
+    for request in active.fresh:
+        if may_skip and forecast.is_beneficial_to_skip(request):
+            continue
+        num_needed = forecast.needed_to_completion(request)
+        if len(fitting) >= limit or num_needed > forecast.num_available:
+            break
+        fitting.append(request)
+        forecast.claim(request, num_needed)
+    return fitting
+
+
+def _make_room(active: ActiveRequests, forecast: BlockForecast) -> list[LlmRequest]:
+    """Give a block to each that opens one (beam width 1), in order, and pause for it who started
+    last, until there is one; whoever is paused itself is the last one. Returns those paused."""
+    due = active.due_requests()
+    if len(due) <= forecast.num_available:
+        forecast.num_available -= len(due)
+        return []
+    started = (active.started, active.generation, active.completing)
+    last_first = heapq.merge(*map(reversed, started), key=_rank, reverse=True)
+    paused: list[LlmRequest] = []
+    for request in sorted(due, key=_rank):
+        while forecast.num_available < 1 and (not paused or request.rank < paused[-1].rank):
+            paused.append(next(last_first))
+            forecast.release(paused[-1])
+        if paused and request.rank >= paused[-1].rank:
+            break
+        forecast.claim(request, 1)
+    return paused
+
+
+def _max_utilization(
+    capacity: MaxUtilizationScheduler, active: ActiveRequests, forecast: BlockForecast
+) -> list[LlmRequest]:
+    """Fitting contexts when all who started go on, and have their blocks."""
+    fitting = list(active.started)
+    forecast.promise(fitting)
+    limit = capacity.max_num_requests - len(active.generation) - len(active.completing)
+    for request in active.fresh:
+        if forecast.is_beneficial_to_skip(request):
+            continue
+        num_needed = forecast.needed_one_step(request)
+        if len(fitting) >= limit or num_needed > forecast.num_available:
+            break  # nobody behind it has started, so nobody can be paused for it
+        fitting.append(request)
+        forecast.claim(request, num_needed)
+    return fitting
+
+
+def _is_fresh_last(active: ActiveRequests) -> bool:
+    if not active.fresh:
+        return True
+    first_fresh = active.fresh[0].rank
+    lines = (active.started, active.generation, active.completing)
+    return all(line[-1].rank < first_fresh for line in lines if line)
+
+
+def _fill(
+    micro_batch: MicroBatchScheduler, contexts: list[LlmRequest], num_generating: int
+) -> list[LlmRequest] | None:
+    """The contexts that run next to all of generation; None if the walk may end before those."""
+    budget = micro_batch.max_num_tokens
+    if num_generating + len(contexts) > micro_batch.max_batch_size:
+        return None
+    if budget is not None and num_generating > budget:  # more urgent ones have come to generate
+        return None
+    if budget is not None and micro_batch.chunking is None:  # then all contexts are fresh
+        num_left = budget - num_generating
+        for place, request in enumerate(contexts):
+            num_tokens = micro_batch.num_tokens_to_compute(request)
+            if num_tokens > budget:
+                return None
+            if num_tokens > num_left:  # it waits, and so do those behind it
+                contexts = contexts[:place]
+                break
+            num_left -= num_tokens
+    return micro_batch.set_chunks(contexts, num_generating)
