@@ -1,8 +1,9 @@
 """What building responses costs the host, in microseconds of processor time per token streamed.
 
-A real request goes its way from the drawn token to the tensors of its response, as with 64 streams
-at once: `make_tensors` on the thread of the loop, then `Piece` and `TokenStream` on the thread that
-sends. Only Triton is absent: ``pb_utils.Tensor`` and the send itself cost what `serving.py` shows.
+A real request takes its usual way from the sampled token to the tensors of its response, as with 64
+streams at once: `make_tensors` on the thread of the loop, then `MergedResponse` and `TokenStream`
+on the thread that sends. Only Triton is absent: ``pb_utils.Tensor`` and the send itself cost what
+`serving.py` shows.
 The machine may be shared, and whoever works beside us takes caches away, which can only add: of the
 rounds the least counts; the median is in the result too.
 
@@ -31,7 +32,7 @@ from inflight_backend.manager.responses import make_tensors
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton.dispatcher import Piece
+from inflight_backend.triton.dispatcher import MergedResponse
 from inflight_backend.triton_io.stop_text import StopText
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams
@@ -67,7 +68,7 @@ FORMS: dict[str, Form] = {
 
 @dataclass(slots=True)
 class Sink:
-    """A `Stream` that takes everything."""
+    """A `Sender` that takes everything."""
 
     num_responses: int = 0
     is_behind: bool = False
@@ -174,7 +175,7 @@ def _send(
     for first in range(0, len(responses), num_merged):
         steps = responses[first : first + num_merged]
         for number, client in enumerate(clients):
-            piece = Piece()
+            piece = MergedResponse()
             for step in steps:
                 piece.add(step[number], False, "")
             client.stream.send(piece.ids, piece.extras.joined(), is_final=False)

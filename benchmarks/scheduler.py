@@ -89,7 +89,7 @@ class Load:
     def iterate(self) -> tuple[float, float, float]:
         """One iteration; seconds of decide, plan and update (releasing included).
 
-        Overlapped, what comes before the step is started counts as plan (`BatchPlanner.advance`).
+        Overlapped, everything before the step starts counts as plan (`BatchPlanner.assume_step`).
         """
         active = self.plain if self.tracked is None else self.tracked
         start = time.thread_time()
@@ -97,10 +97,11 @@ class Load:
         decided = time.thread_time()
         batch = self.planner.plan(context, generation, paused)
         if self.case.design == "overlapped":
-            self.planner.advance(batch)
+            self.planner.assume_step(batch)
             batch, self.running = self.running, batch
         planned = time.thread_time()
-        apply = self.planner.settle if self.case.design == "overlapped" else self.planner.update
+        is_overlapped = self.case.design == "overlapped"
+        apply = self.planner.apply_tokens if is_overlapped else self.planner.update
         advanced = apply(batch, [7] * batch.num_drawn)
         finished = [request for request in advanced if request.state is COMPLETE]
         for request in finished:

@@ -136,7 +136,7 @@ def summarize(case: str, rounds: list[tuple[float, dict[str, Trial]]]) -> dict[s
                 f"again {noise['median']:+.1f} %"
             )
         largest = [trial.predicted.max_batch for trial in trials]
-        settings[name] = {**found, "largest_batch": round(statistics.median(largest))}
+        settings[name] = {**found, "max_memory_batch": round(statistics.median(largest))}
     error = statistics.median(error for error, _ in rounds)
     return {"mean_error_of_an_iteration_percent": round(100 * error, 1), "settings": settings}
 

@@ -69,7 +69,7 @@ class FakeCuda:
         patch.setattr(Engine, "load", classmethod(self.inside(load, False)))
         patch.setattr(engine_module, "CudaCapture", Rerun)
         # The others are for the compiler, and interpreted they take seconds (test_first_steps.py).
-        patch.setattr(engine_module, "run_first_steps", Engine.enqueue)
+        patch.setattr(engine_module, "warm_up", Engine.enqueue)
         patch.setattr(InterpretedFunction, "run", _without_mode(InterpretedFunction.run))
         numbers = {
             "mem_get_info": (FREE_BYTES, 2 * FREE_BYTES),

@@ -23,7 +23,7 @@ WAIT = 120.0  # for what takes milliseconds: a busy machine may not come to it f
 
 
 class GatedEngine(CountingEngine):
-    """Waits before its first step until the test lets it go."""
+    """WaitReasons before its first step until the test lets it go."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(before_step=self._wait, **options)

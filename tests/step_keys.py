@@ -19,7 +19,7 @@ import torch
 from kernels.compile_recorder import record_keys
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.warmup import largest_batch, run_first_steps
+from inflight_backend.engine.warmup import max_memory_batch, warm_up
 from inflight_scheduler import (
     BatchPlanner,
     BlockCopy,
@@ -84,8 +84,8 @@ def _serve(engine: Engine) -> int:
             engine.mask_next(lambda: mask)
             batch = replace(batch, block_copies=tuple(BlockCopy(i, i) for i in range(num_steps)))
         pending = engine.submit(batch)
-        planner.advance(batch)
-        for request in planner.settle(batch, pending.read()):
+        planner.assume_step(batch)
+        for request in planner.apply_tokens(batch, pending.read()):
             if request.is_finished:
                 planner.release(request)
         active = [request for request in active if not request.is_finished]
@@ -105,7 +105,7 @@ def main() -> None:
     for name, config in CONFIGS.items():
         engine = Engine.load(arguments.checkpoint, config)
         with record_keys(90) as keys:
-            run_first_steps(engine, largest_batch(engine.config))
+            warm_up(engine, max_memory_batch(engine.config))
             first = set(keys)
             num_steps = _serve(engine)
             later = sorted(keys - first)

@@ -14,7 +14,7 @@ from replay import Rerun
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve
-from inflight_backend.engine.cuda_graphs import Recordings
+from inflight_backend.engine.cuda_graphs import GraphCache
 from inflight_scheduler import BlockAssignment, ScheduledBatch
 
 pytestmark = pytest.mark.slow
@@ -155,7 +155,7 @@ def test_mixed_steps_are_timed_replayed_and_eagerly() -> None:
     from gpu_parts import steps
 
     runner: Any = SimpleNamespace(num_recordings=3)
-    recordings = Recordings(None, runner)
+    recordings = GraphCache(None, runner)
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(cuda_graph_mixed_tokens=512),
         num_mixed_recordings=3,
@@ -188,7 +188,7 @@ def test_steps_of_generations_are_timed_before_a_mixed_one_is_replayed(
         num_mixed_recordings=3,
         execute=lambda batch: None,
         _attention=None,
-        _recordings=Recordings(None, runner),
+        _recordings=GraphCache(None, runner),
     )
 
     def told(what: str) -> Any:

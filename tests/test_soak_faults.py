@@ -26,7 +26,7 @@ from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.triton.frontend import Frontend, SharedStream
 from inflight_backend.triton.queue import RequestIds
 from inflight_backend.triton_io.beam_stream import BeamStream
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.token_stream import TokenStream
 from inflight_scheduler import LlmRequest
 
@@ -47,7 +47,7 @@ PER_REQUEST: tuple[type, ...] = (
     InferenceRequest,
     LlmRequest,
     RequestIds,
-    ResponseStream,
+    ResponseSender,
     SharedStream,
     TokenStream,
 )
@@ -335,7 +335,7 @@ def test_what_the_model_process_keeps_of_a_request_is_counted() -> None:
     """As its logits processor, which a request asks; of all objects, whoever holds them."""
     model = ResponseFactory(object())
     ids, before = RequestIds(), kept.count()
-    forgotten = [ResponseStream(FakeSender(), model) for _ in range(3)]
+    forgotten = [ResponseSender(FakeSender(), model) for _ in range(3)]
     number = ids.reserve("forgotten")
     told, tokens = "", [65]
     for _ in range(300):
@@ -347,7 +347,7 @@ def test_what_the_model_process_keeps_of_a_request_is_counted() -> None:
     counts = json.loads(told)
     assert counts.keys() == {*kept.CLASSES, *kept.LISTS}
     more = {name: count - before[name] for name, count in counts.items() if count != before[name]}
-    assert more == {"ResponseStream": len(forgotten), "RequestIds": 1}
+    assert more == {"ResponseSender": len(forgotten), "RequestIds": 1}
     ids.release("forgotten", number)
     del forgotten
     assert kept.count() == before
@@ -362,10 +362,10 @@ def test_every_class_that_is_counted_is_there(name: str) -> None:
 @pytest.mark.parametrize(
     ("counts", "num_kept"),
     [
-        ({"LlmRequest": 1, "ResponseStream": 1, "TokenStream": 1, "RequestIds": 0}, 0),
-        ({"LlmRequest": 1, "ResponseStream": 1, "TokenStream": 3, "RequestIds": 0}, 2),
-        ({"LlmRequest": 1, "ResponseStream": 1, "TokenStream": 1, "RequestIds": 1}, 1),
-        ({"LlmRequest": 1, "ResponseStream": 2, "TokenStream": 0}, -1),
+        ({"LlmRequest": 1, "ResponseSender": 1, "TokenStream": 1, "RequestIds": 0}, 0),
+        ({"LlmRequest": 1, "ResponseSender": 1, "TokenStream": 3, "RequestIds": 0}, 2),
+        ({"LlmRequest": 1, "ResponseSender": 1, "TokenStream": 1, "RequestIds": 1}, 1),
+        ({"LlmRequest": 1, "ResponseSender": 2, "TokenStream": 0}, -1),
         ({"LlmRequest": 0}, -1),
     ],
 )

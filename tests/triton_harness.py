@@ -169,6 +169,6 @@ def wait_until(is_true: Callable[[], bool], what: str = "it") -> None:
 
 def wait_until_queued(server: Server, num_queued: int) -> None:
     deadline = time.monotonic() + WAIT
-    while len(server.model._arrivals) != num_queued:
+    while len(server.model._queue) != num_queued:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -30,7 +30,7 @@ _logger = get_logger(__name__)
 _VARIABLE = "INFLIGHT_LIFELINE"
 
 
-class Lifeline:
+class DeathPipe:
     """The launcher's end, open until `close` or the end of this process."""
 
     def __init__(self, folder: Path, models: Iterable[str]) -> None:

@@ -386,7 +386,7 @@ def _graphs(setting: Setting, quantization: str) -> tuple[Tensor, Tensor]:
         cuda_graph_mixed_tokens=0,
     )
     recorded = _engine(setting, config)
-    if not recorded.num_recordings:
+    if not recorded.num_graphs:
         raise RuntimeError("no step could be recorded; stderr says why")
     eager = _engine(setting, replace(config, cuda_graph_mode=False))
     return _generate(setting, recorded), _generate(setting, eager)

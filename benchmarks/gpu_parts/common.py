@@ -193,13 +193,13 @@ def start_row(setting: Setting, name: str, engine: Engine, seconds: float) -> Ro
         "what": "start",
         "types": engine.dtype_name,
         "kv_blocks": engine.num_blocks,
-        "recordings": engine.num_recordings,
-        "mixed_recordings": engine.num_mixed_recordings,
+        "recordings": engine.num_graphs,
+        "mixed_recordings": engine.num_mixed_graphs,
         **setting.figures(seconds=seconds),
     }
-    if not setting.is_dry and not engine.num_recordings:
+    if not setting.is_dry and not engine.num_graphs:
         row["error"] = "no step could be recorded: the rows of this engine are of eager steps"
-    elif not (setting.is_dry or engine.num_mixed_recordings):
+    elif not (setting.is_dry or engine.num_mixed_graphs):
         row["note"] = "no mixed step could be recorded: they run eagerly"
     return row
 

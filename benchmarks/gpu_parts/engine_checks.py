@@ -139,7 +139,7 @@ def recorded_mixed_steps(setting: Setting) -> tuple[Tensor, Tensor]:
     num_slots = 2 if setting.is_dry else 12
     config = replace(_config(setting, "float32", num_slots), max_num_tokens=150)
     engine = make_engine(setting, TINY, config)
-    if config.cuda_graph_mixed_tokens and not (setting.is_dry or engine.num_mixed_recordings):
+    if config.cuda_graph_mixed_tokens and not (setting.is_dry or engine.num_mixed_graphs):
         raise RuntimeError("no mixed step could be recorded; stderr says why")
     lengths = [1, 9, 17] if setting.is_dry else [1 + 23 * row % 120 for row in range(48)]
     output_lens = [2 if setting.is_dry else 5 + row % 20 for row in range(len(lengths))]

@@ -146,7 +146,7 @@ def _recorded_and_eager(
 ) -> Iterator[Row]:
     """What ``measure`` says of steps of ``num_tokens`` tokens where they are replayed, if they can
     be, and where they run eagerly."""
-    if engine.num_mixed_recordings and num_tokens <= engine.config.cuda_graph_mixed_tokens:
+    if engine.num_mixed_graphs and num_tokens <= engine.config.cuda_graph_mixed_tokens:
         yield {"mixed_steps": "recorded", **measure()}
     with without_mixed(engine):
         yield {"mixed_steps": "eager", **measure()}
@@ -155,12 +155,12 @@ def _recorded_and_eager(
 @contextmanager
 def without_mixed(engine: Engine) -> Iterator[None]:
     """Meanwhile ``engine`` replays no mixed step."""
-    recordings = engine._recordings
-    engine._recordings = replace(recordings, mixed=None)
+    recordings = engine._graphs
+    engine._graphs = replace(recordings, mixed=None)
     try:
         yield
     finally:
-        engine._recordings = recordings
+        engine._graphs = recordings
 
 
 def _mixed(setting: Setting, engine: Engine, num_slots: int, length: int, context: int) -> Row:
@@ -282,7 +282,7 @@ def time_steps(
     setting: Setting, engine: Engine, batch: ScheduledBatch, context: int, num_steps: int
 ) -> StepTimes:
     """The three times of a step of generations alone, all from ``context`` on."""
-    runner, waited = engine._recordings.steps, 0.0
+    runner, waited = engine._graphs.steps, 0.0
 
     def timed(run: Callable[[], None]) -> float:
         engine.execute(_rewind(batch, context))
@@ -348,7 +348,7 @@ def _parts(setting: Setting, engine: Engine, batch_size: int, context: int) -> I
     batch = ScheduledBatch(iteration=2, generation_slots=tuple(range(batch_size)))
     engine.execute(_rewind(batch, context))
     engine.execute(batch)
-    recorder = engine._recorder
+    recorder = engine._graph_capturer
     slots = engine._buffer.padded_slots[:batch_size]  # of ``batch``, which has just run
 
     @torch.inference_mode()

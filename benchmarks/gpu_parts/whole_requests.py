@@ -75,13 +75,13 @@ def run_requests(
         running = None
         if not batch.is_empty:
             running = batch, engine.submit(batch)
-            planner.advance(batch)
+            planner.assume_step(batch)
             num_steps += 1
         host += time.perf_counter() - begin
         if before is not None:
             tokens = before[1].read()
             begin = time.perf_counter()
-            finished = [r for r in planner.settle(before[0], tokens) if r.is_finished]
+            finished = [r for r in planner.apply_tokens(before[0], tokens) if r.is_finished]
             for request in finished:
                 planner.release(request)
             if finished:

@@ -88,7 +88,7 @@ async def count_kept(connect: Callable[[], Traffic], seconds: float) -> tuple[in
 
 _NAME = "kept"
 _FIELD = "logits_post_processor_name"
-_OF_THE_QUESTION = ("LlmRequest", "ResponseStream", "TokenStream")
+_OF_THE_QUESTION = ("LlmRequest", "ResponseSender", "TokenStream")
 _NUM_TOKENS = 300  # of which each is a byte
 PROCESSOR = f"{_NAME}=kept:tell"
 """For the setting ``logits_processors``."""

@@ -41,7 +41,7 @@ def pack_iteration(fields: tuple[Any, ...]) -> bytes:
 
     Of each list the fields of all entries, one after another; a likeness is two of them. Instead of
     the decision stand its context chunks in such a list, or None; who generates: None for who did
-    before, packed ids, or the changes (see `GenerationLine.changes_since`); and the paused ids.
+    before, packed ids, or the changes (see `RankedGenerations.changes_since`); and the paused ids.
     """
     return marshal.dumps(fields, _VERSION)
 

@@ -113,7 +113,7 @@ class Simulation:
     def must_settle(self) -> bool:
         """True while such a step runs of which the next decision needs the tokens (beams)."""
         running = self._running
-        return running is not None and self.planner.must_settle_first(running.batch)
+        return running is not None and self.planner.must_apply_first(running.batch)
 
     @property
     def load_before(self) -> Load | None:
@@ -298,7 +298,7 @@ class Simulation:
         before, self._running = self._running, None
         has_failed = iteration is not None and iteration.has_failed
         if not batch.is_empty and not has_failed:
-            self.planner.advance(batch)
+            self.planner.assume_step(batch)
             self._running = plan
         advanced: list[LlmRequest] = []
         if before is not None and iteration is not None and iteration.has_lost:
@@ -319,7 +319,7 @@ class Simulation:
             self.block_manager.forget_all()
         failed = self._without_token(batch, ends)
         tokens = [-(request.request_id in failed) for request in self.planner.token_owners(batch)]
-        return self.planner.settle(batch, tokens)
+        return self.planner.apply_tokens(batch, tokens)
 
     def _without_token(self, batch: ScheduledBatch, ends: dict[int, str]) -> set[int]:
         """Whose numbers have failed; of those that search, nothing follows the last token."""

@@ -53,7 +53,7 @@ class BeamStep(NamedTuple):
 
 
 class Beams(Protocol):
-    """What the books need of a search; `BeamSearch` is one."""
+    """What the budgets need of a search; `BeamSearch` is one."""
 
     step: BeamStep | None
     """The decision that the next generation step carries out; None before the first token."""

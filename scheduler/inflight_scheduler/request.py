@@ -348,7 +348,7 @@ class LlmRequest:
             self.finish(FinishReason.LENGTH)
 
     def expect_token(self) -> None:
-        """A step that draws the next token has been started; `settle_token` brings the token.
+        """A step that samples the next token has started; `replace_pending_token` brings the token.
 
         The last token that may come makes the state GENERATION_TO_COMPLETE: nothing more runs.
         """
@@ -361,7 +361,7 @@ class LlmRequest:
         self.state = LlmRequestState.GENERATION_TO_COMPLETE
         self._tell_phase()
 
-    def settle_token(self, token: int) -> None:
+    def replace_pending_token(self, token: int) -> None:
         """Put the drawn token in the place of the oldest pending one; it may end the request."""
         num_pending = self.num_pending_tokens
         self.tokens[-num_pending] = token

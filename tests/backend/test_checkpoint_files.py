@@ -14,7 +14,7 @@ from inflight_backend.errors import CheckpointError
 from inflight_backend.models.checkpoint_files import find_file, read_weight_headers
 from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton.introspection import TOKENIZER_FILES, ModelDescription
+from inflight_backend.triton.introspection import TOKENIZER_FILES, ModelInfo
 from inflight_server.serve.preflight import check_checkpoint
 from inflight_server.serve.settings import DEMO_MODEL
 
@@ -30,7 +30,7 @@ def load(folder: Path) -> dict[str, str]:
     read_weight_headers(folder)
     Engine.load(folder, CONFIG)
     codec = TextCodec.load(folder, None)
-    description = ModelDescription("m", folder, LIMITS, codec)
+    description = ModelInfo("m", folder, LIMITS, codec)
     files: dict[str, str] = json.loads(description.to_json())["files"]
     return files
 
@@ -66,7 +66,7 @@ def test_a_link_that_leaves_the_folder_is_refused(folder: Path, tmp_path: Path, 
 @pytest.mark.case(106)
 @pytest.mark.parametrize("name", TOKENIZER_FILES)
 def test_a_link_made_after_the_load_is_not_told(folder: Path, tmp_path: Path, name: str) -> None:
-    description = ModelDescription("m", folder, LIMITS, None)
+    description = ModelInfo("m", folder, LIMITS, None)
     outside = (folder / name).rename(tmp_path / "outside")
     (folder / name).symlink_to(outside)
     with pytest.raises(CheckpointError, match=f"^{name}: is a link"):

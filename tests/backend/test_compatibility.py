@@ -168,7 +168,7 @@ def test_settings_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     server = Server(tmp_path, engine, exclude_input_in_output="true", **periods)
     try:
         assert ids_of(server.ask(input_ids=[1, 2], request_output_len=3)) == [3, 4, 5]
-        chores = server.model._housekeeper._chores
+        chores = server.model._periodic_tasks._tasks
         assert [chore.period for chore in chores][:2] == [7.0, 9.0]
     finally:
         server.model.finalize()

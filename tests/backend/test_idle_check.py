@@ -8,7 +8,7 @@ import pytest
 from fakes import CountingEngine
 from manager_harness import GUARANTEED, WAIT, Recorder, request, running
 
-from inflight_backend.manager.batcher import InflightBatcher
+from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.gpt_manager import FULL_SECONDS, GptManager, IdleCheck
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
@@ -17,7 +17,7 @@ from inflight_scheduler import BatchPlanner, BlockManager, LlmRequest
 MADE_ANEW = "they are made anew"
 
 
-def when_idle(manager: GptManager) -> InflightBatcher:
+def when_idle(manager: GptManager) -> Batcher:
     """The batcher of a loop that has come to rest: asked between two of its turns."""
     turns = [manager._questions.ask(lambda: manager._batcher).result(WAIT) for _ in range(3)]
     return turns[-1]
@@ -81,7 +81,7 @@ def test_an_idle_loop_that_lost_nothing_goes_on_with_its_books(
 def test_all_books_are_compared_once_a_minute() -> None:
     """Numbers agree, the sum of the tables does not."""
     now = 1000.0
-    batcher = InflightBatcher(CountingEngine(), GUARANTEED, TrtGptModelOptionalParams())
+    batcher = Batcher(CountingEngine(), GUARANTEED, TrtGptModelOptionalParams())
     check = IdleCheck(lambda: now)
 
     def comes_to_rest() -> bool:

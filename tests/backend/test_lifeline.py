@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight_backend.process_guard import Lifeline
+from inflight_backend.process_guard import DeathPipe
 
 WAIT = 30.0
 MODELS = ("llm", "added")
@@ -27,8 +27,8 @@ print("up", flush=True)
 LAUNCHER = """
 import sys
 from pathlib import Path
-from inflight_backend.process_guard import Lifeline
-lifeline = Lifeline(Path(sys.argv[1]), sys.argv[2:])
+from inflight_backend.process_guard import DeathPipe
+lifeline = DeathPipe(Path(sys.argv[1]), sys.argv[2:])
 print(lifeline.environment, flush=True)
 sys.stdin.read()
 """
@@ -63,7 +63,7 @@ def test_a_model_dies_with_a_launcher_that_is_killed(doing: str, tmp_path: Path)
 @pytest.mark.case(124)
 @pytest.mark.parametrize("is_swept", [False, True])
 def test_a_model_that_comes_too_late_ends_by_itself(is_swept: bool, tmp_path: Path) -> None:
-    lifeline = Lifeline(tmp_path / "lifeline", MODELS)
+    lifeline = DeathPipe(tmp_path / "lifeline", MODELS)
     lifeline.close()
     if is_swept:
         shutil.rmtree(tmp_path / "lifeline")
@@ -80,7 +80,7 @@ def test_a_model_that_comes_too_late_ends_by_itself(is_swept: bool, tmp_path: Pa
 def test_nobody_dies_of_a_neighbour(tmp_path: Path) -> None:
     """Opening and closing a FIFO beside the launcher kills none; whatever happens to one (what
     kernels tell a reader of another one's end differs), other models hear nothing of it."""
-    lifeline = Lifeline(tmp_path / "lifeline", MODELS)
+    lifeline = DeathPipe(tmp_path / "lifeline", MODELS)
     with (
         start(MODEL + IDLE, "llm", **lifeline.environment) as model,
         start(MODEL + IDLE, "added", **lifeline.environment) as other,
@@ -109,7 +109,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 """
     imported = "from inflight_backend.process_guard import die_with_launcher"
     code = MODEL.replace(imported, imported + no_descriptor)
-    lifeline = Lifeline(tmp_path / "lifeline", MODELS)
+    lifeline = DeathPipe(tmp_path / "lifeline", MODELS)
     alone = subprocess.run(
         [sys.executable, "-c", code, "llm"],
         env={**os.environ, **lifeline.environment},
@@ -123,5 +123,5 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
 def test_where_one_cannot_be_made_none_is_held(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        Lifeline(tmp_path / "lifeline", ("llm", "no/such"))
+        DeathPipe(tmp_path / "lifeline", ("llm", "no/such"))
     assert os.listdir("/proc/self/fd") == before

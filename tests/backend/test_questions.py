@@ -1,4 +1,4 @@
-"""Questions to the thread of the loop: each is answered, whatever it raises and however late."""
+"""LoopCalls to the thread of the loop: each is answered, whatever it raises and however late."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 from manager_harness import WAIT, GatedEngine, Recorder, request, running
 
-from inflight_backend.manager.wait_reasons import Questions
+from inflight_backend.manager.wait_reasons import LoopCalls
 
 
 def test_questions_wait_for_their_owner_and_are_answered_in_order() -> None:
-    questions = Questions(wake=lambda: None)
+    questions = LoopCalls(wake=lambda: None)
     seen: list[int] = []
     futures = [questions.ask(partial(seen.append, number)) for number in range(3)]
     assert not any(future.done() for future in futures)
@@ -23,7 +23,7 @@ def test_questions_wait_for_their_owner_and_are_answered_in_order() -> None:
 
 
 def test_a_question_to_an_owner_that_has_gone_is_answered_where_it_is_asked() -> None:
-    questions = Questions(wake=lambda: None)
+    questions = LoopCalls(wake=lambda: None)
     last = questions.ask(threading.get_ident)
     questions.close()
     assert last.result(0) == questions.ask(threading.get_ident).result(0)
@@ -55,7 +55,7 @@ def test_a_callback_that_raises_ends_no_thread_but_its_own() -> None:
     def fail(_: object) -> None:
         raise SystemExit
 
-    questions = Questions(wake=lambda: None)
+    questions = LoopCalls(wake=lambda: None)
     futures = [questions.ask(lambda: 1) for _ in range(2)]
     futures[0].add_done_callback(fail)
     questions.answer()

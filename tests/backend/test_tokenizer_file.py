@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from inflight_backend.errors import CheckpointError
 from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton.introspection import ModelDescription
+from inflight_backend.triton.introspection import ModelInfo
 
 BOS, EOS, PAD = "<bos>", "<eos>", "[PAD]"
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
@@ -48,7 +48,7 @@ def write(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
 
 def told(folder: Path, codec: TextCodec) -> Tokenizer:
     """The tokenizer that clients are told."""
-    description = json.loads(ModelDescription("m", folder, LIMITS, codec).to_json())
+    description = json.loads(ModelInfo("m", folder, LIMITS, codec).to_json())
     return Tokenizer.from_str(description["files"]["tokenizer.json"])
 
 
@@ -127,7 +127,7 @@ def test_a_file_that_says_it_all_is_told_as_it_is(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(has_template=True)
     codec = TextCodec(write(tmp_path, tokenizer, **NAMES, add_bos_token=True))
     assert codec.changed_json is None
-    text = json.loads(ModelDescription("m", tmp_path, LIMITS, codec).to_json())["files"]
+    text = json.loads(ModelInfo("m", tmp_path, LIMITS, codec).to_json())["files"]
     assert text["tokenizer.json"] == (tmp_path / "tokenizer.json").read_text()
 
 

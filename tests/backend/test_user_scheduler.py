@@ -44,7 +44,7 @@ from user_schedulers import (
 )
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.batcher import InflightBatcher
+from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.manager.user_scheduler import find_scheduler_class
@@ -238,7 +238,7 @@ def test_asking_why_changes_no_context_of_a_refused_scheduler() -> None:
     would run that piece, and a replay, in which nobody asks, the whole prompt."""
     engine = CountingEngine(max_num_tokens=16)
     params = replace(params_for(RaisesAtFirst), enable_chunked_context=True, context_chunk_unit=4)
-    batcher = InflightBatcher(engine, CapacitySchedulerPolicy.MAX_UTILIZATION, params)
+    batcher = Batcher(engine, CapacitySchedulerPolicy.MAX_UTILIZATION, params)
     lengths = {1: 12, 2: 6, 3: 15}
     for request_id, length in lengths.items():
         new = LlmRequest(request_id, [request_id] * length, 8)

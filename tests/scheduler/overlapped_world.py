@@ -26,7 +26,7 @@ class OverlappedWorld(World):
         A step that says how the next one goes on is settled first.
         """
         settled = self.running
-        if settled is not None and self.planner.must_settle_first(settled[0]):
+        if settled is not None and self.planner.must_apply_first(settled[0]):
             self.running = None
             self._settle(*settled)
             self.check_invariants()
@@ -39,7 +39,7 @@ class OverlappedWorld(World):
         if not batch.is_empty:
             self.running = (batch, self.engine.execute(batch))
             self.candidates = self.engine.candidates
-            self.planner.advance(batch)
+            self.planner.assume_step(batch)
             self.check_invariants()
         if before is not None:
             self._settle(*before)
@@ -64,7 +64,7 @@ class OverlappedWorld(World):
         return hurt
 
     def _settle(self, batch: ScheduledBatch, tokens: list[int]) -> None:
-        settled = self.planner.settle(batch, tokens, self.candidates)
+        settled = self.planner.apply_tokens(batch, tokens, self.candidates)
         self.num_discarded_tokens += len(tokens) - len(settled)
         for request in settled:
             if request.is_finished:

@@ -214,7 +214,7 @@ class MixedSoak(Soak):
         world = self.world
         running = world.running
         if world.active.num_with_drafts or (
-            running is not None and world.planner.must_settle_first(running[0])
+            running is not None and world.planner.must_apply_first(running[0])
         ):
             world.settle_running()
         for request in world.fail(is_running_lost=is_running_lost):

@@ -168,7 +168,7 @@ def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: boo
     world.planner.release(request)
     world.active.remove(request)
     assert world.manager.num_idle_blocks > 0
-    assert world.planner.settle(batch, [-1]) == []
+    assert world.planner.apply_tokens(batch, [-1]) == []
     assert world.planner.has_forgotten == (not is_by_token)
     assert (world.manager.num_idle_blocks > 0) == is_by_token
     world.manager.check_integrity()
@@ -177,7 +177,7 @@ def test_numbers_that_failed_of_one_who_has_left_are_not_reused(is_by_token: boo
 @pytest.mark.case(66, 87)
 def test_numbers_that_failed_are_not_reused() -> None:
     world, request, batch = one_that_runs()
-    assert world.planner.settle(batch, [-1]) == [request]
+    assert world.planner.apply_tokens(batch, [-1]) == [request]
     world.stop(request)
     world.check_invariants()
     assert world.manager.num_idle_blocks == 0

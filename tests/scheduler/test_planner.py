@@ -201,9 +201,9 @@ def test_tokens_applied_in_part_only_leave_the_batch_to_be_discarded(is_overlapp
     planner.update(planner.plan([one], []), [1])
     batch = planner.plan([two], [one])
     if is_overlapped:
-        planner.advance(batch)
+        planner.assume_step(batch)
     manager.is_armed = True
-    apply = planner.settle if is_overlapped else planner.update
+    apply = planner.apply_tokens if is_overlapped else planner.update
     with pytest.raises(RuntimeError, match="a bug"):
         apply(batch, [-1, 3])
     assert planner.discard(batch) == [two, one]

@@ -36,7 +36,7 @@ from inflight_scheduler import (
     make_scheduler,
     refusal_reason,
 )
-from inflight_scheduler.policies.fast_path import can_decide
+from inflight_scheduler.policies.fast_path import is_applicable
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -354,19 +354,19 @@ def test_adapters_stand_together_among_the_cut_and_among_the_last_chunks() -> No
 def test_the_short_way_is_for_blocks_and_our_own_rules_only() -> None:
     manager, windowed = BlockManager(8, 4), BlockManager(8, 4, window_size=8)
     micro_batch = MicroBatchScheduler(8)
-    assert can_decide(GuaranteedNoEvictScheduler(8, manager), micro_batch)
+    assert is_applicable(GuaranteedNoEvictScheduler(8, manager), micro_batch)
     with_pages = GuaranteedNoEvictScheduler(8, manager, resources=[pages(1)])
-    assert not can_decide(with_pages, micro_batch)
-    assert not can_decide(GuaranteedNoEvictScheduler(8, windowed), micro_batch)
+    assert not is_applicable(with_pages, micro_batch)
+    assert not is_applicable(GuaranteedNoEvictScheduler(8, windowed), micro_batch)
     from_encoders = LlmRequestState.ENCODER_INIT
     gated = GuaranteedNoEvictScheduler(8, manager, no_schedule_until_state=from_encoders)
-    assert not can_decide(gated, micro_batch)
+    assert not is_applicable(gated, micro_batch)
     for other in (
         MicroBatchScheduler(8, no_schedule_until_state=from_encoders),
         MicroBatchScheduler(8, no_schedule_after_state=LlmRequestState.GENERATION_COMPLETE),
         type("Mine", (MicroBatchScheduler,), {})(8),
     ):
-        assert not can_decide(GuaranteedNoEvictScheduler(8, manager), other)
+        assert not is_applicable(GuaranteedNoEvictScheduler(8, manager), other)
     active = ActiveRequests(manager)
     for request in (with_adapter(1, None), with_adapter(2, 1), make_request(3, beam_width=2)):
         active.add(request)

@@ -27,7 +27,7 @@ from inflight_scheduler import (
     WindowBlocks,
     check_decision,
 )
-from inflight_scheduler.policies.resources import Books
+from inflight_scheduler.policies.resources import Budgets
 
 
 def make_request(
@@ -259,12 +259,12 @@ class World:
         self, scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest]
     ) -> list[tuple[str, int]]:
         """What is left of everything after this decision, at least."""
-        books = Books(self.manager, self.resources, to_completion=False)
+        budgets = Budgets(self.manager, self.resources, to_completion=False)
         for request in paused:
-            books.release(request)
+            budgets.release(request)
         for request in scheduled:
-            books.claim(request)
-        return books.left()
+            budgets.claim(request)
+        return budgets.left()
 
     def _chunks(self, decision: Decision) -> list[tuple[int, int]]:
         return [(request.context_chunk_size, request.num_chunk_drafts) for request in decision[0]]
@@ -307,10 +307,10 @@ class World:
         assert {id(request) for request in decision[0] + decision[1]} <= set(map(id, fitting))
         if isinstance(capacity, (GuaranteedNoEvictScheduler, StaticBatchScheduler)):
             assert not paused
-            books = Books(self.manager, self.resources, to_completion=True)
+            budgets = Budgets(self.manager, self.resources, to_completion=True)
             for request in fitting:
-                books.claim(request)
-            assert all(num_left >= 0 for _, num_left in books.left())
+                budgets.claim(request)
+            assert all(num_left >= 0 for _, num_left in budgets.left())
         if isinstance(capacity, MaxUtilizationScheduler):
             place = {id(request): index for index, request in enumerate(self.active)}
             last_fitting = max((place[id(request)] for request in fitting), default=-1)

@@ -55,7 +55,7 @@ Capture: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], T
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _Graph:
     replay_forward: Callable[[], Any]
     hidden: Tensor
     replay_draw: Callable[[], Any]
@@ -68,16 +68,16 @@ class GraphRunner:
     def __init__(self, forward: Forward, draw: Draw, slots: Tensor, capture: Capture) -> None:
         """``slots`` [max_batch_size] int32 keeps its address; now it holds padding only."""
         self._sizes = bucket_sizes(len(slots))
-        self._recordings: dict[int, _Recording] = {}
+        self._graphs: dict[int, _Graph] = {}
         for size in reversed(self._sizes):
             replay_forward, hidden = capture(partial(forward, slots[:size]))
             replay_draw, tokens = capture(partial(draw, slots[:size], hidden))
-            self._recordings[size] = _Recording(replay_forward, hidden, replay_draw, tokens)
+            self._graphs[size] = _Graph(replay_forward, hidden, replay_draw, tokens)
 
     @property
-    def num_recordings(self) -> int:
+    def num_graphs(self) -> int:
         """Sizes of steps that are recorded."""
-        return len(self._recordings)
+        return len(self._graphs)
 
     def run(self, num_rows: int) -> Tensor:
         """Replay the smallest bucket that holds ``num_rows``: their tokens [num_rows] int64.
@@ -95,8 +95,8 @@ class GraphRunner:
         recording.replay_forward()
         return recording.hidden[:num_rows]
 
-    def _find(self, num_rows: int) -> _Recording:
-        return self._recordings[self._sizes[bisect_left(self._sizes, num_rows)]]
+    def _find(self, num_rows: int) -> _Graph:
+        return self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]]
 
 
 def unless_refused(what: str, record: Callable[[], Runner]) -> Runner | None:
@@ -162,7 +162,7 @@ MixedForward: TypeAlias = Callable[[MixedWords], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _MixedRecording:
+class _MixedGraph:
     sizes: MixedSizes
     replay: Callable[[], Any]
     hidden: Tensor
@@ -182,16 +182,16 @@ class MixedRunner:
         """``sizes`` ascend. ``generation_slots`` [max_batch_size] int32 keeps its address; now it
         holds padding only."""
         self._buffer = MixedBuffer(sizes[-1], generation_slots, device)
-        self._recordings: list[_MixedRecording] = []
+        self._graphs: list[_MixedGraph] = []
         self._buffer.send(ScheduledBatch(0), sizes[-1])
         for each in reversed(sizes):
             replay, hidden = capture(partial(forward, self._buffer.words(each)))
-            self._recordings.insert(0, _MixedRecording(each, replay, hidden))
+            self._graphs.insert(0, _MixedGraph(each, replay, hidden))
 
     @property
-    def num_recordings(self) -> int:
+    def num_graphs(self) -> int:
         """Sizes of steps that are recorded."""
-        return len(self._recordings)
+        return len(self._graphs)
 
     @property
     def pinned_bytes(self) -> int:
@@ -202,7 +202,7 @@ class MixedRunner:
         """Replay the smallest size that holds ``batch``: the hidden states of all that draw
         [num_samples, hidden_size], in plan order, until the next replay. None if there is none."""
         wanted = sizes_of(batch)
-        for recording in self._recordings:
+        for recording in self._graphs:
             if recording.sizes.hold(wanted):
                 self._buffer.send(batch, recording.sizes)
                 recording.replay()
@@ -211,7 +211,7 @@ class MixedRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Recordings:
+class GraphCache:
     """Of steps of generations alone and of mixed ones; None where such steps run eagerly."""
 
     steps: GraphRunner | None = None
@@ -220,12 +220,12 @@ class Recordings:
     @property
     def num_steps(self) -> int:
         """Sizes of generation steps that are recorded."""
-        return 0 if self.steps is None else self.steps.num_recordings
+        return 0 if self.steps is None else self.steps.num_graphs
 
     @property
     def num_mixed(self) -> int:
         """Sizes of mixed steps that are recorded."""
-        return 0 if self.mixed is None else self.mixed.num_recordings
+        return 0 if self.mixed is None else self.mixed.num_graphs
 
     @property
     def pinned_bytes(self) -> int:
@@ -233,7 +233,7 @@ class Recordings:
         return 0 if self.mixed is None else self.mixed.pinned_bytes
 
 
-class StepRecorder:
+class GraphCapturer:
     """Records steps over the memory of one pool after the other."""
 
     def __init__(
@@ -254,10 +254,10 @@ class StepRecorder:
         most = min(config.cuda_graph_mixed_tokens, config.num_tokens_limit)
         self._mixed_sizes = mixed_sizes(most, config.num_slots)
 
-    def record(self, attention: AttentionBackend) -> Recordings:
+    def record(self, attention: AttentionBackend) -> GraphCache:
         """What can be recorded; of what cannot, one line in the log, and no second attempt."""
         if self._make_capture is None or not isinstance(attention, CapturableBackend):
-            return Recordings()
+            return GraphCache()
         capture = self._make_capture()
 
         def forward(slots: Tensor) -> Tensor:
@@ -275,14 +275,14 @@ class StepRecorder:
         if steps is None:
             self._make_capture = None
         if steps is None or not self._mixed_sizes:
-            return Recordings(steps)
+            return GraphCache(steps)
         sizes, device = self._mixed_sizes, self._device
         mixed = unless_refused(
             "mixed steps", lambda: MixedRunner(forward_mixed, sizes, slots, device, capture)
         )
         if mixed is None:
             self._mixed_sizes = []
-        return Recordings(steps, mixed)
+        return GraphCache(steps, mixed)
 
     def measure(self, attention: AttentionBackend, memory: DeviceMemory) -> int:
         """Bytes that recordings keep for themselves: they are made, and forgotten again."""

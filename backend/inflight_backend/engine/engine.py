@@ -24,17 +24,17 @@ from inflight_backend.engine.config import EngineConfig, resolve
 from inflight_backend.engine.cuda_graphs import (
     Capture,
     CudaCapture,
+    GraphCache,
+    GraphCapturer,
     GraphRunner,
-    Recordings,
-    StepRecorder,
 )
 from inflight_backend.engine.interface import EditSource, MaskSource, MemoryUsage, StepOutputs
 from inflight_backend.engine.memory_plan import max_words
-from inflight_backend.engine.outputs import Observer, PendingTokens, TokenReader
+from inflight_backend.engine.outputs import OutputRecorder, PendingTokens, TokenReader
 from inflight_backend.engine.sampler import (
     MIN_P,
-    Adjustments,
-    HostRules,
+    LogitsAdjustments,
+    LogitsRules,
     edit_logits,
     restrict,
     send_masks,
@@ -43,11 +43,11 @@ from inflight_backend.engine.slot_table import (
     BeamRows,
     SamplingInputs,
     SlotTable,
-    drawing_slots,
     partly_filled_blocks,
+    sampling_slots_of,
 )
 from inflight_backend.engine.step_buffer import StepBuffer, StepWords
-from inflight_backend.engine.warmup import largest_batch, run_first_steps, thread_step
+from inflight_backend.engine.warmup import max_memory_batch, thread_warmup_batch, warm_up
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
 from inflight_backend.models.attention import AttentionBackend
@@ -97,17 +97,17 @@ class Engine:
             is_deterministic=config.deterministic_mode,
         )
         self._decoder = Decoder(model_config, parameters, self._ops)
-        self._adjustments = Adjustments(
+        self._adjustments = LogitsAdjustments(
             config.num_slots,
             model_config.vocab_size,
             config.seq_len_limit,
             config.device,
             self._ops,
         )
-        self._observer = Observer(config.num_slots, config.device)
+        self._output_recorder = OutputRecorder(config.num_slots, config.device)
         self._beams = BeamRows(config.num_slots, config.device)
         self._outputs: StepOutputs | None = None
-        self._rules = HostRules()
+        self._rules = LogitsRules()
         cos_sin = make_cos_sin(model_config.rope, model_config.head_dim, config.seq_len_limit)
         self._cos_sin = cos_sin.to(config.device)
         size = config.tokens_per_block
@@ -117,7 +117,7 @@ class Engine:
         self._buffer = StepBuffer(words, config.num_slots, config.device)
         self._reader = TokenReader(max(config.num_tokens_limit, config.num_slots), config.device)
         is_cuda = config.device == "cuda"
-        self._recorder = StepRecorder(
+        self._graph_capturer = GraphCapturer(
             config,
             self._decoder,
             self._slots,
@@ -125,13 +125,13 @@ class Engine:
             self._draw,
             (lambda: capture) if capture is not None else CudaCapture if is_cuda else None,
         )
-        self._recordings = Recordings()
+        self._graphs = GraphCache()
         if memory is None and is_cuda:
             memory = CudaMemory()
         self.free_bytes: int | None = None  # measured: what there is for the pool
         num_blocks = self._count_blocks(memory)
         self._pool, self._attention = self._make_cache(num_blocks)
-        self._recordings = self._recorder.record(self._attention)
+        self._graphs = self._graph_capturer.record(self._attention)
 
     @classmethod
     def load(
@@ -164,20 +164,20 @@ class Engine:
     def device_name(self) -> str:
         """Where it runs, for people."""
         if self.config.device == "cuda":
-            graphs = "" if self.num_recordings else ", without CUDA graphs"
+            graphs = "" if self.num_graphs else ", without CUDA graphs"
             return f"{torch.cuda.get_device_name()}{graphs}"
         return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
     @property
-    def num_recordings(self) -> int:
+    def num_graphs(self) -> int:
         """Sizes of generation steps that are recorded and replayed, as CUDA graphs on a GPU; with 0
         every step runs eagerly."""
-        return self._recordings.num_steps
+        return self._graphs.num_steps
 
     @property
-    def num_mixed_recordings(self) -> int:
+    def num_mixed_graphs(self) -> int:
         """The same of mixed steps."""
-        return self._recordings.num_mixed
+        return self._graphs.num_mixed
 
     @property
     def dtype_name(self) -> str:
@@ -263,7 +263,7 @@ class Engine:
     @torch.inference_mode()  # the reader's pinned buffers were made in it, too
     def submit(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step; its tokens, to be read before the step after the next is submitted."""
-        return self._reader.send(self.enqueue(batch), self._observer.take())
+        return self._reader.send(self.enqueue(batch), self._output_recorder.take())
 
     @torch.inference_mode()
     def enqueue(self, batch: ScheduledBatch) -> Tensor:
@@ -271,7 +271,7 @@ class Engine:
 
         The next call may overwrite them.
         """
-        rules, self._rules = self._rules, HostRules()
+        rules, self._rules = self._rules, LogitsRules()
         words = self._buffer.send(batch)
         if batch.block_copies:
             self._pool.copy(words.copy_sources, words.copy_destinations)
@@ -282,44 +282,44 @@ class Engine:
         self._slots.set_up(batch, words)
         self._adjustments.set_up(batch.setups)
         self._beams.set_up(batch.setups)
-        self._observer.set_up(batch.setups)
+        self._output_recorder.set_up(batch.setups)
         if batch.is_empty:
             return torch.empty(0, dtype=torch.int64)
-        steps, mixed = self._recordings.steps, self._recordings.mixed
+        steps, mixed = self._graphs.steps, self._graphs.mixed
         if steps is not None and not batch.runs:
             return self._replay(steps, batch, words, rules)
-        observed = self._observer.observed_chunks(batch.context_chunks)
+        observed = self._output_recorder.observed_chunks(batch.context_chunks)
         if mixed is not None and not observed:
             replayed = mixed.forward(batch)
             if replayed is not None:
                 self._slots.book(batch)
-                sampling = self._slots.begin_draw(batch, words)
-                return self._finish(replayed, sampling, drawing_slots(batch), rules)
+                sampling = self._slots.begin_sampling(batch, words)
+                return self._finish(replayed, sampling, sampling_slots_of(batch), rules)
         step = self._slots.begin(batch, words)
         attention = self._attention.begin(step.attention)
         if observed:
             hidden = self._decoder.forward(step.tokens, attention, None)
-            self._observer.keep_context(observed, hidden, self._decoder.logits)
+            self._output_recorder.record_context_logits(observed, hidden, self._decoder.logits)
             hidden = hidden[step.sample_rows]
         else:
             hidden = self._decoder.forward(step.tokens, attention, step.sample_rows)
-        sampling = self._slots.begin_draw(batch, words)
-        return self._finish(hidden, sampling, drawing_slots(batch), rules)
+        sampling = self._slots.begin_sampling(batch, words)
+        return self._finish(hidden, sampling, sampling_slots_of(batch), rules)
 
     def prepare_thread(self) -> None:
         """First of all in the thread that runs the steps, if another one has loaded: on CUDA a step
         that is not recorded. torch's libraries keep a handle and a workspace for each thread
         (cuBLAS on Hopper: 32 MiB), which no request should wait for."""
         if self.config.device == "cuda":
-            recordings, self._recordings = self._recordings, Recordings()
-            self.execute(thread_step(self.config))
-            self._recordings = recordings
+            recordings, self._graphs = self._graphs, GraphCache()
+            self.execute(thread_warmup_batch(self.config))
+            self._graphs = recordings
 
     def memory_usage(self) -> MemoryUsage:
         """Bytes in use now; cheap enough for every iteration."""
         gpu = allocator_bytes() if self.config.device == "cuda" else 0
         pinned = self._buffer.pinned_bytes + self._reader.pinned_bytes
-        pinned += self._recordings.pinned_bytes
+        pinned += self._graphs.pinned_bytes
         return MemoryUsage(cpu=resident_memory(), gpu=gpu, pinned=pinned)
 
     def _count_blocks(self, memory: DeviceMemory | None) -> int:
@@ -351,19 +351,19 @@ class Engine:
     def _measure_step(self, memory: DeviceMemory) -> int:
         """Bytes that the largest step and the recordings take beside weights and KV: the one is
         run, the others are made, on a tiny pool."""
-        batch = largest_batch(self.config)
+        batch = max_memory_batch(self.config)
         num_blocks = 1 + max(new.block_id for new in batch.new_blocks)
         try:
             self._pool, self._attention = self._make_cache(num_blocks)
             memory.start_peak()
-            run_first_steps(self, batch)
+            warm_up(self, batch)
             step_bytes = memory.peak_bytes()
         except torch.OutOfMemoryError:
             raise ConfigurationError(
                 f"a step of max_num_tokens = {self.config.num_tokens_limit} tokens does not fit "
                 "the GPU; lower max_num_tokens (prompts may be longer where contexts are chunked)"
             ) from None
-        recorded_bytes = self._recorder.measure(self._attention, memory)
+        recorded_bytes = self._graph_capturer.measure(self._attention, memory)
         del self._pool, self._attention
         gibibytes = step_bytes / 2**30, recorded_bytes / 2**30
         _logger.info("the largest step takes %.2f GiB, recorded steps keep %.2f GiB", *gibibytes)
@@ -374,13 +374,15 @@ class Engine:
         runner: GraphRunner,
         batch: ScheduledBatch,
         words: StepWords,
-        rules: HostRules,
+        rules: LogitsRules,
     ) -> Tensor:
         """A step of generations alone."""
         self._slots.book(batch)
         num_rows = len(batch.generation_slots)
         slots = batch.generation_slots
-        is_plain = not (self._adjustments.features(slots) or self._observer.wants_draw(slots))
+        is_plain = not (
+            self._adjustments.features(slots) or self._output_recorder.wants_samples(slots)
+        )
         is_plain = is_plain and not self._beams.are_in(slots)
         may_forbid_end = self._slots.may_forbid_end(slots)
         if is_plain and not rules and not may_forbid_end:
@@ -396,7 +398,7 @@ class Engine:
         hidden: Tensor,
         sampling: SamplingInputs,
         slots: Sequence[int],
-        rules: HostRules,
+        rules: LogitsRules,
     ) -> Tensor:
         """Draw for ``slots``; the tokens are where the next step of their slots finds them.
 
@@ -417,10 +419,10 @@ class Engine:
         hidden: Tensor,
         sampling: SamplingInputs,
         slots: Sequence[int],
-        rules: HostRules,
+        rules: LogitsRules,
     ) -> Tensor:
         features = self._adjustments.features(slots)
-        is_observed = self._observer.wants_draw(slots)
+        is_observed = self._output_recorder.wants_samples(slots)
         has_beams = self._beams.are_in(slots)
         if not (features or is_observed or rules or has_beams):
             return self._draw(hidden, sampling)
@@ -431,7 +433,7 @@ class Engine:
         masks, has_min_p = send_masks(rules.masks, self.config.device), bool(features & MIN_P)
         restrict(logits, sampling, masks, self._ops)
         if has_beams:
-            self._beams.keep(slots, logits, sampling.temperature, self._observer)
+            self._beams.keep(slots, logits, sampling.temperature, self._output_recorder)
             own = self._beams.without(sampling.slots, slots, self._slots.padding_slot)
             sampling = replace(sampling, slots=own)
         log_probs = None
@@ -442,7 +444,7 @@ class Engine:
             tokens = self._choose(logits, sampling, has_min_p=has_min_p)
         self._adjustments.record(sampling, tokens, features, self._slots.parameters)
         if is_observed:
-            self._observer.keep_draw(slots, original, tokens, log_probs)
+            self._output_recorder.record_samples(slots, original, tokens, log_probs)
         self._slots.store(sampling.slots, tokens)
         return tokens
 

@@ -45,7 +45,7 @@ NUM_COLUMNS = 16
 
 
 def adjustment_shapes(num_slots: int, vocab_size: int, max_seq_len: int) -> Shapes:
-    """Tables of `Adjustments`; the padding slot has a row, too."""
+    """Tables of `LogitsAdjustments`; the padding slot has a row, too."""
     rows = num_slots + 1
     return {
         "counts": ((rows, vocab_size), 4),

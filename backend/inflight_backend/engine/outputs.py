@@ -122,7 +122,7 @@ class PendingOutputs:
         return outputs
 
 
-class Observer:
+class OutputRecorder:
     """Knows which slots ask, and keeps what the current step has brought."""
 
     def __init__(self, num_slots: int, device: str) -> None:
@@ -158,7 +158,7 @@ class Observer:
             flags = (*self._draw_flags, self._wants_context)
             self._is_used = any(bool(flag.any()) for flag in flags)
 
-    def wants_draw(self, slots: Sequence[int]) -> bool:
+    def wants_samples(self, slots: Sequence[int]) -> bool:
         """Whether any of the rows that draw now is to be observed."""
         if not self._is_used:
             return False
@@ -176,7 +176,7 @@ class Observer:
             first += chunk.num_tokens
         return found
 
-    def keep_draw(
+    def record_samples(
         self, slots: Sequence[int], logits: Tensor, tokens: Tensor, log_probs: Tensor | None = None
     ) -> None:
         """Keep what was drawn: the model's logits [N, vocab] float32, tokens [N] int64.
@@ -213,7 +213,7 @@ class Observer:
         wanted = list(zip(self._ids(slots, rows), nums, strict=True))
         self._open().tops.append((wanted, self._to_host(best.indices), self._to_host(values)))
 
-    def keep_context(
+    def record_context_logits(
         self,
         chunks: Sequence[tuple[int, ContextChunk]],
         hidden: Tensor,
@@ -228,7 +228,7 @@ class Observer:
                 request_id = self._request_ids[chunk.slot]
                 pending.contexts.append((request_id, chunk.start + offset, rows))
 
-    def keep_candidates(
+    def record_candidates(
         self, slots: list[int], numbers: list[int], tokens: Tensor, log_probs: Tensor
     ) -> None:
         """Keep the most likely tokens [N, K] of ``slots``, so many of each as ``numbers`` says."""

@@ -46,7 +46,7 @@ _PackedWords = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
 _NO_LENGTHS = np.zeros(0, dtype=np.int32)
 
 
-class Adjustments:
+class LogitsAdjustments:
     """Owner of counts, biases, texts, words and ends of the slots; the padding slot has a row."""
 
     def __init__(
@@ -281,7 +281,7 @@ def _join(
 
 
 @dataclass(slots=True)
-class HostRules:
+class LogitsRules:
     """What the host wants done to the logits of a step beside what its slots say."""
 
     edits: EditSource | None = None
@@ -290,7 +290,7 @@ class HostRules:
     def __bool__(self) -> bool:
         return self.edits is not None or self.masks is not None
 
-    def parts(self, num_rows: int, size: int) -> Iterator[tuple[slice, HostRules]]:
+    def parts(self, num_rows: int, size: int) -> Iterator[tuple[slice, LogitsRules]]:
         """``size`` rows at a time, with the rules for them; each source is asked once."""
         masks = None if self.masks is None else self.masks()
         edits = None if self.edits is None else self.edits()
@@ -298,7 +298,7 @@ class HostRules:
             rows = slice(start, start + size)
             yield (
                 rows,
-                HostRules(
+                LogitsRules(
                     None if edits is None else partial(edits_of_rows, edits, rows),
                     None if masks is None else partial(masks_of_rows, masks, rows),
                 ),

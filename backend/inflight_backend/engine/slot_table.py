@@ -27,7 +27,7 @@ from torch import Tensor
 from inflight_backend.engine import step_buffer as columns
 from inflight_backend.engine.memory_plan import slot_table_shapes
 from inflight_backend.engine.mixed_step import MixedInputs, MixedWords
-from inflight_backend.engine.outputs import Observer
+from inflight_backend.engine.outputs import OutputRecorder
 from inflight_backend.engine.step_buffer import StepWords, to_device
 from inflight_backend.models.attention import AttentionInputs, HostLengths, MixedAttention
 from inflight_scheduler import BlockAssignment, ScheduledBatch, SlotSetup
@@ -53,7 +53,7 @@ class BeamRows:
         return self._is_used and bool(self._num_candidates[list(slots)].any())
 
     def keep(
-        self, slots: Sequence[int], logits: Tensor, temperature: Tensor, observer: Observer
+        self, slots: Sequence[int], logits: Tensor, temperature: Tensor, observer: OutputRecorder
     ) -> None:
         """Send the candidates of the rows of ``slots`` that search.
 
@@ -67,7 +67,7 @@ class BeamRows:
         chosen = logits[index] / torch.where(scale > 0, scale, 1.0)[:, None]
         log_probs = torch.log_softmax(chosen, dim=-1)
         values, tokens = log_probs.topk(min(max(numbers), logits.shape[1]), dim=-1)
-        observer.keep_candidates([slots[row] for row in rows], numbers, tokens, values)
+        observer.record_candidates([slots[row] for row in rows], numbers, tokens, values)
 
     def without(self, sampling_slots: Tensor, slots: Sequence[int], padding_slot: int) -> Tensor:
         """``sampling_slots`` [N] with the padding slot for rows that search: what was drawn there
@@ -203,7 +203,7 @@ class SlotTable:
             attention=attention,
         )
 
-    def begin_draw(self, batch: ScheduledBatch, words: StepWords) -> SamplingInputs:
+    def begin_sampling(self, batch: ScheduledBatch, words: StepWords) -> SamplingInputs:
         """What the draw of the step that was begun last needs."""
         return self.sampling(
             words.sample_slots.long(), *self._sampling_flags(batch), words.sample_lags
@@ -354,7 +354,7 @@ class SlotTable:
 
     def _sampling_flags(self, batch: ScheduledBatch) -> tuple[bool, bool]:
         """Whether all rows are greedy, and whether some row's end may have to wait."""
-        slots = drawing_slots(batch)
+        slots = sampling_slots_of(batch)
         most_drafts = max((len(run.drafts) for run in batch.runs), default=0)
         is_all_greedy = bool(self._host_is_greedy[slots].all())
         return is_all_greedy, self.may_forbid_end(slots, most_drafts)
@@ -405,7 +405,7 @@ def partly_filled_blocks(batch: ScheduledBatch, tokens_per_block: int) -> list[i
     return [block.block_id for block in batch.new_blocks if not is_filled(block)]
 
 
-def drawing_slots(batch: ScheduledBatch) -> list[int]:
+def sampling_slots_of(batch: ScheduledBatch) -> list[int]:
     """The slots of the rows that draw a token in ``batch``, in plan order."""
     slots = [run.slot for run in batch.runs for _ in range(run.num_drawn)]
     slots += batch.generation_slots

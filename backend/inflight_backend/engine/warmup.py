@@ -27,7 +27,7 @@ from inflight_scheduler import (
 )
 
 
-def largest_batch(config: EngineConfig) -> ScheduledBatch:
+def max_memory_batch(config: EngineConfig) -> ScheduledBatch:
     """As many tokens as one iteration may have, in as many requests as may draw a token.
 
     All of them write to the same blocks, 0 and up, since what they compute does not matter.
@@ -64,7 +64,7 @@ _KINDS = (
 _PLAIN = SamplingParams(top_k=2, top_p=0.9)
 
 
-class FirstStepsEngine(Protocol):
+class WarmupEngine(Protocol):
     """What runs them; `Engine` is one."""
 
     @property
@@ -82,7 +82,7 @@ class FirstStepsEngine(Protocol):
         """What the rows of the step behind may draw."""
 
 
-def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
+def warm_up(engine: WarmupEngine, largest: ScheduledBatch) -> None:
     """The small ones, then ``largest``, which also sets slots up anew that those have used.
 
     Its logits are changed, by a mask, for they are float32 then: that way needs the most room.
@@ -94,7 +94,7 @@ def run_first_steps(engine: FirstStepsEngine, largest: ScheduledBatch) -> None:
         engine.enqueue(batch)
 
 
-def thread_step(config: EngineConfig) -> ScheduledBatch:
+def thread_warmup_batch(config: EngineConfig) -> ScheduledBatch:
     """A prompt in block 0 and a draw, for `Engine.prepare_thread`."""
     num_tokens = min(config.tokens_per_block, config.num_tokens_limit, config.seq_len_limit)
     return replace(

@@ -23,11 +23,11 @@ from typing import TypeVar
 from inflight_backend.engine.interface import PendingStep, StepEngine, StepOutputs
 from inflight_backend.engine.memory_plan import check_pool
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.manager.logits_processors import DrawRules
+from inflight_backend.manager.logits_processors import LogitsHooks
 from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.statistics import IterationStats, StaticBatchStats
-from inflight_backend.manager.step_loop import OverlappedSteps, PlainSteps
+from inflight_backend.manager.step_loop import OverlappedSteps, SyncSteps
 from inflight_backend.manager.user_scheduler import (
     Decision,
     GuardedScheduler,
@@ -82,7 +82,7 @@ class StaticBatchTally:
         return StaticBatchStats(num_generating, num_finished)
 
 
-def params_in_force(
+def effective_params(
     model_type: TrtGptModelType, params: TrtGptModelOptionalParams | None
 ) -> TrtGptModelOptionalParams:
     """What holds where nothing was said: V1 computes contexts whole, and so does the deterministic
@@ -94,7 +94,7 @@ def params_in_force(
     return params
 
 
-def policy_in_force(
+def effective_policy(
     model_type: TrtGptModelType,
     policy: CapacitySchedulerPolicy,
     params: TrtGptModelOptionalParams,
@@ -163,12 +163,12 @@ def load_engine(
         normalize_log_probs=params.normalize_log_probs,
         deterministic_mode=params.deterministic_mode,
     )
-    engine = _in_a_thread_of_its_own(lambda: Engine.load(Path(model), config, on_progress))
+    engine = _on_new_thread(lambda: Engine.load(Path(model), config, on_progress))
     check_pool(Path(model), engine)
     return engine
 
 
-def _in_a_thread_of_its_own(load: Callable[[], _Loaded]) -> _Loaded:
+def _on_new_thread(load: Callable[[], _Loaded]) -> _Loaded:
     """What ``load`` returns or raises. The thread ends before any step runs: OpenMP keeps helpers
     for each thread that has computed, and where they outnumber the cores it passes over
     ``GOMP_SPINCOUNT``: none of them waits a little for more work before it sleeps."""
@@ -187,7 +187,7 @@ def _in_a_thread_of_its_own(load: Callable[[], _Loaded]) -> _Loaded:
     return result
 
 
-class InflightBatcher:
+class Batcher:
     """Decides and plans the steps of one engine. Its parts are public: they own their resource."""
 
     def __init__(
@@ -210,7 +210,7 @@ class InflightBatcher:
         self._take_outputs: Callable[[], StepOutputs | None] | None = getattr(
             engine, "take_outputs", None
         )
-        self.rules = DrawRules(engine, params.logits_processors)
+        self.rules = LogitsHooks(engine, params.logits_processors)
         self.block_manager = BlockManager(
             engine.num_blocks,
             engine.tokens_per_block,
@@ -235,9 +235,9 @@ class InflightBatcher:
         self.limits = self._make_limits(params)
         self.recorder = self._make_recorder(params)
 
-    def make_steps(self) -> PlainSteps | OverlappedSteps:
+    def make_steps(self) -> SyncSteps | OverlappedSteps:
         """The loop that the settings ask for, over this batcher."""
-        return OverlappedSteps(self) if self._is_overlapped else PlainSteps(self)
+        return OverlappedSteps(self) if self._is_overlapped else SyncSteps(self)
 
     def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
         """Decide who runs, pause who must, and return the plan (empty if nobody can run).
@@ -272,10 +272,10 @@ class InflightBatcher:
             self._drafter is not None and self._drafter.is_on(self.active)
         )
 
-    def prepare_draw(
+    def prepare_sampling(
         self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
     ) -> None:
-        """Have the engine follow the `DrawRules` of ``batch``, which it runs next, given
+        """Have the engine follow the `LogitsHooks` of ``batch``, which it runs next, given
         the step ``before`` it, whose tokens have not been read."""
         if self.rules:
             owners = self.planner.token_owners
@@ -283,13 +283,13 @@ class InflightBatcher:
             self.rules.prepare(owners(batch), unread)
 
     @property
-    def num_used_places(self) -> int:
+    def num_used_slots(self) -> int:
         """Slots of the engine that somebody holds."""
         return self._max_batch_size - self.planner.slots.num_free_slots
 
     def is_idle_and_free(self) -> bool:
         """True when no request is active and, by their numbers, all blocks and slots are free."""
-        return not (self.active or self.block_manager.num_used_blocks or self.num_used_places)
+        return not (self.active or self.block_manager.num_used_blocks or self.num_used_slots)
 
     def is_idle_and_intact(self) -> bool:
         """The same, with every block and slot accounted for; O(blocks)."""
@@ -303,11 +303,11 @@ class InflightBatcher:
             return False
         return True
 
-    def renewed(self) -> InflightBatcher:
+    def rebuilt(self) -> Batcher:
         """A batcher without a past on the same engine; a recording ends here."""
         self.recorder.close()
         params = replace(self._params, record_file=None)
-        return InflightBatcher(self.engine, self.policy, params, self.max_beam_width)
+        return Batcher(self.engine, self.policy, params, self.max_beam_width)
 
     def measure(
         self,

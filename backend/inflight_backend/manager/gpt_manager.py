@@ -41,26 +41,26 @@ from inflight_backend.errors import RefusalText
 from inflight_backend.guided.service import GuideService
 from inflight_backend.log import get_logger
 from inflight_backend.manager.batcher import (
-    InflightBatcher,
+    Batcher,
     StaticBatchTally,
+    effective_params,
+    effective_policy,
     load_engine,
-    params_in_force,
-    policy_in_force,
 )
 from inflight_backend.manager.health import DeadlineWatch, LoopHealth
 from inflight_backend.manager.intake import RequestIntake
 from inflight_backend.manager.logits_processors import NO_TOKEN
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
-from inflight_backend.manager.responses import HeldResponse, make_tensors
+from inflight_backend.manager.responses import QueuedResponse, make_tensors
 from inflight_backend.manager.statistics import (
+    EventCounter,
     IterationStats,
+    LengthHistograms,
     StaticBatchStats,
-    Tally,
-    TokenLengths,
 )
 from inflight_backend.manager.wait_reasons import (
-    Questions,
-    Waits,
+    LoopCalls,
+    WaitReasons,
     describe_load,
     describe_wait,
     expiry_error,
@@ -150,7 +150,7 @@ class IdleCheck:
         self.num_repairs = 0
         """How often a fault was found, and the books made anew."""
 
-    def finds_fault(self, batcher: InflightBatcher, *, is_running: bool) -> bool:
+    def finds_fault(self, batcher: Batcher, *, is_running: bool) -> bool:
         """Call it in every turn. True, with a line in the log, if nobody is active, no step
         `is_running`, and yet not everything is free or the books do not agree."""
         if is_running or batcher.active:
@@ -169,7 +169,7 @@ class IdleCheck:
             "with nobody active %d blocks and %d places are taken, or the books do not agree: "
             "they are made anew",
             batcher.block_manager.num_used_blocks,
-            batcher.num_used_places,
+            batcher.num_used_slots,
         )
         return True
 
@@ -257,10 +257,10 @@ class GptManager:
         poll_when_idle: Callable[[], bool] = lambda: True,
     ) -> None:
         check_beam_width(max_beam_width)
-        params = params_in_force(model_type, optional_params)
-        policy = policy_in_force(model_type, scheduler_policy, params)
+        params = effective_params(model_type, optional_params)
+        policy = effective_policy(model_type, scheduler_policy, params)
         engine = load_engine(model, params, on_progress, max_beam_width)
-        self._batcher = InflightBatcher(engine, policy, params, max_beam_width)
+        self._batcher = Batcher(engine, policy, params, max_beam_width)
         self._guide_service = GuideService(
             params.guided_decoding_config,
             Path(model) if isinstance(model, str | Path) else None,
@@ -284,7 +284,7 @@ class GptManager:
         self._intake = RequestIntake(
             self.limits,
             lambda request_id: self._active.get(request_id) is not None,
-            self._enrol,
+            self._activate,
             self._refuse,
         )
         self.max_num_requests = params.max_batch_size
@@ -298,14 +298,14 @@ class GptManager:
         self._deadlines = DeadlineWatch()
         self.health = LoopHealth()
         self._idle_check, self._stop_words = IdleCheck(), StopWordWatch()
-        self.lengths, self.events = TokenLengths(), Tally()
+        self.lengths, self.events = LengthHistograms(), EventCounter()
         self._gatherer = self._batcher.gatherer
-        self._responses: deque[HeldResponse] = deque()
+        self._responses: deque[QueuedResponse] = deque()
         self._iteration = self._num_waiting = 0
         self._batch, self._is_idle = _NO_BATCH, True
         self._guard = CallbackGuard()
         self._stats = self._measure()
-        self._questions = Questions(self.wake)
+        self._questions = LoopCalls(self.wake)
         self._is_closing = False
         self._idle_wait = IdleWait(self._guard, poll_when_idle)
         is_prepared = self._questions.ask(getattr(engine, "prepare_thread", lambda: None))
@@ -371,14 +371,14 @@ class GptManager:
     def _run(self) -> None:
         self._questions.answer()  # the engine's own beginning, where it has one
         while True:
-            self.health.turn_begins()
+            self.health.iteration_begins()
             try:
                 self._iterate()
             except BaseException:  # our bug, or a callback that wants to end the thread
                 with self.health.recovering(self._iteration):
-                    self._start_afresh()
+                    self._reset()
             self._questions.answer()  # also of a loop that fails again and again
-            self.health.turn_ends(has_work=bool(self._active))
+            self.health.iteration_ends(has_work=bool(self._active))
             has_requests = self.get_num_active_requests() > 0
             if self._is_closing and not has_requests:
                 break
@@ -404,7 +404,7 @@ class GptManager:
         if was_active:
             self.return_batch_manager_stats()
         if self._idle_check.finds_fault(self._batcher, is_running=self._steps.is_running):
-            self._renew()
+            self._rebuild()
 
     def fetch_new_requests(self) -> None:
         """Get new requests and take them in."""
@@ -420,7 +420,7 @@ class GptManager:
         """End requests past a deadline; without any token that is an error with the reason."""
         if not (expired_requests := self._deadlines.take_expired()):
             return
-        waits = Waits.of(self._batcher)  # before anybody makes room
+        waits = WaitReasons.of(self._batcher)  # before anybody makes room
         for expired in expired_requests:
             request = expired.request
             if self._active.get(request.request_id) is not request:
@@ -492,7 +492,7 @@ class GptManager:
     def _refuse(self, request_id: int, error: str) -> None:
         self._guard.call("send_response", self._send_cb, request_id, [], True, error)
 
-    def _enrol(
+    def _activate(
         self, request: InferenceRequest, llm_request: LlmRequest, guide: OwnGuide | None
     ) -> None:
         """The one way in: everybody who works for a request knows it from now on, or nobody."""
@@ -526,14 +526,14 @@ class GptManager:
         elif request.is_finished:
             self._end(request)
         elif request.is_streaming and num_known > request.orig_prompt_len + request.num_sent_tokens:
-            self._responses.append(HeldResponse(request, is_final=False))
+            self._responses.append(QueuedResponse(request, is_final=False))
 
     def _end(self, request: LlmRequest, error: str = "") -> None:
         """The one way out: release everything, then queue the one final response."""
         self._rules.discard(request.request_id)
         self._batcher.planner.release(request)
         if self._active.remove(request):
-            self._responses.append(HeldResponse(request, is_final=True, error=error))
+            self._responses.append(QueuedResponse(request, is_final=True, error=error))
             self.health.ended()
             if not error:
                 self.lengths.ended(request)
@@ -547,7 +547,7 @@ class GptManager:
         if self._active.get(request.request_id) is request:
             self._end(request, error)
         else:  # it holds nothing any more; what could not be built was its final response
-            self._responses.append(HeldResponse(request, is_final=True, error=error))
+            self._responses.append(QueuedResponse(request, is_final=True, error=error))
 
     def _measure(self) -> IterationStats:
         return self._batcher.measure(
@@ -559,7 +559,7 @@ class GptManager:
             static_batch=self._static_stats,
         )
 
-    def _start_afresh(self) -> None:
+    def _reset(self) -> None:
         """Everyone in flight hears of a failure; what it may have spoilt is made anew."""
         self._batch, self._is_idle = _NO_BATCH, True
         try:
@@ -569,11 +569,11 @@ class GptManager:
             # A step that has begun: who knows how far it came, and no recording can tell.
             is_intact = self._batcher.is_idle_and_intact() and self._batcher.planner.is_at_rest
             if self.health.has_failed_again or not is_intact:
-                self._renew()
+                self._rebuild()
 
-    def _renew(self) -> None:
+    def _rebuild(self) -> None:
         """Begin with new books of blocks and places; nobody is active, no step runs."""
-        self._batcher = self._batcher.renewed()
+        self._batcher = self._batcher.rebuilt()
         self._batcher.rules = self._rules  # of nobody now
         self._steps, self._active = self._batcher.make_steps(), self._batcher.active
         self._gatherer, self._stop_words = self._batcher.gatherer, StopWordWatch()
@@ -590,6 +590,8 @@ class GptManager:
                 _logger.exception("request %d could not release all it held", request.request_id)
         told = {each.request.request_id for each in self._responses if each.is_final}
         untold = [request for request in requests if request.request_id not in told]
-        self._responses += [HeldResponse(request, is_final=True, error=error) for request in untold]
+        self._responses += [
+            QueuedResponse(request, is_final=True, error=error) for request in untold
+        ]
         self._batcher.recorder.finish_iteration()
         self.return_completed_requests()

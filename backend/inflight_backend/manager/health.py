@@ -142,11 +142,11 @@ class LoopHealth:
         """True when nothing was done since the failure before the last."""
         return self._num_failures_in_a_row > 1
 
-    def turn_begins(self) -> None:
+    def iteration_begins(self) -> None:
         """The loop looks whether there is something to do, and does it."""
         self._is_busy = True
 
-    def turn_ends(self, *, has_work: bool) -> None:
+    def iteration_ends(self, *, has_work: bool) -> None:
         """``has_work``: somebody is active, whom the next turn has to serve."""
         if not has_work:
             self._num_moves += 1

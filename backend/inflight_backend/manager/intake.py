@@ -47,7 +47,7 @@ class RequestIntake:
         """
         self._limits = limits
         self._is_active = is_active
-        self._enrol = enrol
+        self._activate = enrol
         self._refuse = refuse
         self._preparing: dict[int, InferenceRequest] = {}
 
@@ -112,6 +112,6 @@ class RequestIntake:
         """Make a request active, guided if it asked for that."""
         llm_request, guide = validate(request, self._limits), request.guide
         request.llm_request = request.guide = None  # sent again, it is another request
-        self._enrol(
+        self._activate(
             request, llm_request, None if guide is None else (guide.take(), guide.take_again)
         )

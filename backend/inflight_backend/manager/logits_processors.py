@@ -54,7 +54,7 @@ Unread = tuple[Sequence[LlmRequest], PendingStep]
 """A step whose tokens have not been read, and whose they are."""
 
 
-class DrawRules:
+class LogitsHooks:
     """Owner of both; engines without ``mask_next`` or ``edit_next`` are asked for neither."""
 
     def __init__(self, engine: Any, processors: Mapping[str, LogitsPostProcessor]) -> None:

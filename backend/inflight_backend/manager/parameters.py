@@ -52,7 +52,7 @@ class TrtGptModelOptionalParams:
 
     ``overlap_scheduler``: see `step_loop`. ``record_file``: every decision of the scheduler is
     written there (`inflight replay`). ``enable_chunked_context`` None: where ``max_seq_len`` is
-    above ``max_num_tokens`` (and see `static_batching.params_in_force`). ``context_chunk_unit``
+    above ``max_num_tokens`` (and see `static_batching.effective_params`). ``context_chunk_unit``
     None means ``tokens_per_block``.
     ``priority_span``: see `ActiveRequests`. ``max_queue_seconds`` and ``max_run_seconds`` end
     requests that have not started, or not finished, so long after they arrived; None means never.

@@ -20,7 +20,7 @@ from inflight_scheduler import NO_OUTPUTS, BeamSearch, FinishReason, Hypothesis,
 
 
 @dataclass(frozen=True, slots=True)
-class HeldResponse:
+class QueuedResponse:
     """One call of the send-response callback, held back until the end of the iteration."""
 
     request: LlmRequest

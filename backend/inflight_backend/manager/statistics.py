@@ -21,7 +21,7 @@ from inflight_backend.speculative.drafter import DraftStats
 from inflight_scheduler import BeamSearch, FinishReason, LlmRequest, ReuseStats
 
 
-class Tally:
+class EventCounter:
     """Filled by any thread, emptied by another one."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ _MAX_UNREAD = 65_536
 """Requests kept for a reader; of more, the newest."""
 
 
-class TokenLengths:
+class LengthHistograms:
     """Filled by the batch manager's thread, emptied by another one."""
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ class StepOutcome:
 
 
 class StepSource(Protocol):
-    """What a loop asks for: who decides, plans and runs its steps. `InflightBatcher` is one."""
+    """What a loop asks for: who decides, plans and runs its steps. `Batcher` is one."""
 
     engine: StepEngine
     planner: BatchPlanner
@@ -105,7 +105,7 @@ class StepSource(Protocol):
     def schedule(self, *, may_pause: bool = True) -> ScheduledBatch:
         """The next plan, empty if nobody can run; without ``may_pause`` nobody is paused for it."""
 
-    def prepare_draw(
+    def prepare_sampling(
         self, batch: ScheduledBatch, before: tuple[ScheduledBatch, PendingStep] | None = None
     ) -> None:
         """Before ``batch`` runs: who may draw what, given the step ``before``, not yet read."""
@@ -114,7 +114,7 @@ class StepSource(Protocol):
         """What the plan executed last brought beside tokens; None if no request asked."""
 
 
-class PlainSteps:
+class SyncSteps:
     """Every step is awaited before the next one is decided."""
 
     is_running = False
@@ -133,7 +133,7 @@ class PlainSteps:
         if batch.is_empty:
             return StepOutcome(batch)
         try:
-            batcher.prepare_draw(batch)
+            batcher.prepare_sampling(batch)
             tokens = batcher.engine.execute(batch)
             outputs = batcher.take_outputs()
             advanced = batcher.planner.update(batch, tokens, candidates_of(outputs))
@@ -151,7 +151,7 @@ class OverlappedSteps:
 
     def __init__(self, batcher: StepSource) -> None:
         self._batcher = batcher
-        self._plain = PlainSteps(batcher)
+        self._plain = SyncSteps(batcher)
         self._running: tuple[ScheduledBatch, PendingStep] | None = None
         self._lowest_token = -1  # of those settled last
         self._has_lost_device = False
@@ -185,7 +185,7 @@ class OverlappedSteps:
         batcher, before = self._batcher, self._running
         failed: list[LlmRequest] = []
         settled: list[LlmRequest] | None = None
-        if before is not None and batcher.planner.must_settle_first(before[0]):
+        if before is not None and batcher.planner.must_apply_first(before[0]):
             self._running = None
             settled = self._settle(before, failed)
             if failed or any(map(_has_ended, settled)):
@@ -198,9 +198,9 @@ class OverlappedSteps:
         has_failed = False
         if not batch.is_empty:
             try:
-                batcher.prepare_draw(batch, before if settled is None else None)
+                batcher.prepare_sampling(batch, before if settled is None else None)
                 self._running = batch, batcher.engine.submit(batch)
-                batcher.planner.advance(batch)
+                batcher.planner.assume_step(batch)
             except Exception as error:
                 _log_failure(batch)
                 self._has_lost_device |= means_lost_device(error)
@@ -235,7 +235,7 @@ class OverlappedSteps:
         try:
             tokens = pending.read()
             self._lowest_token = min(tokens, default=0)
-            settled = planner.settle(batch, tokens, candidates_of(read_outputs(pending)))
+            settled = planner.apply_tokens(batch, tokens, candidates_of(read_outputs(pending)))
             if planner.has_forgotten:
                 self._batcher.recorder.forgot()
             return settled

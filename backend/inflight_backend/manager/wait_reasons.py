@@ -15,7 +15,7 @@ from inflight_protocol import NOT_IN_FLIGHT as NOT_IN_FLIGHT_STATE
 from inflight_scheduler import LlmRequest, WaitReason
 
 if TYPE_CHECKING:
-    from inflight_backend.manager.batcher import InflightBatcher
+    from inflight_backend.manager.batcher import Batcher
     from inflight_backend.manager.health import Expired
     from inflight_backend.manager.statistics import IterationStats
 
@@ -25,7 +25,7 @@ _logger = get_logger(__name__)
 _Result = TypeVar("_Result")
 
 
-class Questions:
+class LoopCalls:
     """Waiting questions; asked from any thread, answered on the owner's, in order.
 
     Once they are closed the owner changes nothing any more, and each is answered where it is asked.
@@ -89,24 +89,24 @@ NOT_IN_FLIGHT: dict[str, Any] = {
 }
 
 
-class Places(Protocol):
+class QueuePosition(Protocol):
     """What has places for active requests; `GptManager` is one."""
 
     max_num_requests: int
 
     def get_num_active_requests(self) -> int:
-        """Places that are taken; from any thread."""
+        """QueuePosition that are taken; from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class WaitReasons:
     """The active requests that would not run now, by id: which place each has among them, from 1,
     and why."""
 
     by_id: dict[int, tuple[int, WaitReason]]
 
     @classmethod
-    def of(cls, batcher: InflightBatcher) -> Waits:
+    def of(cls, batcher: Batcher) -> WaitReasons:
         """Call it on the thread of the batcher, between two iterations."""
         reasons = batcher.explain()
         waiting = [
@@ -122,7 +122,7 @@ class Waits:
         return f"{text} (place {place} of {len(self.by_id)}): {reason}"
 
 
-def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]:
+def describe_wait(batcher: Batcher, *request_ids: int) -> dict[str, Any]:
     """The answer as plain values: always ``state`` and ``reason``, else what is known.
 
     Of several requests it is about the first that is active, which ``request`` names.
@@ -134,7 +134,7 @@ def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]
     if request is None:
         return NOT_IN_FLIGHT
     request_id = request.request_id
-    waits = Waits.of(batcher)
+    waits = WaitReasons.of(batcher)
     place, reason = waits.by_id.get(request_id, (0, None))
     answer: dict[str, Any] = {
         "state": _state(request, reason is None),
@@ -154,7 +154,7 @@ def describe_wait(batcher: InflightBatcher, *request_ids: int) -> dict[str, Any]
     return answer
 
 
-def why_queued(places: Places) -> str:
+def why_queued(places: QueuePosition) -> str:
     """Why a request is still in the queue before the batch manager."""
     num_taken, num_places = places.get_num_active_requests(), places.max_num_requests
     if num_taken < num_places:
@@ -172,7 +172,7 @@ def describe_queued(place: int, num_waiting: int, reason: str) -> dict[str, Any]
     return {"state": "queued", "reason": reason, "place": place, "num_waiting": num_waiting}
 
 
-def expiry_error(expired: Expired, waits: Waits) -> str:
+def expiry_error(expired: Expired, waits: WaitReasons) -> str:
     """What a client whose deadline has passed is told, with numbers and its place among those who
     wait; "" if it has tokens instead.
 

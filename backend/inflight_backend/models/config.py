@@ -7,7 +7,7 @@ from pathlib import Path
 
 from inflight_backend.models.checkpoint_files import JsonReader, find_config
 from inflight_backend.models.families import ARCHITECTURE_TO_MODEL_TYPE, ARCHITECTURE_TO_TRAITS
-from inflight_backend.models.families.traits import ModelTraits
+from inflight_backend.models.families.traits import DecoderOptions
 
 # Keys of one `rope_type`; of other types we would compute wrong positions, so they are refused.
 _ROPE_KEYS = {
@@ -121,7 +121,7 @@ def _read_architecture(reader: JsonReader) -> str:
     return names[0]
 
 
-def _read_num_kv_heads(reader: JsonReader, traits: ModelTraits, num_heads: int) -> int:
+def _read_num_kv_heads(reader: JsonReader, traits: DecoderOptions, num_heads: int) -> int:
     key = "num_key_value_heads"
     if traits.is_num_kv_heads_required or key in reader:
         num_kv_heads = reader.integer(key, maximum=2**12)
@@ -133,7 +133,7 @@ def _read_num_kv_heads(reader: JsonReader, traits: ModelTraits, num_heads: int) 
 
 
 def _read_head_dim(
-    reader: JsonReader, traits: ModelTraits, hidden_size: int, num_heads: int
+    reader: JsonReader, traits: DecoderOptions, hidden_size: int, num_heads: int
 ) -> int:
     if traits.is_head_dim_required or "head_dim" in reader:
         head_dim = reader.integer("head_dim", maximum=1024)

@@ -38,7 +38,7 @@ _PORTION = 16 * 2**20
 _SHARE = 16
 
 
-class Target(Protocol):
+class RowTarget(Protocol):
     """A parameter in the making."""
 
     @property
@@ -83,7 +83,7 @@ class _Fp8:
 
 def make_target(
     spec: ParameterSpec, dtype: torch.dtype, device: str, *, is_fp8: bool = False
-) -> Target:
+) -> RowTarget:
     """Memory for a parameter; `CheckpointError` if there is none left."""
     if not (is_fp8 and spec.is_linear):
         return _Plain(_allocate(spec, spec.shape, dtype, device))

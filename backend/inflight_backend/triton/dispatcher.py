@@ -27,21 +27,21 @@ import numpy as np
 from inflight_backend.errors import CapacityText, RefusalText
 from inflight_backend.log import get_logger
 from inflight_backend.requests.inference_request import Array, NamedTensor
-from inflight_backend.triton.watchdog import Mover, Progress
+from inflight_backend.triton.watchdog import Progress, ProgressSource
 from inflight_backend.triton_io.beam_stream import BeamStream
-from inflight_backend.triton_io.sender import ResponseStream
-from inflight_backend.triton_io.token_stream import Extras, TokenStream
+from inflight_backend.triton_io.sender import ResponseSender
+from inflight_backend.triton_io.token_stream import TokenExtras, TokenStream
 
 
 @dataclass(slots=True)
-class Piece:
+class MergedResponse:
     """Tokens, the other tensors by name, and perhaps the end.
 
     ``is_whole``: each response says everything anew (beams), and all its tensors are ``extras``.
     """
 
     ids: list[int] = field(default_factory=list)
-    extras: Extras = field(default_factory=Extras)
+    extras: TokenExtras = field(default_factory=TokenExtras)
     is_final: bool = False
     error: str = ""
     is_whole: bool = False
@@ -82,7 +82,7 @@ class _Stats:
 class _Answer:
     """What somebody asked for beside the generation."""
 
-    stream: ResponseStream
+    stream: ResponseSender
     name: str
     text: str
 
@@ -173,8 +173,10 @@ class ResponseDispatcher:
         self._num_bytes = 0  # of what is in the queue or being sent
         self._num_bytes_lock = threading.Lock()
         self._streams: dict[int, TokenStream | BeamStream] = {}
-        self._pieces: dict[int, Piece] = {}  # to be sent in this round, or when there is room
-        self._subscribers: dict[ResponseStream, _Feed] = {}
+        self._pieces: dict[
+            int, MergedResponse
+        ] = {}  # to be sent in this round, or when there is room
+        self._subscribers: dict[ResponseSender, _Feed] = {}
         self._subscribers_lock = threading.Lock()
         self._progress = Progress()
         self._thread = threading.Thread(target=self._run, name="ResponseDispatcher", daemon=True)
@@ -190,10 +192,10 @@ class ResponseDispatcher:
         return self._queue.qsize() > _MAX_BACKLOG or self._num_bytes > _MAX_BACKLOG_BYTES
 
     @property
-    def mover(self) -> Mover:
+    def mover(self) -> ProgressSource:
         """For the watchdog: busy while anything waits to be sent or is being sent."""
         progress = self._progress
-        return Mover(
+        return ProgressSource(
             is_busy=lambda: progress.is_busy or not self._queue.empty(),
             num_moves=lambda: progress.num_moves,
         )
@@ -217,11 +219,11 @@ class ResponseDispatcher:
         if self._subscribers:
             self._put(_Stats(text))
 
-    def answer(self, stream: ResponseStream, name: str, text: str) -> None:
+    def answer(self, stream: ResponseSender, name: str, text: str) -> None:
         """Send ``text`` as tensor ``name``, the only response of ``stream``; from any thread."""
         self._put(_Answer(stream, name, text))
 
-    def subscribe(self, stream: ResponseStream, last_stats: Callable[[], str]) -> None:
+    def subscribe(self, stream: ResponseSender, last_stats: Callable[[], str]) -> None:
         """Send ``stream`` the last statistics JSON, then that of every further iteration without
         a gap, until `unsubscribe` or very many bytes."""
         with self._subscribers_lock:
@@ -230,7 +232,7 @@ class ResponseDispatcher:
             feed.after = _iteration_of(feed.first)
         self._put(_Call.FEED)
 
-    def unsubscribe(self, stream: ResponseStream) -> None:
+    def unsubscribe(self, stream: ResponseSender) -> None:
         """End the feed of ``stream`` with a final response; from any thread, never raises."""
         with self._subscribers_lock:
             self._subscribers.pop(stream, None)
@@ -319,7 +321,7 @@ class ResponseDispatcher:
             elif item is not None:
                 self._merge(item)
         ready = [request_id for request_id in self._pieces if self._has_room(request_id)]
-        ends: list[tuple[int, Piece]] = []
+        ends: list[tuple[int, MergedResponse]] = []
         for request_id in ready:
             piece = self._pieces.pop(request_id)
             if piece.is_final:
@@ -343,14 +345,14 @@ class ResponseDispatcher:
             self._send_piece(request_id, self._pieces.pop(request_id))
         if request_id not in self._pieces:
             is_whole = isinstance(self._streams.get(request_id), BeamStream)
-            self._pieces[request_id] = Piece(is_whole=is_whole)
+            self._pieces[request_id] = MergedResponse(is_whole=is_whole)
         try:
             self._pieces[request_id].add(tensors, is_final, error)
         except BaseException:
             _logger.exception("a response of request %d could not be put together", request_id)
             self._give_up(request_id, self._streams.get(request_id))
 
-    def _send_piece(self, request_id: int, piece: Piece) -> None:
+    def _send_piece(self, request_id: int, piece: MergedResponse) -> None:
         """Send what is not the end of a request."""
         token_stream = self._streams.get(request_id)
         if token_stream is None:
@@ -364,7 +366,7 @@ class ResponseDispatcher:
             self._give_up(request_id, token_stream)
         self._progress.moved()
 
-    def _send_ends(self, ends: Sequence[tuple[int, Piece]]) -> None:
+    def _send_ends(self, ends: Sequence[tuple[int, MergedResponse]]) -> None:
         """Make the last responses, have them counted, and only then send them: who has read one
         finds it on the page of metrics."""
         made: list[tuple[int, _Ending]] = []
@@ -387,7 +389,7 @@ class ResponseDispatcher:
             self._progress.moved()
 
     def _make_end(
-        self, request_id: int, token_stream: TokenStream | BeamStream, piece: Piece
+        self, request_id: int, token_stream: TokenStream | BeamStream, piece: MergedResponse
     ) -> _Ending:
         """What a request ends with; its last tokens leave now if that is an error."""
         ending = _Ending(token_stream, piece.error)
@@ -426,7 +428,7 @@ class ResponseDispatcher:
             self._feed(stream, feed, texts)
             self._progress.moved()
 
-    def _feed(self, stream: ResponseStream, feed: _Feed, texts: list[str]) -> None:
+    def _feed(self, stream: ResponseSender, feed: _Feed, texts: list[str]) -> None:
         try:
             texts = feed.take(texts)
             if texts:

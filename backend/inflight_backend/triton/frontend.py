@@ -27,14 +27,14 @@ from inflight_backend.errors import (
 )
 from inflight_backend.log import get_logger
 from inflight_backend.manager.responses import make_unstarted_tensors
-from inflight_backend.manager.statistics import Tally
+from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.manager.wait_reasons import PREPARING, why_queued
 from inflight_backend.requests.inference_request import Array, InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.introspection import Inspector, ModelDescription
-from inflight_backend.triton.queue import ArrivalQueue, RequestIds
+from inflight_backend.triton.introspection import Introspection, ModelInfo
+from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import PartFactory, RelayedRequest
 from inflight_backend.triton.watchdog import Progress
@@ -50,7 +50,12 @@ from inflight_backend.triton_io.request import (
     read_inputs,
     split_rows,
 )
-from inflight_backend.triton_io.sender import CodedFactory, ResponseFactory, ResponseStream, Stream
+from inflight_backend.triton_io.sender import (
+    ErrorCodeFactory,
+    ResponseFactory,
+    ResponseSender,
+    Sender,
+)
 from inflight_protocol import STREAMING_PARAMETER
 
 if TYPE_CHECKING:
@@ -60,14 +65,14 @@ if TYPE_CHECKING:
 class SharedStream:
     """The stream of one Triton request, for one of its sequences; see `share`."""
 
-    def __init__(self, stream: ResponseStream, open_sequences: _OpenSequences) -> None:
+    def __init__(self, stream: ResponseSender, open_sequences: _OpenSequences) -> None:
         self._stream = stream
         self._open = open_sequences
         open_sequences.add(self)
 
     @property
     def is_behind(self) -> bool:
-        """See `Stream.is_behind`."""
+        """See `Sender.is_behind`."""
         return self._stream.is_behind
 
     def send(self, tensors: dict[str, Array], *, is_final: bool) -> None:
@@ -116,7 +121,7 @@ class _OpenSequences:
 
 
 def share(
-    stream: ResponseStream, num_sequences: int, stop_all: Callable[[], None]
+    stream: ResponseSender, num_sequences: int, stop_all: Callable[[], None]
 ) -> list[SharedStream]:
     """One stream for each sequence; ``stop_all`` stops all of them when one has failed."""
     open_sequences = _OpenSequences(stop_all)
@@ -176,7 +181,7 @@ class Frontend:
     def __init__(
         self,
         factory: ResponseFactory,
-        arrivals: ArrivalQueue,
+        queue: RequestQueue,
         dispatcher: ResponseDispatcher,
         codec: TextCodec | None,
         outputs: frozenset[str] = frozenset(),
@@ -185,24 +190,24 @@ class Frontend:
         self._outputs = outputs
         self._is_decoupled = factory.is_decoupled
         self.progress = Progress()
-        self.errors = Tally()  # by code: Triton counts these requests as successes
+        self.errors = EventCounter()  # by code: Triton counts these requests as successes
         self._on_error: Callable[[], None] = lambda: None
         self._accepting = threading.Lock()  # Triton's thread and that of relayed requests
         self._factory = factory
-        self._coded = CodedFactory(factory.pb_utils, factory.is_decoupled)
+        self._coded = ErrorCodeFactory(factory.pb_utils, factory.is_decoupled)
         self._parts = PartFactory(factory.pb_utils)
-        self._arrivals = arrivals
+        self._queue = queue
         self._dispatcher = dispatcher
         self._codec = codec
         self._ids = RequestIds()
-        self._live: dict[int, ResponseStream] = {}
+        self._live: dict[int, ResponseSender] = {}
         self._groups: dict[int, list[int]] = {}  # of requests with several sequences
         self._max_num_sequences = 1
-        self._feeds: list[ResponseStream] = []
+        self._feeds: list[ResponseSender] = []
         self._limits: RequestLimits | None = None
         self._wake: Callable[[], None] = lambda: None
         self._stats_json: Callable[[], str] = lambda: "{}"
-        self._inspector: Inspector | None = None
+        self._introspection: Introspection | None = None
         self._why_queued: Callable[[], str] = str
         self._describe_load: Callable[[], str] = str
         self._why_not_ready: Callable[[], str] = str
@@ -210,7 +215,7 @@ class Frontend:
     def start(
         self,
         manager: GptManager,
-        description: ModelDescription,
+        description: ModelInfo,
         why_not_ready: Callable[[], str] = str,
         on_error: Callable[[], None] = lambda: None,
     ) -> None:
@@ -223,8 +228,8 @@ class Frontend:
         self._why_not_ready = why_not_ready
         self._limits, self._wake = manager.limits, manager.wake
         self._max_num_sequences = manager.max_num_requests
-        self._stats_json = lambda: self._arrivals.add_to(manager.stats_json)
-        self._inspector = Inspector(manager, self._arrivals, self._dispatcher, description)
+        self._stats_json = lambda: self._queue.add_to(manager.stats_json)
+        self._introspection = Introspection(manager, self._queue, self._dispatcher, description)
         self._why_queued = lambda: why_queued(manager)
         self._describe_load = manager.describe_load
 
@@ -244,7 +249,7 @@ class Frontend:
             head = read_head(triton_request)
             factory = self._coded if head.asks_for_codes else self._factory
             sender = triton_request.get_response_sender()
-            stream = ResponseStream(sender, factory, count_error=self._count_error)
+            stream = ResponseSender(sender, factory, count_error=self._count_error)
             try:
                 head.refuse_settings(but=(STREAMING_PARAMETER, *SETTINGS))
                 inputs = with_settings(head, expand(read_inputs(triton_request)))
@@ -260,7 +265,7 @@ class Frontend:
     def accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         """`accept` a request of another model of ours."""
         with self._accepting, self.progress:
-            stream = ResponseStream(
+            stream = ResponseSender(
                 way_back, self._parts, lambda: way_back.is_behind, count_error=self._count_error
             )
             try:
@@ -274,7 +279,7 @@ class Frontend:
 
     def stop(self, number: int) -> None:
         """Stop one sequence in flight, waiting or running."""
-        request = self._arrivals.stop(number)
+        request = self._queue.stop(number)
         if request is None:
             self._wake()
             return
@@ -307,12 +312,12 @@ class Frontend:
             stream.abort(message)
             self._stop_each(numbers)
         self.end_feeds()
-        if self._inspector is not None:
-            self._inspector.fail_all(message)
+        if self._introspection is not None:
+            self._introspection.fail_all(message)
 
-    def end_overdue(self) -> None:
+    def expire_queued(self) -> None:
         """End the requests whose deadline has passed in the queue, with an error that says why."""
-        for overdue in self._arrivals.take_overdue():
+        for overdue in self._queue.take_overdue():
             place = f"place {overdue.place} of {overdue.num_waiting} in the queue"
             why = self._why_queued() if overdue.request.is_ready else PREPARING
             reason = CapacityText(f"not started before its deadline: {place}, and {why}")
@@ -350,7 +355,7 @@ class Frontend:
         name: str,
         inputs: Mapping[str, Array],
         requested: frozenset[str],
-        stream: ResponseStream,
+        stream: ResponseSender,
     ) -> None:
         if read_flag(inputs, "stop"):
             self._stop_by_name(name, stream)
@@ -366,7 +371,7 @@ class Frontend:
         name: str,
         inputs: Mapping[str, Array],
         requested: frozenset[str],
-        stream: ResponseStream,
+        stream: ResponseSender,
     ) -> None:
         limits = self._limits
         assert limits is not None, "start() comes before the first request"
@@ -377,9 +382,9 @@ class Frontend:
             num_sequences = [read_num_sequences(row, self._max_num_sequences) for row in rows]
             self._check_one_response(rows, sum(num_sequences))
             # Now, since validation starts to compile grammars.
-            self._arrivals.check_room(sum(num_sequences), self._describe_load)
+            self._queue.check_room(sum(num_sequences), self._describe_load)
             numbers += [self._ids.reserve("") for _ in range(1, sum(num_sequences))]
-            streams: Iterator[Stream] = iter([stream])
+            streams: Iterator[Sender] = iter([stream])
             if len(numbers) > 1:
                 self._groups[number] = numbers
                 streams = iter(share(stream, len(numbers), lambda: self._stop_each(numbers)))
@@ -396,7 +401,7 @@ class Frontend:
                     requests.append(one)
             stream.on_final(lambda: self._forget(number, name))
             self._live[number] = stream  # from now on others may end it
-            self._arrivals.put(*requests, describe_load=self._describe_load)
+            self._queue.put(*requests, describe_load=self._describe_load)
         except BaseException:
             for opened in numbers:
                 self._dispatcher.discard(opened)
@@ -409,7 +414,7 @@ class Frontend:
         self._groups.pop(number, None)
         self._ids.release(name, number)
 
-    def _stop_by_name(self, name: str, stream: ResponseStream) -> None:
+    def _stop_by_name(self, name: str, stream: ResponseSender) -> None:
         """Acknowledge at once, also for an id that is not in flight (any more)."""
         if not name:
             raise InvalidRequest("a stop request needs the request id of the request to stop")
@@ -420,30 +425,30 @@ class Frontend:
             _logger.debug("stop for a request that is not in flight")
         stream.send({}, is_final=True)
 
-    def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
-        assert self._inspector is not None, "start() comes before the first request"
+    def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseSender) -> None:
+        assert self._introspection is not None, "start() comes before the first request"
         if read_flag(inputs, "ready"):
             if reason := self._why_not_ready():
                 raise CapacityExceeded(reason)
             stream.send({}, is_final=True)
         elif read_flag(inputs, "describe"):
-            self._inspector.answer_description(stream)
+            self._introspection.answer_description(stream)
         elif read_flag(inputs, "recording"):
-            self._inspector.answer_recording(stream)
+            self._introspection.answer_recording(stream)
         elif not name:
             raise InvalidRequest("'why' needs the request id of the request it asks about")
         else:
             number = self._ids.find(name)
             numbers = [] if number is None else self._groups.get(number, [number])
-            self._inspector.answer_why(numbers, stream)
+            self._introspection.answer_why(numbers, stream)
 
-    def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseStream) -> None:
+    def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseSender) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
         if not self._is_decoupled or is_streaming(inputs) is False:
             last = np.array([[self._stats_json().encode()]], dtype=np.object_)
             stream.send({"stats": last}, is_final=True)
             return
-        if self._arrivals.is_draining:
+        if self._queue.is_draining:
             raise CapacityExceeded("the server is shutting down; it feeds no more statistics")
         if len(self._feeds) >= _MAX_FEEDS:
             raise CapacityExceeded(
@@ -451,7 +456,7 @@ class Frontend:
                 "ask without streaming, or try again later"
             )
         self._feeds.append(stream)  # before the look at it: who refuses ends the feeds next
-        if refusal := self._arrivals.refusal:
+        if refusal := self._queue.refusal:
             with suppress(ValueError):
                 self._feeds.remove(stream)
             raise CapacityExceeded(refusal)
@@ -459,7 +464,7 @@ class Frontend:
         if stream.is_closed:  # by the watchdog, which could not find it among the subscribers
             self._end_feed(stream)
 
-    def _end_feed(self, feed: ResponseStream) -> None:
+    def _end_feed(self, feed: ResponseSender) -> None:
         with suppress(ValueError):  # the watchdog may have ended it just now
             self._feeds.remove(feed)
         self._dispatcher.unsubscribe(feed)
@@ -468,7 +473,7 @@ class Frontend:
         self.errors.add(code)
         self._on_error()
 
-    def _refuse(self, stream: ResponseStream, error: BaseException) -> None:
+    def _refuse(self, stream: ResponseSender, error: BaseException) -> None:
         if stream.has_ended:  # by the watchdog, which has told why
             return
         if stream.is_closed:

@@ -17,7 +17,7 @@ from inflight_backend.log import get_logger
 from inflight_backend.manager.wait_reasons import (
     NOT_IN_FLIGHT,
     PREPARING,
-    Places,
+    QueuePosition,
     describe_queued,
     why_queued,
 )
@@ -25,8 +25,8 @@ from inflight_backend.models.checkpoint_files import find_file
 from inflight_backend.requests.validation import RequestLimits, longest_text
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton.queue import ArrivalQueue
-from inflight_backend.triton_io.sender import ResponseStream
+from inflight_backend.triton.queue import RequestQueue
+from inflight_backend.triton_io.sender import ResponseSender
 
 _logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
 """The files of a checkpoint that say how text becomes tokens and messages become text."""
 
 
-class ModelDescription:
+class ModelInfo:
     """One JSON object: ``model`` (a name), the limits in tokens, ``end_id``, the
     ``stop_token_ids`` that end answers beside it, and ``files``.
 
@@ -106,10 +106,10 @@ class ModelDescription:
 
 
 MAX_OPEN = 1024
-"""Questions that wait for an answer; that is more than come at once, unless somebody is stuck."""
+"""LoopCalls that wait for an answer; that is more than come at once, unless somebody is stuck."""
 
 
-class Inspected(Places, Protocol):
+class IntrospectionTargets(QueuePosition, Protocol):
     """What is asked; `GptManager` is one."""
 
     def why(self, *request_ids: int) -> Future[dict[str, Any]]:
@@ -119,25 +119,25 @@ class Inspected(Places, Protocol):
         """What was decided lately, line by line."""
 
 
-class Inspector:
+class Introspection:
     """Answers on the thread of the dispatcher; a recording is put together on one of its own."""
 
     def __init__(
         self,
-        manager: Inspected,
-        arrivals: ArrivalQueue,
+        manager: IntrospectionTargets,
+        queue: RequestQueue,
         dispatcher: ResponseDispatcher,
-        description: ModelDescription,
+        description: ModelInfo,
     ) -> None:
         self._manager = manager
         self._description = description
-        self._arrivals = arrivals
+        self._queue = queue
         self._dispatcher = dispatcher
-        self._recording_for: ResponseStream | None = None  # until it is sent: it may be long
-        self._waiting: set[ResponseStream] = set()  # for the loop or the dispatcher
+        self._recording_for: ResponseSender | None = None  # until it is sent: it may be long
+        self._waiting: set[ResponseSender] = set()  # for the loop or the dispatcher
         self._waiting_lock = threading.Lock()
 
-    def answer_why(self, numbers: Sequence[int], stream: ResponseStream) -> None:
+    def answer_why(self, numbers: Sequence[int], stream: ResponseSender) -> None:
         """Send why the request with these sequences waits; without any it is not in flight.
 
         The answer is about the first sequence that has not ended.
@@ -151,12 +151,12 @@ class Inspector:
             lambda done: self._send_why(stream, done, numbers, answer)
         )
 
-    def answer_description(self, stream: ResponseStream) -> None:
+    def answer_description(self, stream: ResponseSender) -> None:
         """Send what is served."""
         self._open(stream)
         self._dispatcher.answer(stream, "description", self._description.to_json())
 
-    def answer_recording(self, stream: ResponseStream) -> None:
+    def answer_recording(self, stream: ResponseSender) -> None:
         """Send the recording; `CapacityExceeded` while another one is put together."""
         self._open(stream, is_recording=True)
         self._manager.recording().add_done_callback(
@@ -171,7 +171,7 @@ class Inspector:
         for stream in waiting:
             stream.abort(message)
 
-    def _open(self, stream: ResponseStream, *, is_recording: bool = False) -> None:
+    def _open(self, stream: ResponseSender, *, is_recording: bool = False) -> None:
         """Have `fail_all` end ``stream`` until it ends; `CapacityExceeded` while nothing moves, or
         if very many wait already, or another one for a recording."""
         stream.on_final(lambda: self._forget(stream))  # before others may end it
@@ -187,10 +187,10 @@ class Inspector:
                     )
                 self._recording_for = stream
             self._waiting.add(stream)
-        if refusal := self._arrivals.refusal:  # after the other, since `fail_all` comes after it
+        if refusal := self._queue.refusal:  # after the other, since `fail_all` comes after it
             raise CapacityExceeded(refusal)
 
-    def _forget(self, stream: ResponseStream) -> None:
+    def _forget(self, stream: ResponseSender) -> None:
         with self._waiting_lock:
             self._waiting.discard(stream)
             if self._recording_for is stream:
@@ -202,16 +202,16 @@ class Inspector:
         With nobody there, how many sequences there are, and the answer that they have ended.
         """
         for index, number in enumerate(numbers):
-            place = self._arrivals.find_place(number)
+            place = self._queue.find_place(number)
             if place is not None:
-                is_preparing = self._arrivals.is_preparing(number)
+                is_preparing = self._queue.is_preparing(number)
                 reason = PREPARING if is_preparing else why_queued(self._manager)
                 return index, describe_queued(*place, reason) | _which(index, numbers)
         return len(numbers), NOT_IN_FLIGHT
 
     def _send_why(
         self,
-        stream: ResponseStream,
+        stream: ResponseSender,
         done: Future[dict[str, Any]],
         numbers: Sequence[int],
         otherwise: dict[str, Any],
@@ -228,7 +228,7 @@ class Inspector:
             _logger.exception("a request could not be explained")
             stream.fail("the request could not be explained")
 
-    def _start_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
+    def _start_recording(self, stream: ResponseSender, done: Future[Iterator[str]]) -> None:
         try:
             threading.Thread(
                 target=self._send_recording, args=(stream, done), name="Recording", daemon=True
@@ -237,7 +237,7 @@ class Inspector:
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
 
-    def _send_recording(self, stream: ResponseStream, done: Future[Iterator[str]]) -> None:
+    def _send_recording(self, stream: ResponseSender, done: Future[Iterator[str]]) -> None:
         try:
             self._dispatcher.answer(stream, "recording", "".join(done.result()))
         except BaseException:  # nor what a thread raises

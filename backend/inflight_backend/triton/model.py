@@ -2,7 +2,7 @@
 
 Glue only. `execute` hands requests to the `Frontend` and returns at once; the loop runs on the
 worker thread of `GptManager`, responses leave on the thread of the `ResponseDispatcher`, the
-`Housekeeper` looks for cancellation, draining and a dead parent, the `Watchdog` for progress. The
+`PeriodicTasks` looks for cancellation, draining and a dead parent, the `Watchdog` for progress. The
 `RelayListener` receives requests from our other models.
 
 `initialize` refuses what would fail later or silently not work: a tritonserver whose Python stub
@@ -41,18 +41,18 @@ from inflight_backend.status import StatusWriter, stop_file_of
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
-from inflight_backend.triton.introspection import ModelDescription
+from inflight_backend.triton.introspection import ModelInfo
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_backend.triton.queue import ArrivalQueue
+from inflight_backend.triton.queue import RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection, RelayListener
 from inflight_backend.triton.relay_wire import RelayedRequest
 from inflight_backend.triton.watchdog import (
     BEAT_SECONDS,
-    Chore,
-    Housekeeper,
-    Mover,
+    PeriodicTask,
+    PeriodicTasks,
+    ProgressSource,
     Watchdog,
-    Watched,
+    WatchdogTargets,
 )
 from inflight_backend.triton_io.sender import ResponseFactory
 from inflight_protocol import ERRORS, EVENTS
@@ -244,14 +244,14 @@ class TritonPythonModel:
         """Take the requests; their responses leave through their response senders."""
         for request in requests:
             self._frontend.accept(request)
-        self._housekeeper.wake()
+        self._periodic_tasks.wake()
 
     def is_ready(self) -> bool:
         """For Triton's readiness checks (python_backend#430): requests sent now will be served."""
         return not self._why_not_ready()
 
     def _why_not_ready(self) -> str:
-        if self._arrivals.is_draining:
+        if self._queue.is_draining:
             return _DRAINING
         if self._watchdog.is_stalled:
             return _STALLED
@@ -261,7 +261,7 @@ class TritonPythonModel:
         """Stop what still runs, and every thread but one that is stuck."""
         faulthandler.disable()  # Triton 24.10 often crashes when its model process ends
         self._finish_relayed()
-        self._arrivals.drain()  # not before: no model loaded again would get what has come
+        self._queue.drain()  # not before: no model loaded again would get what has come
         try:
             self._frontend.end_all(_LEAVING)
         finally:
@@ -286,7 +286,7 @@ class TritonPythonModel:
 
     def _end_threads(self) -> None:
         """In the order in which they feed one another."""
-        self._housekeeper.close()
+        self._periodic_tasks.close()
         self._manager.shutdown()
         self._dispatcher.close()
         self._relays.close()
@@ -310,7 +310,7 @@ class TritonPythonModel:
             status.write("loading", loaded_bytes=num_loaded, total_bytes=num_total)
 
         codec = TextCodec.load(checkpoint, parameters.tokenizer_dir)
-        self._arrivals = ArrivalQueue(parameters.max_queue_size, parameters.priority_span)
+        self._queue = RequestQueue(parameters.max_queue_size, parameters.priority_span)
         self._dispatcher = ResponseDispatcher(
             stop_request=lambda n: self._frontend.stop(n),
             on_end=lambda n, num_left_out: self._manager.lengths.sent(n, num_left_out),
@@ -320,7 +320,7 @@ class TritonPythonModel:
         is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", True)
         self._frontend = Frontend(
             ResponseFactory(pb_utils, is_decoupled),
-            self._arrivals,
+            self._queue,
             self._dispatcher,
             codec,
             frozenset(each["name"] for each in config.get("output", ())),
@@ -330,15 +330,15 @@ class TritonPythonModel:
             _MODEL_TYPES[parameters.gpt_model_type.lower()],
             parameters.max_beam_width,
             CapacitySchedulerPolicy[parameters.batch_scheduler_policy.upper()],
-            lambda room: self._arrivals.take(0 if self._dispatcher.is_behind else room),
+            lambda room: self._queue.take(0 if self._dispatcher.is_behind else room),
             self._dispatcher.send_response,
-            self._arrivals.poll_stop_signals,
-            lambda text: self._dispatcher.return_stats(self._arrivals.add_to(text)),
+            self._queue.poll_stop_signals,
+            lambda text: self._dispatcher.return_stats(self._queue.add_to(text)),
             TrtGptModelOptionalParams.from_parameters(parameters),
             exclude_input_in_output=parameters.exclude_input_in_output,
             on_progress=report,
             # Else `Frontend` wakes it; what waits there may become ready by time alone.
-            poll_when_idle=lambda: len(self._arrivals) > 0,
+            poll_when_idle=lambda: len(self._queue) > 0,
         )
         self._manager.lengths.await_senders()
         if codec is not None:
@@ -347,7 +347,7 @@ class TritonPythonModel:
         inputs = {each["name"] for each in config.get("input", ())}  # a config may be older than us
         self._frontend.start(
             self._manager,
-            ModelDescription(
+            ModelInfo(
                 checkpoint.name,
                 folder,
                 self._manager.limits,
@@ -369,12 +369,12 @@ class TritonPythonModel:
         cancellation_seconds = parameters.cancellation_check_period_ms / 1000
         metrics_seconds = parameters.stats_check_period_ms / 1000
         idle_metrics_seconds = max(metrics_seconds, _IDLE_METRICS_SECONDS)
-        self._housekeeper = Housekeeper(
+        self._periodic_tasks = PeriodicTasks(
             [
-                Chore(self._frontend.check_cancelled, cancellation_seconds),
-                Chore(self._update_metrics, metrics_seconds, idle_metrics_seconds),
-                Chore(self._frontend.end_overdue, _DEADLINE_CHECK_SECONDS),
-                Chore(self._check_drain, _DRAIN_CHECK_SECONDS, _IDLE_DRAIN_CHECK_SECONDS),
+                PeriodicTask(self._frontend.check_cancelled, cancellation_seconds),
+                PeriodicTask(self._update_metrics, metrics_seconds, idle_metrics_seconds),
+                PeriodicTask(self._frontend.expire_queued, _DEADLINE_CHECK_SECONDS),
+                PeriodicTask(self._check_drain, _DRAIN_CHECK_SECONDS, _IDLE_DRAIN_CHECK_SECONDS),
             ],
             is_busy=self._is_busy,
         )
@@ -398,7 +398,7 @@ class TritonPythonModel:
 
     def _accept_relayed(self, request: RelayedRequest, way_back: RelayConnection) -> None:
         self._frontend.accept_relayed(request, way_back)
-        self._housekeeper.wake()
+        self._periodic_tasks.wake()
 
     def _is_busy(self) -> bool:
         return self._frontend.has_streams or self._manager.get_num_active_requests() > 0
@@ -417,7 +417,7 @@ class TritonPythonModel:
             if with_gauges:
                 self._gauges_at = time.monotonic()
             self._metrics.update(
-                self._arrivals.add_to(self._manager.stats_json) if with_gauges else None,
+                self._queue.add_to(self._manager.stats_json) if with_gauges else None,
                 self._manager.lengths.take(),
                 {
                     ERRORS.name: self._frontend.errors.take(),
@@ -445,22 +445,22 @@ class TritonPythonModel:
     def _make_watchdog(self, stall_seconds: float) -> Watchdog:
         health = self._manager.health
         return Watchdog(
-            Watched(
+            WatchdogTargets(
                 (
-                    Mover(lambda: health.is_busy, lambda: health.num_moves),
+                    ProgressSource(lambda: health.is_busy, lambda: health.num_moves),
                     self._dispatcher.mover,
-                    Mover.of(self._frontend.progress),
-                    Mover.of(self._housekeeper.progress),
+                    ProgressSource.of(self._frontend.progress),
+                    ProgressSource.of(self._periodic_tasks.progress),
                 ),
                 on_stall=self._end_streams,
-                on_move=lambda: self._arrivals.refuse(""),
+                on_move=lambda: self._queue.refuse(""),
                 beat=self._beat,
             ),
             stall_seconds,
         )
 
     def _end_streams(self) -> None:
-        self._arrivals.refuse(_STALLED)
+        self._queue.refuse(_STALLED)
         self._frontend.fail_all(_STALLED)
 
     def _beat(self) -> None:
@@ -484,7 +484,7 @@ class TritonPythonModel:
         """The launcher asks by a file: refuse new requests, say when nothing runs any more."""
         if self._drain_file is None or not self._drain_file.exists():
             return
-        self._arrivals.drain()
+        self._queue.drain()
         self._relays.shut()  # else one that asks again and again would have no end
         if not self._is_draining:
             self._is_draining = self._status.write("draining")

@@ -36,7 +36,7 @@ class OverdueRequest:
     num_waiting: int
 
 
-class ArrivalQueue:
+class RequestQueue:
     """Validated requests that wait for a place among the active ones. Thread-safe and bounded.
 
     It numbers requests as they arrive and hands them out by rank, the order in which

@@ -46,7 +46,7 @@ _logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Chore:
+class PeriodicTask:
     """Something to do every ``period`` seconds, every ``idle_period`` while no request is there;
     by default not at all then."""
 
@@ -57,21 +57,21 @@ class Chore:
     is_failing: bool = False
 
 
-class Housekeeper:
-    """Runs chores on its own thread; one that raises is tried again next time.
+class PeriodicTasks:
+    """Runs tasks on its own thread; one that raises is tried again next time.
 
     The first failure of a row is logged: there may be ten in a second, for days.
     """
 
-    def __init__(self, chores: Sequence[Chore], is_busy: Callable[[], bool]) -> None:
+    def __init__(self, tasks: Sequence[PeriodicTask], is_busy: Callable[[], bool]) -> None:
         """``is_busy``: is a request there? Who makes it true calls `wake` after that."""
-        self._chores = chores
+        self._tasks = tasks
         self._is_busy = is_busy
         self._was_busy = False
         self.progress = Progress()
         self._is_closing = False
         self._event = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="Housekeeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="PeriodicTasks", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -81,7 +81,7 @@ class Housekeeper:
             self._event.set()
 
     def close(self) -> None:
-        """Stop after the chore that runs now, and wait for that."""
+        """Stop after the task that runs now, and wait for that."""
         self._is_closing = True
         self._event.set()
         self._thread.join()
@@ -95,25 +95,25 @@ class Housekeeper:
             self._was_busy = False  # who comes from here on wakes it, or is seen in the next line
             self._was_busy = is_busy = self._is_busy() or was_woken
             now = time.monotonic()
-            for chore in self._chores:
+            for task in self._tasks:
                 if is_busy:
-                    chore.next_time = min(chore.next_time, now + chore.period)
-                if chore.next_time <= now:
+                    task.next_time = min(task.next_time, now + task.period)
+                if task.next_time <= now:
                     # Behind the last request each runs once more, to see that it has gone.
-                    chore.next_time = now + (chore.period if is_busy else chore.idle_period)
-                    self._run_chore(chore)
-            wait = min(chore.next_time for chore in self._chores) - time.monotonic()
+                    task.next_time = now + (task.period if is_busy else task.idle_period)
+                    self._run_task(task)
+            wait = min(task.next_time for task in self._tasks) - time.monotonic()
             self._event.wait(None if wait == math.inf else max(wait, 0.0))
 
-    def _run_chore(self, chore: Chore) -> None:
+    def _run_task(self, task: PeriodicTask) -> None:
         try:
             with self.progress:
-                chore.run()
-            chore.is_failing = False
+                task.run()
+            task.is_failing = False
         except BaseException:  # nobody else would look
-            if not chore.is_failing:
-                _logger.exception("a housekeeping chore failed; it is tried again and again")
-            chore.is_failing = True
+            if not task.is_failing:
+                _logger.exception("a housekeeping task failed; it is tried again and again")
+            task.is_failing = True
 
 
 _STDERR = 2
@@ -147,27 +147,27 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Mover:
+class ProgressSource:
     """One who must move: ``num_moves`` grows with everything done, at least while ``is_busy``."""
 
     is_busy: Callable[[], bool]
     num_moves: Callable[[], int]
 
     @classmethod
-    def of(cls, progress: Progress) -> Mover:
+    def of(cls, progress: Progress) -> ProgressSource:
         """A thread that notes its progress."""
         return cls(lambda: progress.is_busy, lambda: progress.num_moves)
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class WatchdogTargets:
     """What the watchdog looks at and what it does; all of it is called on its thread.
 
     ``on_stall`` ends the streams; ``on_move`` says that things move again; ``beat`` runs every
     time.
     """
 
-    movers: Sequence[Mover]
+    movers: Sequence[ProgressSource]
     on_stall: Callable[[], None]
     on_move: Callable[[], None]
     beat: Callable[[], None]
@@ -176,7 +176,7 @@ class Watched:
 class _Watch:
     """When one mover moved last."""
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: ProgressSource) -> None:
         self._mover = mover
         self._num_moves = -1
         self._since = 0.0
@@ -192,7 +192,7 @@ class _Watch:
 class Watchdog:
     """Calls it a stall when somebody is busy for ``stall_seconds`` and does not move."""
 
-    def __init__(self, watched: Watched, stall_seconds: float) -> None:
+    def __init__(self, watched: WatchdogTargets, stall_seconds: float) -> None:
         self._watched = watched
         self._stall_seconds = stall_seconds
         self._period = min(BEAT_SECONDS, stall_seconds / 4)

@@ -12,7 +12,7 @@ from inflight_backend.requests.inference_request import Array
 from inflight_backend.requests.tensors import finish_reason_tensor
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.sender import Stream
+from inflight_backend.triton_io.sender import Sender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import Zeros
 from inflight_scheduler import FinishReason, LlmRequest
@@ -80,7 +80,7 @@ class BeamStream:
     when text is among them.
     """
 
-    stream: Stream
+    stream: Sender
     outputs: frozenset[str]
     texts: BeamTexts | None = None
     constants: Mapping[str, Array] = field(default_factory=dict)

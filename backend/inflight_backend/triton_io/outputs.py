@@ -19,7 +19,7 @@ from inflight_backend.triton_io.request import (
     read_text,
     read_texts,
 )
-from inflight_backend.triton_io.sender import Stream
+from inflight_backend.triton_io.sender import Sender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream, Zeros
 from inflight_scheduler import OutputParams
@@ -81,7 +81,7 @@ def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]
 
 
 def make_token_stream(
-    stream: Stream,
+    stream: Sender,
     request: InferenceRequest,
     inputs: Mapping[str, Array],
     requested: frozenset[str],

@@ -59,7 +59,7 @@ class ResponseFactory:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedFactory(ResponseFactory):
+class ErrorCodeFactory(ResponseFactory):
     """Builds errors of the form ``[CODE] message``; everything else as its base does."""
 
     def error(self, message: str, code: str = "INTERNAL") -> Any:
@@ -67,8 +67,8 @@ class CodedFactory(ResponseFactory):
         return ResponseFactory.error(self, f"[{code}] {message}", code)
 
 
-class Stream(Protocol):
-    """What a generation needs of its way back; `ResponseStream` is one."""
+class Sender(Protocol):
+    """What a generation needs of its way back; `ResponseSender` is one."""
 
     @property
     def is_behind(self) -> bool:
@@ -87,7 +87,7 @@ class Stream(Protocol):
         """After a final send that raised: try once more to end the stream, and never raise."""
 
 
-class ResponseStream:
+class ResponseSender:
     """Sends the responses of one Triton request, one at a time, and nothing after the last.
 
     The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
@@ -103,7 +103,7 @@ class ResponseStream:
         is_behind: Callable[[], bool] = lambda: False,
         count_error: Callable[[str], None] = lambda code: None,
     ) -> None:
-        """``is_behind``: see `Stream.is_behind`. ``count_error``: called with the code of the error
+        """``is_behind``: see `Sender.is_behind`. ``count_error``: called with the code of the error
         that ends the stream, if one does, before that is sent."""
         self._sender = sender
         self._is_behind = is_behind
@@ -121,7 +121,7 @@ class ResponseStream:
 
     @property
     def is_behind(self) -> bool:
-        """See `Stream.is_behind`."""
+        """See `Sender.is_behind`."""
         return self._is_behind()
 
     @property

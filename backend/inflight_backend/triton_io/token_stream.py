@@ -17,7 +17,7 @@ from inflight_backend.requests.tensors import (
     scalar,
 )
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
-from inflight_backend.triton_io.sender import Stream
+from inflight_backend.triton_io.sender import Sender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_scheduler import FinishReason
 
@@ -34,7 +34,7 @@ _PER_TOKEN = frozenset(  # [1, beam, tokens, ...]
 )
 
 
-class Extras:
+class TokenExtras:
     """What comes with several responses: rows of tokens go on, the number of tokens is added up, of
     all else the last word counts.
 
@@ -206,14 +206,14 @@ class TokenStream:
     ``num_left_out``: tokens so far that were drawn behind a stop word.
     """
 
-    stream: Stream
+    stream: Sender
     outputs: frozenset[str]
     text: TextWriter | None = None
     final_outputs: frozenset[str] = frozenset()
     is_whole: bool = False
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    extras: Extras = field(default_factory=Extras)
+    extras: TokenExtras = field(default_factory=TokenExtras)
     constants: Mapping[str, Array] = field(default_factory=dict)
     zeros: Zeros | None = None
     is_stopped: bool = False

@@ -31,9 +31,9 @@ from inflight_backend.triton.relay_wire import (
     pack,
     read_messages,
 )
-from inflight_backend.triton.watchdog import Chore, Housekeeper
+from inflight_backend.triton.watchdog import PeriodicTask, PeriodicTasks
 from inflight_backend.triton_io.request import RequestHead, read_head
-from inflight_backend.triton_io.sender import CodedFactory, ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory, ResponseSender
 
 _logger = get_logger(__name__)
 
@@ -47,10 +47,10 @@ _CANCEL_CHECK_SECONDS = 0.1
 _NOT_RELAYED = "the request could not be relayed"
 
 
-class _Errand:
+class PendingCall:
     """One request on its way: its message, the connection, and the stream that gets the answer."""
 
-    def __init__(self, stream: ResponseStream, message: bytes) -> None:
+    def __init__(self, stream: ResponseSender, message: bytes) -> None:
         self.stream = stream
         self.message = message
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,7 +81,7 @@ class _Errand:
 class Relay:
     """Owner of the requests on their way through one model.
 
-    Each has a thread, and is known here until its connection is closed. The housekeeper stops those
+    Each has a thread, and is known here until its connection is closed. A periodic task stops those
     whose streams have ended before them.
     """
 
@@ -90,18 +90,19 @@ class Relay:
         self._model_name = model_name
         self._is_decoupled = is_decoupled
         self._tells_end_at_once = tells_end_at_once
-        self._live: set[_Errand] = set()
+        self._live: set[PendingCall] = set()
         allow_many_connections()
         self._pool = ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="Relay")
-        self._housekeeper = Housekeeper(
-            [Chore(self._stop_needless, _CANCEL_CHECK_SECONDS)], is_busy=lambda: bool(self._live)
+        self._periodic_tasks = PeriodicTasks(
+            [PeriodicTask(self._stop_needless, _CANCEL_CHECK_SECONDS)],
+            is_busy=lambda: bool(self._live),
         )
 
     def start(
         self,
         inputs: Mapping[str, Array],
         requested: Sequence[str],
-        stream: ResponseStream,
+        stream: ResponseSender,
         convert: Convert = iter,
     ) -> None:
         """Ask for the outputs ``requested``; ``stream`` gets the answer.
@@ -115,21 +116,21 @@ class Relay:
             )
         packed = pack(RelayedRequest(dict(inputs), requested))  # Triton may take the inputs back
         try:
-            errand = _Errand(stream, packed)
+            errand = PendingCall(stream, packed)
         except OSError as error:
             raise CapacityExceeded(
                 f"no connection to '{self._model_name}' can be opened: {error.strerror}"
             ) from None
         self._live.add(errand)
-        self._housekeeper.wake()
+        self._periodic_tasks.wake()
         self._pool.submit(self._run, errand, convert)
 
     def close(self) -> None:
         """Let what runs end, then stop the threads."""
         self._pool.shutdown()
-        self._housekeeper.close()
+        self._periodic_tasks.close()
 
-    def _run(self, errand: _Errand, convert: Convert) -> None:
+    def _run(self, errand: PendingCall, convert: Convert) -> None:
         """Pass the parts on; whatever happens, the stream ends exactly once, the connection last:
         until then ``tensorrt_llm`` must not leave."""
         stream = errand.stream
@@ -158,7 +159,7 @@ class Relay:
         errand.close()
         self._live.discard(errand)
 
-    def _parts_of(self, errand: _Errand) -> Iterator[Part]:
+    def _parts_of(self, errand: PendingCall) -> Iterator[Part]:
         """All parts of the answer; an error if it has no end, but for who has left."""
         try:
             connect(errand.connection, self._model_name)
@@ -208,7 +209,7 @@ class RelayModel(ABC):
         policy = json.loads(args["model_config"]).get("model_transaction_policy", {})
         is_decoupled = policy.get("decoupled", False)
         self._factory = ResponseFactory(pb_utils, is_decoupled)
-        self._coded = CodedFactory(pb_utils, is_decoupled)
+        self._coded = ErrorCodeFactory(pb_utils, is_decoupled)
         self._relay = Relay(
             model_name, is_decoupled=is_decoupled, tells_end_at_once=self.tells_end_at_once
         )
@@ -224,7 +225,7 @@ class RelayModel(ABC):
         for request in requests:
             head = read_head(request)
             factory = self._coded if head.asks_for_codes else self._factory
-            stream = ResponseStream(request.get_response_sender(), factory)
+            stream = ResponseSender(request.get_response_sender(), factory)
             try:
                 inputs, outputs, convert = self.translate(request, head)
                 self._relay.start(inputs, outputs, stream, convert)

@@ -20,7 +20,7 @@ from inflight_backend.manager.parameters import check_keys, read_raw, set_or_emp
 from inflight_backend.requests.sampling import MAX_WORDS
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.request import MAX_TEXT_SIZE, read_head, read_inputs
-from inflight_backend.triton_io.sender import CodedFactory, ResponseFactory
+from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory
 
 MAX_CHARACTERS = 2**22
 """Characters of all prompts, some million tokens; it takes seconds to encode them."""
@@ -117,7 +117,7 @@ def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[An
 
 def _respond(pb_utils: Any, request: Any, convert: Convert) -> Any:
     head = read_head(request)
-    factory = CodedFactory(pb_utils) if head.asks_for_codes else ResponseFactory(pb_utils)
+    factory = ErrorCodeFactory(pb_utils) if head.asks_for_codes else ResponseFactory(pb_utils)
     try:
         head.refuse_settings()
         inputs = read_inputs(request)

@@ -32,7 +32,7 @@ from inflight_server.serve.repository import assemble
 from inflight_server.serve.settings import PATH_KEYS, ServeSettings
 from inflight_server.serve.supervisor import Attempt, RestartPolicy, StopSignals, Supervisor
 from inflight_server.serve.tritonserver import TritonInstall, environment, locate, prepare_backends
-from inflight_server.serve.workspace import BackendScratch, Workspace
+from inflight_server.serve.workspace import BackendTmp, Workspace
 
 _POLL_SECONDS = 0.05  # while it starts and stops
 _WATCH_SECONDS = 1.0  # while it serves; a process that ends and a signal are noticed at once
@@ -68,7 +68,7 @@ def run(settings: ServeSettings) -> None:
 
             def serve(attempt: Attempt) -> None:
                 log = shown() if settings.is_verbose else _log_in(workspace.log_file)
-                with log as output, BackendScratch(workspace.scratch_note) as scratch:
+                with log as output, BackendTmp(workspace.scratch_note) as scratch:
                     server = ServerProcess(command, env, output)
                     Run(settings, workspace, scratch, server, signals, attempt).run()
 
@@ -149,7 +149,7 @@ class Run:
         self,
         settings: ServeSettings,
         workspace: Workspace,
-        scratch: BackendScratch,
+        scratch: BackendTmp,
         server: ServerProcess,
         signals: StopSignals,
         attempt: Attempt,

@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from inflight_backend.process_guard import Lifeline
+from inflight_backend.process_guard import DeathPipe
 from inflight_backend.status import stop_file_of
 from inflight_server.serve.log_file import before
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
@@ -33,7 +33,7 @@ _LOCK_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 
 
-class BackendScratch:
+class BackendTmp:
     """Entered just before the server starts, left when it is gone; `look` in between.
 
     ``note`` is the file that will hold the path, for whoever cleans up, even after a kill.
@@ -47,7 +47,7 @@ class BackendScratch:
         self._before = _folders()
         self._unnoted: Path | None = None
 
-    def __enter__(self) -> BackendScratch:
+    def __enter__(self) -> BackendTmp:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,7 @@ class BackendScratch:
             self._lock = None
 
 
-def remove_scratch(folder: Path) -> None:
+def remove_backend_tmp(folder: Path) -> None:
     """Remove ``folder`` if it is an empty scratch folder of a Python backend."""
     if folder.parent == PARENT and folder.match(_PATTERN):
         with suppress(OSError):
@@ -112,7 +112,7 @@ class Workspace:
 
     def __init__(self) -> None:
         """Create the folder, after removing those whose launcher is dead."""
-        sweep_abandoned()
+        clean_stale()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         unlocked = self.path / f"{_LOCK}.new"
         try:
@@ -123,7 +123,7 @@ class Workspace:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._folder = _kept_from_cleaners(self.path)
-        self._lifeline = _lifeline_in(self.path)
+        self._death_pipe = _death_pipe_in(self.path)
 
     def __enter__(self) -> Workspace:
         return self
@@ -169,7 +169,7 @@ class Workspace:
     @property
     def environment(self) -> dict[str, str]:
         """What the server must have in its environment for its models to die with us."""
-        return {} if self._lifeline is None else self._lifeline.environment
+        return {} if self._death_pipe is None else self._death_pipe.environment
 
     def ask_to_drain(self, stop_all: bool = False) -> None:
         """Tell the model to refuse new requests; with ``stop_all`` also to end the running ones."""
@@ -192,8 +192,8 @@ class Workspace:
     def remove(self) -> None:
         """Remove folder, shared memory and backend scratch; the processes must be gone."""
         _remove_run(self.path)
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if self._death_pipe is not None:
+            self._death_pipe.close()
         os.close(self._folder)
         self._lock.close()
 
@@ -207,14 +207,14 @@ def _kept_from_cleaners(folder: Path) -> int:
     return descriptor
 
 
-def _lifeline_in(folder: Path) -> Lifeline | None:
+def _death_pipe_in(folder: Path) -> DeathPipe | None:
     """None on a file system without FIFOs: its models look for their parent now and then."""
     with suppress(OSError):
-        return Lifeline(folder / "lifeline", (*DEFAULT_MODELS, *OPTIONAL_MODELS))
+        return DeathPipe(folder / "death_pipe", (*DEFAULT_MODELS, *OPTIONAL_MODELS))
     return None
 
 
-def sweep_abandoned() -> None:
+def clean_stale() -> None:
     """Remove what runs of this user left whose launcher was killed; those of living ones stay."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
@@ -275,4 +275,4 @@ def _remove_outside(folder: Path) -> None:
             region.unlink()
     note = folder / _SCRATCH_NOTE
     with suppress(OSError):
-        remove_scratch(Path(note.read_text(encoding="utf-8")))
+        remove_backend_tmp(Path(note.read_text(encoding="utf-8")))

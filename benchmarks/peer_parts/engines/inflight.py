@@ -36,7 +36,7 @@ class Engine:
         return {
             "types": engine.dtype_name,
             "kv_tokens": engine.num_blocks * engine.tokens_per_block,
-            "recordings": engine.num_recordings,
+            "recordings": engine.num_graphs,
             "loop": "overlapped",
         }
 

@@ -17,7 +17,7 @@ CLASSES = (
     "BeamStream",
     "InferenceRequest",
     "LlmRequest",
-    "ResponseStream",
+    "ResponseSender",
     "SharedStream",
     "TokenStream",
 )

@@ -488,7 +488,7 @@ class BlockManager:
         self._pool.restore(self._tables.values(), kept, content.idle)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` with the reason unless all books agree; O(blocks).
+        """Raise `AssertionError` with the reason unless all budgets agree; O(blocks).
 
         free + kept and idle + referenced = total; reference counts, tables and index match.
         """

@@ -210,7 +210,7 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class CacheState(NamedTuple):
-    """A copy of the books. Of block k, ``text_numbers[k]`` and ``places[k]`` tell the content.
+    """A copy of the budgets. Of block k, ``text_numbers[k]`` and ``places[k]`` tell the content.
 
     ``is_kept[k]`` says whether that is still kept. The order of ``beginnings`` means nothing.
     ``table_blocks`` are the block tables of ``holders`` one after another, ``table_lengths`` long.

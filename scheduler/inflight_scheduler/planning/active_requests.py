@@ -32,12 +32,12 @@ from operator import attrgetter
 from typing import overload
 
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.planning.pending_tokens import AwaitedTokens, with_end_id
+from inflight_scheduler.planning.pending_tokens import PendingTokenBatch, with_end_id
 from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 from inflight_scheduler.states import FinishReason, LlmRequestState
 
 
-class StepCalendar:
+class DueSteps:
     """At most one entry for each request; ``clock`` counts the steps, and its owner moves it on.
 
     Before that the owner takes or postpones the entries of the step: those of the past are never
@@ -95,7 +95,7 @@ MAX_CHANGES = 2**10
 """So many numbers tell how a list of requests has changed; nobody may ever ask for them."""
 
 
-class RequestLine:
+class RankedRequests:
     """Requests by rank. `view` is a copy that is made only when something has changed."""
 
     __slots__ = ("_ranks", "_view", "requests")
@@ -134,7 +134,7 @@ class RequestLine:
         return self._view
 
 
-class GenerationLine(RequestLine):
+class RankedGenerations(RankedRequests):
     """Those who generate, with what each step asks of every one of them, side by side.
 
     A request lies scattered over many cache lines. A step that gives a token to each of some
@@ -153,7 +153,7 @@ class GenerationLine(RequestLine):
         self._changes: list[int] = []
 
     def insert(self, request: LlmRequest) -> int:
-        """As `RequestLine.insert`; slot, token list and end ids stay those it has now."""
+        """As `RankedRequests.insert`; slot, token list and end ids stay those it has now."""
         index = super().insert(request)
         self.ids.insert(index, request.request_id)
         self.slots.insert(index, request.seq_slot)
@@ -164,7 +164,7 @@ class GenerationLine(RequestLine):
         return index
 
     def remove(self, request: LlmRequest) -> int:
-        """As `RequestLine.remove`."""
+        """As `RankedRequests.remove`."""
         index = super().remove(request)
         del self.ids[index], self.slots[index], self._texts[index], self._end_ids[index]
         if len(self._changes) < MAX_CHANGES:
@@ -191,11 +191,11 @@ class GenerationLine(RequestLine):
         """Those whose token is one that ends them."""
         return with_end_id(self.requests, self._end_ids, tokens)
 
-    def append_pending(self) -> AwaitedTokens:
+    def append_pending(self) -> PendingTokenBatch:
         """Each text goes on with what a step will draw that has been started."""
         for text in self._texts:
             text.append(PENDING_TOKEN)
-        return AwaitedTokens(self.view(), self._texts.copy(), self._end_ids.copy())
+        return PendingTokenBatch(self.view(), self._texts.copy(), self._end_ids.copy())
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless the requests say the same; O(requests)."""
@@ -219,7 +219,7 @@ def rank_at_arrival(arrival: int, priority: float, priority_span: float) -> floa
     return arrival - priority * priority_span
 
 
-class Phase(IntEnum):
+class RequestPhase(IntEnum):
     """What schedulers tell apart; OTHER is everything they do not (finished, encoder, ...).
 
     COMPLETING: the last token is being computed by a running step.
@@ -232,7 +232,7 @@ class Phase(IntEnum):
     OTHER = 4
 
 
-_HOLDING = (Phase.STARTED, Phase.GENERATION, Phase.COMPLETING)
+_HOLDING = (RequestPhase.STARTED, RequestPhase.GENERATION, RequestPhase.COMPLETING)
 
 
 class ActiveRequests(Sequence[LlmRequest]):
@@ -270,14 +270,15 @@ class ActiveRequests(Sequence[LlmRequest]):
         self.num_with_drafts = 0
         self._num_arrivals = 0
         self._by_id: dict[int, LlmRequest] = {}
-        self._order = RequestLine()
-        self._generation = GenerationLine()
+        self._order = RankedRequests()
+        self._generation = RankedGenerations()
         self._phases = tuple(
-            self._generation if phase is Phase.GENERATION else RequestLine() for phase in Phase
+            self._generation if phase is RequestPhase.GENERATION else RankedRequests()
+            for phase in RequestPhase
         )
-        self._phase_of: dict[int, Phase] = {}
-        self._borders = StepCalendar()  # who may open a block
-        self._ends = StepCalendar()  # who may have had its last token
+        self._phase_of: dict[int, RequestPhase] = {}
+        self._borders = DueSteps()  # who may open a block
+        self._ends = DueSteps()  # who may have had its last token
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -318,7 +319,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         self._order.insert(request)
         self.num_with_beams_or_adapter += _has_beams_or_adapter(request)
         self.num_with_drafts += request.num_draft_tokens > 0
-        self._enter(request, _phase(request))
+        self._enter(request, _phase_of(request))
 
     def remove(self, request: LlmRequest) -> bool:
         """Forget ``request``; False if it was not here."""
@@ -334,7 +335,7 @@ class ActiveRequests(Sequence[LlmRequest]):
 
     def phase_changed(self, request: LlmRequest) -> None:
         """What a request calls when its state or its place in the context has changed."""
-        phase = _phase(request)
+        phase = _phase_of(request)
         if phase is not self._phase_of[request.request_id]:
             self._leave(request)
             self._enter(request, phase)
@@ -342,18 +343,18 @@ class ActiveRequests(Sequence[LlmRequest]):
     def drafts_changed(self, request: LlmRequest, num_before: int) -> None:
         """What a request calls when it has other draft tokens."""
         self.num_with_drafts += (request.num_draft_tokens > 0) - (num_before > 0)
-        if self._phase_of[request.request_id] is Phase.GENERATION:
+        if self._phase_of[request.request_id] is RequestPhase.GENERATION:
             self._look_at(request)
 
     @property
     def fresh(self) -> Sequence[LlmRequest]:
         """Contexts of which nothing has run, in order. As all views: valid until a change."""
-        return self._phases[Phase.FRESH].requests
+        return self._phases[RequestPhase.FRESH].requests
 
     @property
     def started(self) -> Sequence[LlmRequest]:
         """Contexts past their first chunk, in order."""
-        return self._phases[Phase.STARTED].requests
+        return self._phases[RequestPhase.STARTED].requests
 
     @property
     def generation(self) -> list[LlmRequest]:
@@ -379,18 +380,18 @@ class ActiveRequests(Sequence[LlmRequest]):
         return self._generation.ids.tobytes()
 
     def generation_changes(self, before: Sequence[LlmRequest]) -> tuple[int, ...] | None:
-        """What has made `generation` of ``before``: see `GenerationLine.changes_since`."""
+        """What has made `generation` of ``before``: see `RankedGenerations.changes_since`."""
         return self._generation.changes_since(before)
 
     @property
     def completing(self) -> Sequence[LlmRequest]:
         """Whose last token is being computed, in order."""
-        return self._phases[Phase.COMPLETING].requests
+        return self._phases[RequestPhase.COMPLETING].requests
 
     @property
     def num_others(self) -> int:
         """Requests in none of those phases."""
-        return len(self._phases[Phase.OTHER].requests)
+        return len(self._phases[RequestPhase.OTHER].requests)
 
     def due_requests(self) -> list[LlmRequest]:
         """Generating requests whose next token opens a block, in no special order."""
@@ -427,7 +428,7 @@ class ActiveRequests(Sequence[LlmRequest]):
         for request in self._take_full():
             request.finish(FinishReason.LENGTH)
 
-    def expect_tokens(self) -> AwaitedTokens:
+    def expect_tokens(self) -> PendingTokenBatch:
         """`LlmRequest.expect_token` for each of `generation`."""
         awaited = self._generation.append_pending()
         for request in self._take_full():
@@ -441,8 +442,8 @@ class ActiveRequests(Sequence[LlmRequest]):
         """
         requests = self._order.requests
         assert requests == sorted(self._by_id.values(), key=_rank), "the order has drifted"
-        for phase, line in zip(Phase, self._phases, strict=True):
-            expected = [request for request in requests if _phase(request) is phase]
+        for phase, line in zip(RequestPhase, self._phases, strict=True):
+            expected = [request for request in requests if _phase_of(request) is phase]
             assert line.requests == expected, f"phase {phase.name} has drifted"
         manager = self.block_manager
         running = [*self.started, *self.generation, *self.completing]
@@ -469,13 +470,13 @@ class ActiveRequests(Sequence[LlmRequest]):
                 self._ends.enter(request, request.num_remaining_tokens)
         return full
 
-    def _enter(self, request: LlmRequest, phase: Phase) -> None:
+    def _enter(self, request: LlmRequest, phase: RequestPhase) -> None:
         self._phase_of[request.request_id] = phase
         self._phases[phase].insert(request)
         if phase in _HOLDING:
             num_blocks = self.block_manager.get_blocks_at_completion(request)
             self.num_blocks_at_completion += num_blocks
-        if phase is Phase.GENERATION:
+        if phase is RequestPhase.GENERATION:
             self._look_at(request)
 
     def _look_at(self, request: LlmRequest) -> None:
@@ -486,7 +487,7 @@ class ActiveRequests(Sequence[LlmRequest]):
     def _leave(self, request: LlmRequest) -> None:
         phase = self._phase_of.pop(request.request_id)
         self._phases[phase].remove(request)
-        if phase is Phase.GENERATION:
+        if phase is RequestPhase.GENERATION:
             self._borders.forget(request)
             self._ends.forget(request)
         if phase in _HOLDING:
@@ -498,11 +499,11 @@ def _has_beams_or_adapter(request: LlmRequest) -> bool:
     return request.beam_width != 1 or request.lora_task_id is not None
 
 
-def _phase(request: LlmRequest) -> Phase:
+def _phase_of(request: LlmRequest) -> RequestPhase:
     if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
-        return Phase.GENERATION
+        return RequestPhase.GENERATION
     if request.state is LlmRequestState.CONTEXT_INIT:
-        return Phase.FRESH if request.context_current_position == 0 else Phase.STARTED
+        return RequestPhase.FRESH if request.context_current_position == 0 else RequestPhase.STARTED
     if request.state is LlmRequestState.GENERATION_TO_COMPLETE:
-        return Phase.COMPLETING
-    return Phase.OTHER
+        return RequestPhase.COMPLETING
+    return RequestPhase.OTHER

@@ -1,4 +1,4 @@
-"""The tokens of a step that was advanced have come: each takes the place of a pending one."""
+"""Applies the tokens of a step that was assumed: each replaces a pending token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
 from inflight_scheduler.states import FinishReason
 
 
-class AwaitedTokens:
+class PendingTokenBatch:
     """Of a step that gives a token to everybody who generates: who that was, side by side.
 
-    As in `GenerationLine`, nobody needs to go to the requests. The lists are not altered.
+    As in `RankedGenerations`, nobody needs to go to the requests. The lists are not altered.
     """
 
     __slots__ = ("_end_ids", "_texts", "requests")
@@ -26,8 +26,8 @@ class AwaitedTokens:
         self._texts = texts
         self._end_ids = end_ids
 
-    def settle(self, tokens: Sequence[int]) -> list[LlmRequest]:
-        """As `settle_tokens`, for all of ``requests``, while exactly one later step runs.
+    def apply(self, tokens: Sequence[int]) -> list[LlmRequest]:
+        """As `apply_tokens_to`, for all of ``requests``, while exactly one later step runs.
 
         Nearly everybody expects a token of that one, too. Then the last token but one is what has
         come, and the length ends nobody. Who has no pending token there is looked at: it has ended
@@ -41,36 +41,36 @@ class AwaitedTokens:
                 text[last_but_one] = token
             else:
                 others.append(place)
-        settled = list(self.requests)
+        updated = list(self.requests)
         for place in reversed(others):
-            request = settled[place]
+            request = updated[place]
             if request.num_pending_tokens:
-                request.settle_token(tokens[place])
+                request.replace_pending_token(tokens[place])
             else:
-                del settled[place]
+                del updated[place]
         for request in with_end_id(self.requests, self._end_ids, tokens):
             if request.num_pending_tokens:  # else it is one of the others
                 request.finish(FinishReason.END_ID)
-        return settled
+        return updated
 
 
-def settle_tokens(
-    owners: Sequence[LlmRequest], tokens: Sequence[int], everybody: AwaitedTokens | None = None
+def apply_tokens_to(
+    owners: Sequence[LlmRequest], tokens: Sequence[int], everybody: PendingTokenBatch | None = None
 ) -> list[LlmRequest]:
-    """`LlmRequest.settle_token` for those of ``owners`` that expect one; returns these.
+    """`LlmRequest.replace_pending_token` for those of ``owners`` that expect one; returns these.
 
     ``everybody``: the last of them, and exactly one later step runs.
     """
     if everybody is not None:
         num_first = len(owners) - len(everybody.requests)
-        first = settle_tokens(owners[:num_first], tokens[:num_first])
-        return first + everybody.settle(tokens[num_first:])
-    settled = []
+        first = apply_tokens_to(owners[:num_first], tokens[:num_first])
+        return first + everybody.apply(tokens[num_first:])
+    updated = []
     for request, token in zip(owners, tokens, strict=True):
         if request.num_pending_tokens:
-            request.settle_token(token)
-            settled.append(request)
-    return settled
+            request.replace_pending_token(token)
+            updated.append(request)
+    return updated
 
 
 def with_end_id(
@@ -98,26 +98,26 @@ def has_failed_unseen(owners: Sequence[LlmRequest], tokens: Sequence[int]) -> bo
     )
 
 
-def settle_each(
+def apply_each(
     owners: Sequence[LlmRequest],
     tokens: Sequence[int],
     candidates: Candidates,
     manager: BlockManager,
 ) -> list[LlmRequest]:
-    """`settle_tokens` where some search, or have got no token; nothing of these is kept.
+    """`apply_tokens_to` where some search, or have got no token; nothing of these is kept.
 
     A search may end well although its rows have got none: with the beams that had ended before.
     """
-    settled: list[LlmRequest] = []
+    updated: list[LlmRequest] = []
     for request, token in zip(owners, tokens, strict=True):
         if request.num_pending_tokens:
             has_failed = token < 0
             if request.beams is None:
-                request.settle_token(token)
+                request.replace_pending_token(token)
             else:
                 search(request, candidates, manager)
                 has_failed = request.tokens[-1] < 0
-            settled.append(request)
+            updated.append(request)
             if has_failed:
                 manager.forget(request.request_id)
-    return settled
+    return updated

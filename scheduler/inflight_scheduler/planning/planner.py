@@ -17,9 +17,9 @@ are dropped and never reach the next owner of the slot.
 The tokens of a batch come back in one of two ways:
 
 - `update`, when nothing else is planned meanwhile;
-- `advance` as soon as the step has been started, and `settle` when its tokens are there; not for a
-  step with drafts, of which nobody knows how many tokens will count. Between them the next batch
-  may be planned (and advanced): its requests look as if they had their tokens already. What a
+- `assume_step` as soon as the step has been started, and `apply_tokens` when its tokens are there;
+  not for a step with drafts, since how many of those will count is not known. Between them the next
+  batch may be planned (and assumed): its requests look as if they had their tokens already. What a
   request has given back is written once more by a step that still runs, but steps run in order, so
   before anybody who gets the blocks later writes them.
 """
@@ -39,10 +39,10 @@ from inflight_scheduler.batch import (
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.planning.active_requests import ActiveRequests
 from inflight_scheduler.planning.pending_tokens import (
-    AwaitedTokens,
+    PendingTokenBatch,
+    apply_each,
+    apply_tokens_to,
     has_failed_unseen,
-    settle_each,
-    settle_tokens,
 )
 from inflight_scheduler.planning.plan_parts import (
     NO_CANDIDATES,
@@ -70,7 +70,7 @@ class BatchPlanner:
     """
 
     __slots__ = (
-        "_advanced",
+        "_assumed",
         "_generation",
         "_generation_slots",
         "_iteration",
@@ -95,8 +95,8 @@ class BatchPlanner:
         self._iteration = 0
         # Batches that are planned and not updated yet: their requests, contexts first.
         self._planned: dict[int, tuple[list[LlmRequest], Sequence[LlmRequest]]] = {}
-        self._advanced: dict[int, AwaitedTokens | None] = {}  # of those, the ones advanced
-        self.has_forgotten = False  # whether the last `settle` emptied the cache
+        self._assumed: dict[int, PendingTokenBatch | None] = {}  # of those, the ones advanced
+        self.has_forgotten = False  # whether the last `apply_tokens` emptied the cache
         # The last list of everybody who generates, and the slots of those.
         self._generation: Sequence[LlmRequest] = []
         self._generation_slots: tuple[int, ...] = ()
@@ -120,8 +120,8 @@ class BatchPlanner:
     ) -> ScheduledBatch:
         """Apply a decision and return what the engine shall run.
 
-        Unless the batch is empty, exactly one of `update`, `advance` with `settle`, and `discard`
-        must follow; `discard` also where one of the others has raised.
+        Unless the batch is empty, exactly one of `update`, `assume_step` with `apply_tokens`, and
+        `discard` must follow; `discard` also where one of the others has raised.
         """
         for request in paused_requests:
             self.release(request)
@@ -214,7 +214,7 @@ class BatchPlanner:
         del self._planned[batch.iteration]  # last: what is applied in part can be discarded
         return advanced
 
-    def advance(self, batch: ScheduledBatch) -> None:
+    def assume_step(self, batch: ScheduledBatch) -> None:
         """Move the requests of a step that has been started on, before its tokens are known.
 
         Prompts enter the cache now: whoever shares them runs later.
@@ -224,9 +224,9 @@ class BatchPlanner:
         assert batch.num_drafts == 0, "nobody knows how far a step with drafts will come"
         context_requests, generation_requests = self._planned[batch.iteration]
         everybody = self._everybody(generation_requests)
-        self._advanced[batch.iteration] = None  # first: what is applied in part can be discarded
+        self._assumed[batch.iteration] = None  # first: what is applied in part can be discarded
         if everybody is not None:
-            self._advanced[batch.iteration] = everybody.expect_tokens()
+            self._assumed[batch.iteration] = everybody.expect_tokens()
         for request in generation_requests if everybody is None else ():
             _drop_drafts(request)
             request.expect_token()
@@ -237,32 +237,32 @@ class BatchPlanner:
                 request.expect_token()
                 self.block_manager.store(request)
 
-    def settle(
+    def apply_tokens(
         self,
         batch: ScheduledBatch,
         tokens: Sequence[int],
         candidates: Candidates = NO_CANDIDATES,
     ) -> list[LlmRequest]:
-        """As `update`, for advanced batches, in the order in which they were planned."""
+        """As `update`, for assumed batches, in the order in which they were planned."""
         if batch.is_empty:
             return []
         check_num_tokens(batch, tokens)
         self.has_forgotten = False
-        owners, has_beams = self.token_owners(batch), self.must_settle_first(batch)
+        owners, has_beams = self.token_owners(batch), self.must_apply_first(batch)
         if not has_beams and min(tokens, default=0) >= 0:
-            everybody = self._advanced[batch.iteration] if len(self._advanced) == 2 else None
-            settled = settle_tokens(owners, tokens, everybody)
+            everybody = self._assumed[batch.iteration] if len(self._assumed) == 2 else None
+            updated = apply_tokens_to(owners, tokens, everybody)
         else:
             self.has_forgotten = has_failed_unseen(owners, tokens)
             if self.has_forgotten:
                 self.block_manager.forget_all()
-            settled = settle_each(owners, tokens, candidates, self.block_manager)
+            updated = apply_each(owners, tokens, candidates, self.block_manager)
         del self._planned[batch.iteration]  # last, as in `update`
-        del self._advanced[batch.iteration]
-        return settled
+        del self._assumed[batch.iteration]
+        return updated
 
     def token_owners(self, batch: ScheduledBatch) -> list[LlmRequest]:
-        """Whose tokens the engine returns for a batch that is not settled, in their order."""
+        """Whose tokens the engine returns for a batch that is not applied, in their order."""
         context_requests, generation_requests = self._planned[batch.iteration]
         runs = zip([*context_requests, *generation_requests], batch.runs, strict=False)
         drawing = [request for request, run in runs for _ in range(run.num_drawn)]
@@ -271,7 +271,7 @@ class BatchPlanner:
             return [*drawing, *plain]
         return [*drawing, *(request for request in plain for _ in range(batch.num_beams))]
 
-    def must_settle_first(self, batch: ScheduledBatch) -> bool:
+    def must_apply_first(self, batch: ScheduledBatch) -> bool:
         """True when nothing can be planned before the tokens of ``batch``, which runs, are known:
         which row a beam goes on in, and with which token, is decided by the host."""
         return bool(batch.beam_moves) or any(
@@ -286,7 +286,7 @@ class BatchPlanner:
             num_beams=requests[0].num_rows if requests else 1,
         )
         self._planned[batch.iteration] = ([], list(requests))
-        self._advanced[batch.iteration] = None
+        self._assumed[batch.iteration] = None
         return batch
 
     def discard(self, batch: ScheduledBatch) -> list[LlmRequest]:
@@ -297,8 +297,8 @@ class BatchPlanner:
         batches that were advanced must be discarded with it.
         """
         context_requests, generation_requests = self._planned.pop(batch.iteration, ([], []))
-        if batch.iteration in self._advanced:
-            del self._advanced[batch.iteration]
+        if batch.iteration in self._assumed:
+            del self._assumed[batch.iteration]
             self.block_manager.forget_all()
         requests = [*context_requests, *generation_requests]
         for request in requests:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from inflight_scheduler.errors import SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.policies.resources import Books, Resource, check_resources
+from inflight_scheduler.policies.resources import Budgets, Resource, check_resources
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
@@ -124,7 +124,7 @@ class ReservingScheduler(CapacityScheduler):
 
         Raises `SchedulerError` for an encoder without a pool of cross blocks.
         """
-        books = Books(self.block_manager, self.resources, to_completion=True)
+        budgets = Budgets(self.block_manager, self.resources, to_completion=True)
         fitting: list[LlmRequest] = []
         started: list[LlmRequest] = []
         disagg: list[LlmRequest] = []
@@ -132,12 +132,12 @@ class ReservingScheduler(CapacityScheduler):
         for request in active_requests:
             if not self.is_schedulable(request):
                 if request.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS:
-                    books.claim(request)
+                    budgets.claim(request)
             elif len(fitting) >= self.max_num_requests:
                 return CapacityResult.part(fitting, [])
             elif request.is_generation_in_progress_state:
                 fitting.append(request)
-                books.claim(request)
+                budgets.claim(request)
             elif request.is_disagg_generation_init_state:
                 disagg.append(request)
             elif request.is_first_context_chunk:
@@ -146,9 +146,9 @@ class ReservingScheduler(CapacityScheduler):
             else:
                 started.append(request)
         num_generating = len(fitting)
-        if self.admit(started, books, fitting) and self.may_start(num_generating):
-            self.admit(disagg, books, fitting)
-            self.admit_fresh(fresh, books, fitting, started)
+        if self.admit(started, budgets, fitting) and self.may_start(num_generating):
+            self.admit(disagg, budgets, fitting)
+            self.admit_fresh(fresh, budgets, fitting, started)
         return CapacityResult.part(fitting, [])
 
     @abstractmethod
@@ -159,7 +159,7 @@ class ReservingScheduler(CapacityScheduler):
     def admit_fresh(
         self,
         fresh: Sequence[LlmRequest],
-        books: Books,
+        budgets: Budgets,
         fitting: list[LlmRequest],
         started: Sequence[LlmRequest],
     ) -> None:
@@ -168,7 +168,7 @@ class ReservingScheduler(CapacityScheduler):
     def admit(
         self,
         pending: Sequence[LlmRequest],
-        books: Books,
+        budgets: Budgets,
         fitting: list[LlmRequest],
         may_skip: bool = False,
     ) -> bool:
@@ -177,14 +177,14 @@ class ReservingScheduler(CapacityScheduler):
         ``may_skip`` passes over a request for which waiting is better.
         """
         for request in pending:
-            if may_skip and books.blocks.is_beneficial_to_skip(request):
+            if may_skip and budgets.blocks.is_beneficial_to_skip(request):
                 continue
             if len(fitting) >= self.max_num_requests:
                 return False
-            lack = books.try_claim(request)
-            if lack is None:
+            shortage = budgets.try_claim(request)
+            if shortage is None:
                 fitting.append(request)
-            elif lack.ends_walk:
+            elif shortage.ends_walk:
                 return False
         return True
 
@@ -211,13 +211,13 @@ class GuaranteedNoEvictScheduler(ReservingScheduler):
     def admit_fresh(
         self,
         fresh: Sequence[LlmRequest],
-        books: Books,
+        budgets: Budgets,
         fitting: list[LlmRequest],
         started: Sequence[LlmRequest],
     ) -> None:
         """As many as fit; one whose next block is being computed by another waits for it."""
-        books.blocks.promise(started)
-        self.admit(fresh, books, fitting, may_skip=True)
+        budgets.blocks.promise(started)
+        self.admit(fresh, budgets, fitting, may_skip=True)
 
 
 class StaticBatchScheduler(ReservingScheduler):
@@ -236,13 +236,13 @@ class StaticBatchScheduler(ReservingScheduler):
     def admit_fresh(
         self,
         fresh: Sequence[LlmRequest],
-        books: Books,
+        budgets: Budgets,
         fitting: list[LlmRequest],
         started: Sequence[LlmRequest],
     ) -> None:
         """All that fit."""
         del started
-        self.admit(fresh, books, fitting)
+        self.admit(fresh, budgets, fitting)
 
 
 class MaxUtilizationScheduler(CapacityScheduler):
@@ -252,12 +252,12 @@ class MaxUtilizationScheduler(CapacityScheduler):
 
         P P P . P .        no room at ^: pause the last started one at or behind ^, move the end
             ^     |end     there, try again; ^ may be its own victim, earlier ones never are.
-        P P P . x .        Nobody started behind ^ (nor ^ itself): stop.
+        P P P . x .        None started behind ^ (nor ^ itself): stop.
             ^   |end
 
     So every started request inside the gate is either fitting or paused, and the first request of
-    the list always makes progress. A lack of any of the ``resources`` looks for a victim, as a lack
-    of blocks does; models with an encoder need GUARANTEED_NO_EVICT or STATIC_BATCH.
+    the list always makes progress. A shortage of any of the ``resources`` looks for a victim, as a
+    shortage of blocks does; models with an encoder need GUARANTEED_NO_EVICT or STATIC_BATCH.
     """
 
     __slots__ = ("block_manager", "resources", "two_step_lookahead")
@@ -293,13 +293,13 @@ class MaxUtilizationScheduler(CapacityScheduler):
         Raises `SchedulerError` for an encoder.
         """
         candidates = self._gated(active_requests)
-        books = Books(
+        budgets = Budgets(
             self.block_manager,
             self.resources,
             to_completion=False,
             two_step_lookahead=self.two_step_lookahead,
         )
-        forecast = books.blocks
+        forecast = budgets.blocks
         if self.block_manager.enable_reuse:
             forecast.promise(filter(is_started_context, candidates))
         fitting: list[LlmRequest] = []
@@ -311,7 +311,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 current += 1
                 continue
             check_encoder(request, self.resources)
-            if len(fitting) < self.max_num_requests and books.try_claim(request) is None:
+            if len(fitting) < self.max_num_requests and budgets.try_claim(request) is None:
                 fitting.append(request)
                 current += 1
                 continue
@@ -320,7 +320,7 @@ class MaxUtilizationScheduler(CapacityScheduler):
                 break
             end = victim
             paused.append(candidates[victim])
-            books.release(candidates[victim])
+            budgets.release(candidates[victim])
         return CapacityResult.part(fitting, paused)
 
 

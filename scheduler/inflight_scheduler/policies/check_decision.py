@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from inflight_scheduler.errors import InvalidDecision
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.policies.resources import Books, Resource
+from inflight_scheduler.policies.resources import Budgets, Resource
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
 
@@ -43,7 +43,7 @@ def check_decision(
     _check_paused(paused, None if may_chunk else max_num_tokens)
     _check_batch(context, generation, max_batch_size, max_num_tokens, block_manager)
     scheduled = [*context, *generation]
-    _check_room(scheduled, paused, Books(block_manager, resources, to_completion=False))
+    _check_room(scheduled, paused, Budgets(block_manager, resources, to_completion=False))
     num_new_slots = sum(request.seq_slot is None for request in scheduled)
     num_free_slots += sum(request.seq_slot is not None for request in paused)
     _check_bound("new requests", num_new_slots, "free slots", num_free_slots)
@@ -155,14 +155,14 @@ def _check_batch(
 
 
 def _check_room(
-    scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest], books: Books
+    scheduled: Sequence[LlmRequest], paused: Sequence[LlmRequest], budgets: Budgets
 ) -> None:
     for request in paused:
-        books.release(request)
-    num_free = [num_left for _, num_left in books.left()]
+        budgets.release(request)
+    num_free = [num_left for _, num_left in budgets.left()]
     for request in scheduled:
-        books.claim(request)
-    for (name, num_left), num_before in zip(books.left(), num_free, strict=True):
+        budgets.claim(request)
+    for (name, num_left), num_before in zip(budgets.left(), num_free, strict=True):
         _check_bound(name, num_before - num_left, f"free {name}", num_before)
 
 

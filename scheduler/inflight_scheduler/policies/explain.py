@@ -23,7 +23,7 @@ from inflight_scheduler.policies.capacity import (
 )
 from inflight_scheduler.policies.check_decision import count_step_tokens
 from inflight_scheduler.policies.micro_batch import MicroBatchScheduler
-from inflight_scheduler.policies.resources import Books, Lack
+from inflight_scheduler.policies.resources import Budgets, Shortage
 from inflight_scheduler.policies.scheduler import RequestScheduler, SimpleScheduler
 from inflight_scheduler.request import LlmRequest
 from inflight_scheduler.states import LlmRequestState
@@ -52,7 +52,7 @@ class WaitCode(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class NotScheduled:
     """What is known of the decision of a scheduler that nobody here has written.
 
     How many requests and tokens it lets run, each with the limit (None: there is none).
@@ -88,7 +88,7 @@ class WaitReason:
     num_available: int = 0
     behind_id: int | None = None
     num_ahead: int = 0
-    left_out: LeftOut | None = None
+    left_out: NotScheduled | None = None
     resource: str = ""
 
     def __str__(self) -> str:
@@ -170,7 +170,7 @@ def explain_left_out(
     context, generation, paused = decision
     running = {id(request) for request in (*context, *generation)}
     num_tokens = count_step_tokens(context, generation, block_manager)
-    facts = LeftOut(name, len(running), max_batch_size, num_tokens, max_num_tokens)
+    facts = NotScheduled(name, len(running), max_batch_size, num_tokens, max_num_tokens)
     free = block_manager.num_free_blocks if num_free_blocks is None else num_free_blocks
     pausing = {id(request) for request in paused}
 
@@ -201,9 +201,9 @@ class _CapacityWalk:
         self._paused = paused
         is_fitting = {id(request) for request in fitting}
         self._others = [request for request in requests if id(request) not in is_fitting]
-        self._books: Books | None = None
+        self._books: Budgets | None = None
         if isinstance(capacity, (ReservingScheduler, MaxUtilizationScheduler)):
-            self._books = Books(
+            self._books = Budgets(
                 capacity.block_manager,
                 capacity.resources,
                 to_completion=isinstance(capacity, ReservingScheduler),
@@ -218,23 +218,23 @@ class _CapacityWalk:
         Whoever has room takes it, whoever has not gets the next victim's. Victims left at the end
         were paused for the first request that does not run, which may be one of them.
         """
-        books = self._books
-        if books is None:
+        budgets = self._books
+        if budgets is None:
             return
         victims = list(reversed(self._paused))
         limit = self._capacity.max_num_requests
         for num_fitting, request in enumerate(self._fitting):
-            lack = books.lack(request)
-            while victims and (lack is not None or num_fitting >= limit):
-                yield self._pause(books, victims.pop(), request, lack)
-                lack = books.lack(request)
-            books.claim(request)
+            shortage = budgets.shortage(request)
+            while victims and (shortage is not None or num_fitting >= limit):
+                yield self._pause(budgets, victims.pop(), request, shortage)
+                shortage = budgets.shortage(request)
+            budgets.claim(request)
         schedulable = (r for r in self._others if self._capacity.is_schedulable(r))
-        may_skip = books.blocks.is_beneficial_to_skip
+        may_skip = budgets.blocks.is_beneficial_to_skip
         current = next((r for r in schedulable if not may_skip(r)), None)
         while victims:
             assert current is not None, "a victim is not fitting"
-            yield self._pause(books, victims.pop(), current, books.lack(current))
+            yield self._pause(budgets, victims.pop(), current, budgets.shortage(current))
 
     def explain_waiting(self) -> Iterator[tuple[int, WaitReason]]:
         """Those who may not hold cache: a bound for the first, a place for the others.
@@ -265,30 +265,30 @@ class _CapacityWalk:
 
     def _bound(self, request: LlmRequest) -> tuple[WaitReason, bool]:
         """What stops the walk at ``request``, and whether it does: some are only passed over."""
-        capacity, books = self._capacity, self._books
+        capacity, budgets = self._capacity, self._books
         is_static = isinstance(capacity, StaticBatchScheduler)
-        if books is not None and not is_static and books.blocks.is_beneficial_to_skip(request):
+        if budgets is not None and not is_static and budgets.blocks.is_beneficial_to_skip(request):
             return WaitReason(WaitCode.SHARED_CONTEXT), False
-        if len(self._fitting) >= capacity.max_num_requests or books is None:
+        if len(self._fitting) >= capacity.max_num_requests or budgets is None:
             return WaitReason(WaitCode.MAX_REQUESTS, 1, capacity.max_num_requests), True
         if is_static and any(r.is_generation_in_progress_state for r in self._fitting):
             return WaitReason(WaitCode.STATIC_BATCH), True
-        lack = books.lack(request)
-        if lack is not None and lack.resource is not None:
-            _, needed, left = lack
-            name = lack.resource.name
-            is_end = lack.ends_walk or isinstance(capacity, MaxUtilizationScheduler)
+        shortage = budgets.shortage(request)
+        if shortage is not None and shortage.resource is not None:
+            _, needed, left = shortage
+            name = shortage.resource.name
+            is_end = shortage.ends_walk or isinstance(capacity, MaxUtilizationScheduler)
             return WaitReason(WaitCode.RESOURCE, needed, left, resource=name), is_end
-        num_needed = books.needed_blocks(request)
-        return WaitReason(WaitCode.BLOCKS, num_needed, books.blocks.num_available), True
+        num_needed = budgets.needed_blocks(request)
+        return WaitReason(WaitCode.BLOCKS, num_needed, budgets.blocks.num_available), True
 
     def _pause(
-        self, books: Books, victim: LlmRequest, other: LlmRequest, lack: Lack | None
+        self, budgets: Budgets, victim: LlmRequest, other: LlmRequest, shortage: Shortage | None
     ) -> tuple[int, WaitReason]:
         needed = num_available = 0
-        if lack is not None and lack.resource is None:
-            _, needed, num_available = lack
-        books.release(victim)
+        if shortage is not None and shortage.resource is None:
+            _, needed, num_available = shortage
+        budgets.release(victim)
         reason = WaitReason(WaitCode.PAUSED, needed, num_available, behind_id=other.request_id)
         return victim.request_id, reason
 

@@ -1,11 +1,11 @@
 """The usual decision without a walk over all requests.
 
 `capacity` and `micro_batch` are the rules. Here are their results for the usual case, read off the
-sums of `ActiveRequests`: everybody who runs goes on, and the first waiting requests start if there
+sums of `ActiveRequests`: every running request goes on, and the first waiting ones start if there
 is room; or the last ones are paused, if those before them open more blocks than are free. Each
-function answers None when it is not the usual case (the batch is full, beams, adapters, drafts,
-further resources, steps still in flight, ...); then the rules walk. That both always decide alike
-is tested as a property.
+function returns None when it is not the usual case (the batch is full, beams, adapters, drafts,
+further resources, steps still in flight, ...); then the rules walk. A property test checks that
+both always decide alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Decision = tuple[list[LlmRequest], list[LlmRequest], list[LlmRequest]]
 _rank = attrgetter("rank")
 
 
-def decide(
+def schedule(
     capacity: CapacityScheduler,
     micro_batch: MicroBatchScheduler,
     active: Sequence[LlmRequest],
@@ -63,7 +63,7 @@ def decide(
     return None if chosen is None else (chosen, generation, paused)
 
 
-def can_decide(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
+def is_applicable(capacity: CapacityScheduler, micro_batch: MicroBatchScheduler) -> bool:
     """True for schedulers whose rules are known here.
 
     Not for subclasses, moved gates, further resources and attention windows.

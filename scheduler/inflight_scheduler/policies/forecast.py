@@ -2,7 +2,7 @@
 
 Capacity schedulers decide request by request, and each choice changes what is left for the next.
 With shared blocks that is more than a sum: a block of a victim may be one that a request accepted
-before it counts on. The forecast keeps these books without touching a block. It is the `Forecast`
+before it counts on. The forecast keeps these budgets without touching a block. It is the `Forecast`
 (see `resources`) of a `BlockManager`.
 """
 

@@ -1,6 +1,6 @@
 """What a request needs besides its KV blocks, behind one small interface.
 
-A `Resource` says how much there is; its `Forecast` keeps the books of one decision: how much a
+A `Resource` says how much there is; its `Forecast` keeps the budgets of one decision: how much a
 request would take, now or until its end, and how much is left after those accepted so far. The KV
 blocks themselves are such a forecast (`BlockForecast`), and so are
 
@@ -23,7 +23,7 @@ from inflight_scheduler.request import LlmRequest
 
 
 class Forecast(Protocol):
-    """The books of one resource during one decision; made anew for each."""
+    """The budgets of one resource during one decision; made anew for each."""
 
     @property
     def num_available(self) -> int:
@@ -206,7 +206,7 @@ class _PeftForecast:
         """Nothing: only the accepted count, and a victim is not one of them."""
 
 
-class Lack(NamedTuple):
+class Shortage(NamedTuple):
     """What stops a request: how much it needs and what is left; ``resource`` None: KV blocks."""
 
     resource: Resource | None
@@ -219,7 +219,7 @@ class Lack(NamedTuple):
         return self.resource is None or self.resource.ends_walk
 
 
-class Books:
+class Budgets:
     """KV blocks and all further resources during one decision.
 
     ``to_completion``: requests claim what they take until their last token, else what the next
@@ -249,29 +249,29 @@ class Books:
         """``request`` runs in any case."""
         self._take(request, self.needed_blocks(request))
 
-    def try_claim(self, request: LlmRequest) -> Lack | None:
+    def try_claim(self, request: LlmRequest) -> Shortage | None:
         """Accept ``request`` if everything is there; else nothing changes.
 
-        A lack that ends the walk is told before one that does not.
+        A shortage that ends the walk is told before one that does not.
         """
         num_needed = self.needed_blocks(request)
-        lack = self._lack(request, num_needed)
-        if lack is None:
+        shortage = self._lack(request, num_needed)
+        if shortage is None:
             self._take(request, num_needed)
-        return lack
+        return shortage
 
-    def lack(self, request: LlmRequest) -> Lack | None:
+    def shortage(self, request: LlmRequest) -> Shortage | None:
         """What `try_claim` would answer; nothing changes."""
         return self._lack(request, self.needed_blocks(request))
 
-    def _lack(self, request: LlmRequest, num_needed_blocks: int) -> Lack | None:
+    def _lack(self, request: LlmRequest, num_needed_blocks: int) -> Shortage | None:
         if num_needed_blocks > self.blocks.num_available:
-            return Lack(None, num_needed_blocks, self.blocks.num_available)
+            return Shortage(None, num_needed_blocks, self.blocks.num_available)
         found = None
         for resource, forecast in self._further:
             num_needed = self._needed_of(forecast, request)
             if 0 < num_needed > forecast.num_available and (found is None or resource.ends_walk):
-                found = Lack(resource, num_needed, forecast.num_available)
+                found = Shortage(resource, num_needed, forecast.num_available)
                 if resource.ends_walk:
                     break
         return found

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 from inflight_scheduler.kv.block_manager import BlockManager
-from inflight_scheduler.policies import fast_path as incremental
+from inflight_scheduler.policies import fast_path
 from inflight_scheduler.policies.capacity import (
     CapacityResult,
     CapacityScheduler,
@@ -77,24 +77,24 @@ class SimpleScheduler(RequestScheduler):
     """The default: what fits, by the capacity scheduler; of that, what runs, by the other one.
 
     Given `ActiveRequests`, the usual decision costs what changed instead of what is active (see
-    `incremental`); it is the same decision.
+    `fast_path`); it is the same decision.
     """
 
-    __slots__ = ("_is_incremental", "capacity_scheduler", "micro_batch_scheduler")
+    __slots__ = ("_has_fast_path", "capacity_scheduler", "micro_batch_scheduler")
 
     def __init__(
         self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
     ) -> None:
         self.capacity_scheduler = capacity_scheduler
         self.micro_batch_scheduler = micro_batch_scheduler
-        self._is_incremental = incremental.can_decide(capacity_scheduler, micro_batch_scheduler)
+        self._has_fast_path = fast_path.is_applicable(capacity_scheduler, micro_batch_scheduler)
 
     def schedule_request(
         self, active_requests: Sequence[LlmRequest], inflight_request_ids: Collection[int]
     ) -> ScheduleResult:
         """Raises `ContextTooLong` (see `refusal_reason`, which prevents it at admission)."""
-        if self._is_incremental and not inflight_request_ids:
-            decision = incremental.decide(
+        if self._has_fast_path and not inflight_request_ids:
+            decision = fast_path.schedule(
                 self.capacity_scheduler, self.micro_batch_scheduler, active_requests
             )
             if decision is not None:
@@ -107,7 +107,7 @@ class SimpleScheduler(RequestScheduler):
         return _as_result((context, generation, paused), disagg)
 
 
-def _as_result(decision: incremental.Decision, disagg: list[LlmRequest]) -> ScheduleResult:
+def _as_result(decision: fast_path.Decision, disagg: list[LlmRequest]) -> ScheduleResult:
     result = ScheduleResult(decision)
     result.fitting_disagg_gen_init = disagg
     return result

@@ -17,7 +17,7 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine import engine as engine_module
 from inflight_backend.engine.config import resolve
 from inflight_backend.engine.cuda_graphs import Capture
-from inflight_backend.engine.warmup import largest_batch
+from inflight_backend.engine.warmup import max_memory_batch
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.parameters import decoder_parameters
@@ -49,7 +49,7 @@ class CountedMemory:
 
 
 class RecordedMemory(CountedMemory):
-    """Recordings, too, keep some of it, as long as somebody keeps them; a `Capture`."""
+    """GraphCache, too, keep some of it, as long as somebody keeps them; a `Capture`."""
 
     num_bytes = 1000
 
@@ -116,7 +116,7 @@ def test_what_recordings_keep_is_not_the_pools(
 ) -> None:
     """Two sizes of generations, a decoder and a draw each, and one of mixed steps; on a tiny pool
     first, where they are forgotten again."""
-    monkeypatch.setattr(engine_module, "run_first_steps", Engine.enqueue)  # interpreted
+    monkeypatch.setattr(engine_module, "warm_up", Engine.enqueue)  # interpreted
     memory = RecordedMemory()
     folder = checkpoint(head_dim=16, num_hidden_layers=1)
     engine = make_engine(folder, memory, RECORDED, memory)
@@ -134,7 +134,7 @@ def test_what_failed_beside_the_tiny_pool_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(engine_module, "run_first_steps", Engine.enqueue)
+    monkeypatch.setattr(engine_module, "warm_up", Engine.enqueue)
     memory, num_failed = RecordedMemory(), 0
 
     def capture(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -146,13 +146,13 @@ def test_what_failed_beside_the_tiny_pool_is_not_tried_again(
 
     folder = checkpoint(head_dim=16, num_hidden_layers=1)
     engine = make_engine(folder, memory, RECORDED, capture)
-    assert (engine.num_recordings, engine.num_mixed_recordings) == (num_good // 2, 0)
+    assert (engine.num_graphs, engine.num_mixed_graphs) == (num_good // 2, 0)
     assert num_failed == 1
     assert caplog.text.count("cannot be recorded") == 1
 
 
 def test_the_largest_batch_fills_an_iteration() -> None:
-    batch = largest_batch(CONFIG)
+    batch = max_memory_batch(CONFIG)
     assert [len(chunk.tokens) for chunk in batch.context_chunks] == [12] * 4
     assert batch.num_tokens <= 50
     assert all(chunk.is_last for chunk in batch.context_chunks), "all of them draw"

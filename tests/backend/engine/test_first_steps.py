@@ -15,7 +15,7 @@ from checkpoints import oracle_tokens
 from engine_driver import EngineDriver, Job
 
 from inflight_backend.engine import Engine, EngineConfig
-from inflight_backend.engine.warmup import largest_batch, run_first_steps
+from inflight_backend.engine.warmup import max_memory_batch, warm_up
 
 KERNELS = [
     "_adjust_logits_kernel",
@@ -83,7 +83,7 @@ def test_nothing_is_left_of_them(checkpoint: Callable[..., Path], num_tokens: in
     )
     folder = checkpoint()
     engine = Engine.load(folder, config)
-    run_first_steps(engine, largest_batch(engine.config))
+    warm_up(engine, max_memory_batch(engine.config))
     prompt = [3, 1, 4, 1, 5, 9]
     answer = EngineDriver(engine).generate([Job(prompt)], 6, chunk_size=3)
     assert answer == [oracle_tokens(folder, prompt, 6)]

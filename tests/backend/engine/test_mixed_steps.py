@@ -167,8 +167,8 @@ def serve(engine: Engine) -> tuple[list[list[int]], set[tuple[bool, bool]]]:
         kinds.add((bool(batch.context_chunks), bool(batch.generation_slots)))
         num_chunks += sum(not chunk.is_last for chunk in batch.context_chunks)
         pending = engine.submit(batch)
-        planner.advance(batch)
-        for request in planner.settle(batch, pending.read()):
+        planner.assume_step(batch)
+        for request in planner.apply_tokens(batch, pending.read()):
             if request.is_finished:
                 planner.release(request)
         active = [request for request in active if not request.is_finished]
@@ -185,7 +185,7 @@ def test_replayed_mixed_steps_draw_what_eager_ones_draw(
     expected, kinds = serve(Engine.load(folder, replace(CONFIG, **settings)))  # type: ignore[arg-type]
     assert kinds == {(True, False), (True, True), (False, True)}
     engine, capture = load(folder, **settings)
-    assert (engine.num_recordings, engine.num_mixed_recordings) == (NUM_STEPS_SIZES, 1)
+    assert (engine.num_graphs, engine.num_mixed_graphs) == (NUM_STEPS_SIZES, 1)
     assert capture.sizes == [3, 3, 2, 2, 1, 1, MOST]
 
     def refuse(*_: object) -> None:
@@ -196,7 +196,7 @@ def test_replayed_mixed_steps_draw_what_eager_ones_draw(
 
 
 def num_replays(capture: Rerun, run: Callable[[], object]) -> int:
-    """Recordings that ``run`` replays: one of a mixed step, up to two of generations alone."""
+    """GraphCache that ``run`` replays: one of a mixed step, up to two of generations alone."""
     before = capture.num_replays
     run()
     return capture.num_replays - before
@@ -254,7 +254,7 @@ def test_an_end_must_wait_whoever_had_the_slot_before(small: Path) -> None:
 
 def test_nothing_of_it_where_it_is_turned_off(small: Path) -> None:
     engine, capture = load(small, cuda_graph_mixed_tokens=0)
-    assert (engine.num_recordings, engine.num_mixed_recordings) == (NUM_STEPS_SIZES, 0)
+    assert (engine.num_graphs, engine.num_mixed_graphs) == (NUM_STEPS_SIZES, 0)
     assert len(capture.sizes) == 2 * NUM_STEPS_SIZES
 
 
@@ -269,7 +269,7 @@ def test_what_cannot_be_recorded_leaves_the_eager_path_and_the_other_recordings(
         return capture(call)
 
     engine = Engine.load(small, CONFIG, capture=fail)
-    assert (engine.num_recordings, engine.num_mixed_recordings) == (NUM_STEPS_SIZES, 0)
+    assert (engine.num_graphs, engine.num_mixed_graphs) == (NUM_STEPS_SIZES, 0)
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert record.getMessage() == (
         "mixed steps cannot be recorded and run eagerly, which is slower: "

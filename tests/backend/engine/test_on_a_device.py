@@ -101,7 +101,7 @@ def keep(token: int, logits: Tensor, stream: int) -> None:
 def test_recorded_steps_draw_what_a_cpu_draws(folder: Path, device: str, normalize: bool) -> None:
     engine = Engine.load(folder, replace(CUDA, normalize_log_probs=normalize))
     assert engine.is_asynchronous
-    assert (engine.num_recordings, engine.num_mixed_recordings) == (2, 1)
+    assert (engine.num_graphs, engine.num_mixed_graphs) == (2, 1)
     assert "graphs" not in engine.device_name
     words = max_words(2, 16, engine.max_seq_len // CUDA.tokens_per_block)
     mixed = 3 * 16 + 3 * 2 + 1 + 16  # tokens, chunks and draws
@@ -169,7 +169,7 @@ def test_the_thread_that_runs_steps_has_run_products_before_a_request(
     params = TrtGptModelOptionalParams(max_batch_size=CUDA.max_batch_size)
     with running(Recorder(), engine, params=params):
         assert threads == ["GptManager"]
-        assert engine.num_recordings > 0
+        assert engine.num_graphs > 0
 
 
 @on_the_device
@@ -180,7 +180,7 @@ def test_recordings_that_fail_are_told_where_the_device_is(
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
     engine = Engine.load(folder, CUDA, capture=fail)
-    assert engine.num_recordings == 0
+    assert engine.num_graphs == 0
     assert engine.device_name.endswith(", without CUDA graphs")
     (record,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
     assert record.getMessage().endswith(

@@ -80,7 +80,7 @@ def load_recorded(checkpoint: Path) -> tuple[Engine, Rerun | None]:
     capture = None if DEVICE == "cuda" else Rerun()
     config = replace(CONFIG, cuda_graph_mode=True)
     engine = Engine.load(checkpoint, config, capture=capture)
-    assert engine.num_recordings == 3
+    assert engine.num_graphs == 3
     return engine, capture
 
 

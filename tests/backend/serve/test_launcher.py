@@ -25,7 +25,7 @@ from inflight_server.serve.process import ServerProcess, Vitals
 from inflight_server.serve.settings import ServeSettings
 from inflight_server.serve.supervisor import Attempt, StopSignals
 from inflight_server.serve.tritonserver import TritonInstall
-from inflight_server.serve.workspace import BackendScratch, Workspace
+from inflight_server.serve.workspace import BackendTmp, Workspace
 
 # Says that it is ready, and how it was ended.
 SERVER = """
@@ -72,7 +72,7 @@ class Story:
         self,
         folder: Path,
         workspace: Workspace,
-        scratch: BackendScratch,
+        scratch: BackendTmp,
         signals: StopSignals,
         drain_seconds: float,
     ) -> None:
@@ -129,7 +129,7 @@ def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drain_seconds: float)
     with (
         StopSignals() as signals,
         Workspace() as workspace,
-        BackendScratch(workspace.scratch_note) as scratch,
+        BackendTmp(workspace.scratch_note) as scratch,
     ):
         scratch.release()  # this server makes none, and others want to start
         yield Story(tmp_path, workspace, scratch, signals, drain_seconds)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inflight_server.serve import workspace as module
-from inflight_server.serve.workspace import BackendScratch, remove_scratch
+from inflight_server.serve.workspace import BackendTmp, remove_backend_tmp
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def is_locked(parent: Path) -> bool:
 
 
 def test_new_folder_is_noted_and_the_lock_given_back(parent: Path, note: Path) -> None:
-    with BackendScratch(note) as scratch:
+    with BackendTmp(note) as scratch:
         scratch.look()
         assert is_locked(parent)
         (parent / "python_env_mine").mkdir()
@@ -52,7 +52,7 @@ def test_new_folder_is_noted_and_the_lock_given_back(parent: Path, note: Path) -
 
 
 def test_folder_made_just_before_the_end_is_noted(parent: Path, note: Path) -> None:
-    with BackendScratch(note):
+    with BackendTmp(note):
         (parent / "python_env_mine").mkdir()
     assert note.read_text() == str(parent / "python_env_mine")
     assert not is_locked(parent)
@@ -62,7 +62,7 @@ def test_folder_made_just_before_the_end_is_noted(parent: Path, note: Path) -> N
 def test_a_note_without_room_on_the_disk_is_written_later(parent: Path, note: Path) -> None:
     """A start after a failure, which must not end because of the note."""
     note.symlink_to("/dev/full")
-    with BackendScratch(note) as scratch:
+    with BackendTmp(note) as scratch:
         (parent / "python_env_mine").mkdir()
         scratch.look()
         assert not is_locked(parent)
@@ -73,7 +73,7 @@ def test_a_note_without_room_on_the_disk_is_written_later(parent: Path, note: Pa
 
 
 def test_two_new_folders_are_both_left_alone(parent: Path, note: Path) -> None:
-    with BackendScratch(note) as scratch:
+    with BackendTmp(note) as scratch:
         (parent / "python_env_a").mkdir()
         (parent / "python_env_b").mkdir()
         scratch.look()
@@ -84,7 +84,7 @@ def test_without_the_lock_no_folder_is_claimed(
     parent: Path, note: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
-    with BackendScratch(note.with_name("first")), BackendScratch(note) as second:
+    with BackendTmp(note.with_name("first")), BackendTmp(note) as second:
         (parent / "python_env_a").mkdir()
         second.look()
     assert not note.exists()
@@ -95,7 +95,7 @@ def test_removal_is_limited_to_empty_scratch_folders(parent: Path) -> None:
         (parent / name).mkdir(parents=True)
     for path in (*parent.iterdir(), parent / "python_env_used" / "file", parent / "missing"):
         if path.name != "python_env_other":
-            remove_scratch(path)
+            remove_backend_tmp(path)
     assert sorted(entry.name for entry in parent.iterdir()) == [
         "precious",
         "python_env_other",

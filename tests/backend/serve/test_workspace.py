@@ -16,7 +16,7 @@ import pytest
 
 from inflight_backend.status import stop_file_of
 from inflight_server.serve.log_file import before
-from inflight_server.serve.workspace import Workspace, sweep_abandoned
+from inflight_server.serve.workspace import Workspace, clean_stale
 
 KILLED = """
 import os
@@ -112,7 +112,7 @@ def test_regions_whose_folder_has_gone_before_them(state: str) -> None:
         with region.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
             if state != "mapped":
                 mapping.close()
-            sweep_abandoned()
+            clean_stale()
             assert region.exists() == (state != "left")
     finally:
         region.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def test_two_launchers_side_by_side_touch_nothing_of_each_other(end: str) -> Non
             else:
                 second.kill()
                 second.wait()
-                sweep_abandoned()
+                clean_stale()
         assert not folder.exists()
         assert not region.exists()
         assert first.path.is_dir()
@@ -164,14 +164,14 @@ def test_two_launchers_side_by_side_touch_nothing_of_each_other(end: str) -> Non
 @pytest.mark.case(109)
 def test_living_run_is_left_alone() -> None:
     with Workspace() as workspace:
-        sweep_abandoned()
+        clean_stale()
         assert workspace.path.is_dir()
 
 
 def test_folder_that_is_being_made_is_left_alone(temporary_folder: Path) -> None:
     made = temporary_folder / "inflight-serve-abc"
     made.mkdir()
-    sweep_abandoned()
+    clean_stale()
     assert made.is_dir()
 
 

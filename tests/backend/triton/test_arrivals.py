@@ -15,8 +15,8 @@ from inflight_backend.errors import CapacityExceeded, RequestInFlight
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import RequestLimits, validate
-from inflight_backend.triton import queue as arrivals_module
-from inflight_backend.triton.queue import ArrivalQueue, RequestIds
+from inflight_backend.triton import queue as queue_module
+from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
@@ -41,30 +41,30 @@ def request(request_id: int, num_prompt: int = 1, num_new: int = 1, **values: An
     return made
 
 
-def queue_of(*priorities: float, span: float = 1000, max_size: int = 100) -> ArrivalQueue:
-    arrivals = ArrivalQueue(max_size, span)
+def queue_of(*priorities: float, span: float = 1000, max_size: int = 100) -> RequestQueue:
+    queue = RequestQueue(max_size, span)
     for request_id, priority in enumerate(priorities):
-        arrivals.put(request(request_id, priority=priority))
-    return arrivals
+        queue.put(request(request_id, priority=priority))
+    return queue
 
 
-def taken(arrivals: ArrivalQueue, max_num_requests: int = -1) -> list[int]:
-    return [each.request_id for each in arrivals.take(max_num_requests)]
+def taken(queue: RequestQueue, max_num_requests: int = -1) -> list[int]:
+    return [each.request_id for each in queue.take(max_num_requests)]
 
 
 def test_equal_priorities_leave_in_order_of_arrival_and_as_many_as_asked_for() -> None:
-    arrivals = queue_of(0.5, 0.5, 0.5, 0.5)
-    assert taken(arrivals, 0) == []
-    assert taken(arrivals, 3) == [0, 1, 2]
-    assert taken(arrivals) == [3]
-    assert len(arrivals) == 0
+    queue = queue_of(0.5, 0.5, 0.5, 0.5)
+    assert taken(queue, 0) == []
+    assert taken(queue, 3) == [0, 1, 2]
+    assert taken(queue) == [3]
+    assert len(queue) == 0
 
 
 def test_a_queue_of_size_0_is_as_long_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals_module, "MAX_QUEUE_SIZE", 3)
-    arrivals = queue_of(0.5, 0.5, 0.5, max_size=0)
+    monkeypatch.setattr(queue_module, "MAX_QUEUE_SIZE", 3)
+    queue = queue_of(0.5, 0.5, 0.5, max_size=0)
     with pytest.raises(CapacityExceeded, match="Maximum queue size of 3"):
-        arrivals.put(request(4))
+        queue.put(request(4))
 
 
 def test_priority_decides_within_the_span() -> None:
@@ -74,67 +74,67 @@ def test_priority_decides_within_the_span() -> None:
 
 
 def test_a_queue_that_refuses_keeps_what_it_has_and_takes_others_when_it_does_no_more() -> None:
-    arrivals = queue_of(0.5)
-    arrivals.refuse("not now")
+    queue = queue_of(0.5)
+    queue.refuse("not now")
     with pytest.raises(CapacityExceeded, match="not now"):
-        arrivals.put(request(1))
-    assert len(arrivals) == 1
-    arrivals.refuse("")
-    arrivals.put(request(1))
-    assert [each.request_id for each in arrivals.take(5)] == [0, 1]
+        queue.put(request(1))
+    assert len(queue) == 1
+    queue.refuse("")
+    queue.put(request(1))
+    assert [each.request_id for each in queue.take(5)] == [0, 1]
 
 
 def test_a_full_queue_refuses_at_once_whatever_the_priority() -> None:
-    arrivals = queue_of(0.0, 0.0, max_size=2)
+    queue = queue_of(0.0, 0.0, max_size=2)
     with pytest.raises(CapacityExceeded, match="Maximum queue size of 2 has been reached"):
-        arrivals.put(request(2, priority=1.0))
-    assert taken(arrivals, 1) == [0]
-    arrivals.put(request(2, priority=1.0))
-    assert taken(arrivals) == [2, 1]
+        queue.put(request(2, priority=1.0))
+    assert taken(queue, 1) == [0]
+    queue.put(request(2, priority=1.0))
+    assert taken(queue) == [2, 1]
 
 
 def test_places_are_those_of_the_order_and_a_stop_takes_out() -> None:
-    arrivals = queue_of(0.5, 0.1, 0.9)
-    assert [arrivals.find_place(i) for i in range(4)] == [(2, 3), (3, 3), (1, 3), None]
-    assert arrivals.stop(0)
-    assert [arrivals.find_place(i) for i in range(3)] == [None, (2, 2), (1, 2)]
-    assert not arrivals.stop(0), "it does not wait any more: the batch manager is told"
-    assert (arrivals.poll_stop_signals(), arrivals.poll_stop_signals()) == ({0}, set())
-    assert taken(arrivals) == [2, 1]
+    queue = queue_of(0.5, 0.1, 0.9)
+    assert [queue.find_place(i) for i in range(4)] == [(2, 3), (3, 3), (1, 3), None]
+    assert queue.stop(0)
+    assert [queue.find_place(i) for i in range(3)] == [None, (2, 2), (1, 2)]
+    assert not queue.stop(0), "it does not wait any more: the batch manager is told"
+    assert (queue.poll_stop_signals(), queue.poll_stop_signals()) == ({0}, set())
+    assert taken(queue) == [2, 1]
 
 
 def test_the_overdue_leave_with_their_place_and_each_once() -> None:
-    arrivals = ArrivalQueue(100)
-    arrivals.put(request(1))
-    arrivals.put(request(2, max_queue_time_ms=1))
-    arrivals.put(request(3, allotted_time_ms=1, priority=1.0))
-    arrivals.put(request(4, max_queue_time_ms=60_000, allotted_time_ms=50_000))
-    arrivals.put(request(5, max_queue_time_ms=60_000, allotted_time_ms=1))
-    arrivals.put(request(6, max_queue_time_ms=1, allotted_time_ms=60_000))
+    queue = RequestQueue(100)
+    queue.put(request(1))
+    queue.put(request(2, max_queue_time_ms=1))
+    queue.put(request(3, allotted_time_ms=1, priority=1.0))
+    queue.put(request(4, max_queue_time_ms=60_000, allotted_time_ms=50_000))
+    queue.put(request(5, max_queue_time_ms=60_000, allotted_time_ms=1))
+    queue.put(request(6, max_queue_time_ms=1, allotted_time_ms=60_000))
     time.sleep(0.002)
-    overdue = arrivals.take_overdue()
+    overdue = queue.take_overdue()
     assert [(each.request.request_id, each.place, each.num_waiting) for each in overdue] == [
         (2, 3, 6),
         (3, 1, 5),
         (5, 3, 4),
         (6, 3, 3),
     ]
-    assert arrivals.take_overdue() == []
-    assert taken(arrivals) == [1, 4]
+    assert queue.take_overdue() == []
+    assert taken(queue) == [1, 4]
 
 
 def test_who_has_left_is_not_overdue_and_not_remembered() -> None:
-    arrivals = ArrivalQueue(100)
+    queue = RequestQueue(100)
     for request_id in range(2000):
-        arrivals.put(request(request_id, max_queue_time_ms=60_000))
-        assert arrivals.stop(request_id)
-    assert len(arrivals._deadlines) <= 64
-    arrivals.put(request(1, max_queue_time_ms=1))
-    assert taken(arrivals) == [1]
-    arrivals.put(request(1))  # the same id again, without a deadline
+        queue.put(request(request_id, max_queue_time_ms=60_000))
+        assert queue.stop(request_id)
+    assert len(queue._deadlines) <= 64
+    queue.put(request(1, max_queue_time_ms=1))
+    assert taken(queue) == [1]
+    queue.put(request(1))  # the same id again, without a deadline
     time.sleep(0.002)
-    assert arrivals.take_overdue() == []
-    assert taken(arrivals) == [1]
+    assert queue.take_overdue() == []
+    assert taken(queue) == [1]
 
 
 class Line:
@@ -158,7 +158,7 @@ class Line:
             chunking=chunking,
         )
         self.world = World(scheduler, manager, num_places, span)
-        self.queue = ArrivalQueue(1000, span)
+        self.queue = RequestQueue(1000, span)
         self.num_places = num_places
         self.arrived: list[LlmRequest] = []
         self.started: dict[int, int] = {}  # in which iteration
@@ -179,7 +179,7 @@ class Line:
             self.started.setdefault(setup.request_id, self.num_iterations)
 
     def num_passed_by(self, number: int) -> int:
-        """Later arrivals that started in an iteration before its own."""
+        """Later queue that started in an iteration before its own."""
         own = self.started[number]
         return sum(other > number and when < own for other, when in self.started.items())
 
@@ -210,7 +210,7 @@ PRIORITIES = st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0])
     max_num_tokens=6,
     waves=[[(0.5, 8, 1), (0.5, 8, 1)], [(0.5, 1, 1)], [(0.5, 1, 1)]],
 )
-def test_the_documented_number_of_later_arrivals_holds_from_end_to_end(
+def test_the_documented_number_of_later_queue_holds_from_end_to_end(
     policy: CapacitySchedulerPolicy,
     span: float,
     num_places: int,
@@ -219,7 +219,7 @@ def test_the_documented_number_of_later_arrivals_holds_from_end_to_end(
     max_num_tokens: int,
     waves: list[list[tuple[float, int, int]]],
 ) -> None:
-    """Fewer than ``span * (1 - p)`` later arrivals start before a request, queue included."""
+    """Fewer than ``span * (1 - p)`` later queue start before a request, queue included."""
     line = Line(policy, span, num_places, num_blocks, chunking, max_num_tokens)
     for wave in waves:
         for priority, num_prompt, num_new in wave:
@@ -251,22 +251,22 @@ def test_a_flood_of_high_priority_passes_a_low_one_by_no_more_than_the_span(
 
 def test_who_waits_for_a_grammar_keeps_its_place_and_holds_up_nobody() -> None:
     ready: Future[Any] = Future()
-    arrivals = queue_of()
+    queue = queue_of()
     for request_id in range(4):
         made = request(request_id)
         if request_id in (0, 2):
             made.guide = PendingGuide(ready)
-        arrivals.put(made)
-    assert taken(arrivals, 1) == [1]
-    assert taken(arrivals) == [3]
-    assert arrivals.find_place(2) == (2, 2)
-    assert arrivals.is_preparing(2)
-    assert taken(arrivals) == []
-    arrivals.put(request(4))
+        queue.put(made)
+    assert taken(queue, 1) == [1]
+    assert taken(queue) == [3]
+    assert queue.find_place(2) == (2, 2)
+    assert queue.is_preparing(2)
+    assert taken(queue) == []
+    queue.put(request(4))
     ready.set_result(None)
-    assert not arrivals.is_preparing(2)
-    assert taken(arrivals, 2) == [0, 2]
-    assert taken(arrivals) == [4]
+    assert not queue.is_preparing(2)
+    assert taken(queue, 2) == [0, 2]
+    assert taken(queue) == [4]
 
 
 def test_a_request_that_leaves_twice_does_not_free_the_id_of_the_next_one() -> None:

@@ -14,11 +14,11 @@ from triton_harness import error_of, ids_of
 
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.token_stream import TokenStream
 
 
-class Sent(ResponseStream):
+class Sent(ResponseSender):
     """A stream that keeps the iterations it is sent; ``gate`` holds every send back."""
 
     def __init__(self, gate: threading.Event) -> None:
@@ -75,7 +75,7 @@ def test_an_answer_in_a_round_that_fails_ends_with_an_error(
     monkeypatch.setattr(ResponseDispatcher, "_send_round", fail)
     dispatcher = ResponseDispatcher(stop_request=lambda request_id: None)
     sender = FakeSender()
-    dispatcher.answer(ResponseStream(sender, ResponseFactory(FakePbUtils)), "why", "{}")
+    dispatcher.answer(ResponseSender(sender, ResponseFactory(FakePbUtils)), "why", "{}")
     dispatcher.close()
     assert error_of(sender)[0] == "the answer could not be sent"
 
@@ -84,7 +84,7 @@ def test_tokens_that_wait_when_an_error_comes_are_told_before_it() -> None:
     dispatcher = ResponseDispatcher(stop_request=lambda request_id: None)
     dispatcher.close()  # the round is ours
     sender = FakeSender()
-    stream = ResponseStream(sender, ResponseFactory(FakePbUtils))
+    stream = ResponseSender(sender, ResponseFactory(FakePbUtils))
     dispatcher.open(1, TokenStream(stream, frozenset({"output_ids"})))
     tokens = [NamedTensor("output_ids", np.array([[[5, 6]]], dtype=np.int32))]
     dispatcher._send_round([(1, tokens, False, ""), (1, [], True, "broken")])

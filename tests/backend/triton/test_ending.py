@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from triton_harness import WAIT, Gate, Server, ids_of, wait_until
 
 from inflight_backend.triton import frontend
-from inflight_backend.triton.queue import ArrivalQueue, RequestIds
+from inflight_backend.triton.queue import RequestIds, RequestQueue
 
 pytestmark = pytest.mark.slow
 
@@ -105,9 +105,9 @@ def test_one_broken_sequence_ends_its_request_when_the_others_have_ended(overlap
         told.send(1, 4, 20, "sequences")
         for kind in ("ok", "ok", "one not a number", "ok"):  # the last tells of the one before
             told.step(kind)
-        sender, arrivals = told.sent[0][1], told.server.model._arrivals
+        sender, queue = told.sent[0][1], told.server.model._queue
         # Else the others run on in vain.
-        wait_until(lambda: bool(arrivals._stops) or sender.is_final.is_set())
+        wait_until(lambda: bool(queue._stops) or sender.is_final.is_set())
         for _ in range(4):
             told.step("ok")
         assert sender.is_final.wait(WAIT)
@@ -125,7 +125,7 @@ def test_the_end_of_the_drain_time_frees_before_it_tells(form: str) -> None:
         told.send(2, 4, 40)  # now there is room in the queue
         told.step("ok")
         told.server.end_all()
-        wait_until(lambda: bool(told.server.model._arrivals._stops))
+        wait_until(lambda: bool(told.server.model._queue._stops))
         for _ in range(60):
             told.step("ok")
         for _, sender in told.sent:
@@ -153,7 +153,7 @@ def test_a_send_that_raises_is_told_when_its_request_is_free() -> None:
         model = told.server.model
         wait_until(lambda: not failures)
         wait_until(
-            lambda: bool(model._arrivals._stops) or not model._manager.get_num_active_requests()
+            lambda: bool(model._queue._stops) or not model._manager.get_num_active_requests()
         )
         told.finish(is_unloaded=False)
         assert str(sender.responses[-1].error) == "the response could not be sent"
@@ -182,17 +182,17 @@ def test_stops_for_ids_never_seen_are_not_remembered(make_server: MakeServer) ->
     server = make_server(CountingEngine())
     for number in range(2000):
         server.send(f"never {number}", stop=True)
-    assert server.model._arrivals._stops == set()
+    assert server.model._queue._stops == set()
     assert server.model._frontend._ids._name_to_number == {}
 
 
 @pytest.mark.case(63)
 def test_stops_that_nobody_fetches_are_bounded_by_what_is_in_flight() -> None:
     """The loop is stuck; the same requests are stopped again and again."""
-    arrivals = ArrivalQueue(10)
+    queue = RequestQueue(10)
     for number in range(100_000):
-        arrivals.stop(number % 256)
-    assert len(arrivals.poll_stop_signals()) == 256
+        queue.stop(number % 256)
+    assert len(queue.poll_stop_signals()) == 256
 
 
 @pytest.mark.case(64)

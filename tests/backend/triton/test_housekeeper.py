@@ -15,14 +15,14 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakeSender
 from triton_harness import ids_of, wait_until
 
-from inflight_backend.triton.watchdog import Chore, Housekeeper
+from inflight_backend.triton.watchdog import PeriodicTask, PeriodicTasks
 from inflight_server.serve.settings import DEMO_MODEL
 
 WAIT = 30.0
 TESTS = Path(__file__).parents[2]
 
 
-def test_a_chore_that_raises_is_tried_again_and_the_others_run(
+def test_a_task_that_raises_is_tried_again_and_the_others_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It is told twice: the third try succeeds, and the one after that does not."""
@@ -35,20 +35,20 @@ def test_a_chore_that_raises_is_tried_again_and_the_others_run(
         if num_tries == 6:
             tried_often.set()
         if num_tries != 3:
-            raise RuntimeError("a chore")
+            raise RuntimeError("a task")
 
-    chores = [Chore(fail, 0.01), Chore(other_ran.set, 60.0)]
-    housekeeper = Housekeeper(chores, is_busy=lambda: True)
+    tasks = [PeriodicTask(fail, 0.01), PeriodicTask(other_ran.set, 60.0)]
+    periodic_tasks = PeriodicTasks(tasks, is_busy=lambda: True)
     assert tried_often.wait(WAIT)
     assert other_ran.wait(WAIT)
-    housekeeper.close()
-    assert caplog.text.count("a housekeeping chore failed") == 2
+    periodic_tasks.close()
+    assert caplog.text.count("a housekeeping task failed") == 2
 
 
-def test_chores_rest_while_no_request_is_there() -> None:
+def test_tasks_rest_while_no_request_is_there() -> None:
     """Behind the last request each runs once more; the next request wakes them."""
     requests: set[int] = set()
-    seen: list[bool] = []  # of the chore that rests: was a request there?
+    seen: list[bool] = []  # of the task that rests: was a request there?
     idle_ran = threading.Semaphore(0)
 
     def look() -> None:
@@ -56,33 +56,33 @@ def test_chores_rest_while_no_request_is_there() -> None:
         if len(seen) == 5:
             requests.clear()
 
-    chores = [Chore(look, 0.001), Chore(idle_ran.release, 60.0, idle_period=0.01)]
-    housekeeper = Housekeeper(chores, is_busy=lambda: bool(requests))
+    tasks = [PeriodicTask(look, 0.001), PeriodicTask(idle_ran.release, 60.0, idle_period=0.01)]
+    periodic_tasks = PeriodicTasks(tasks, is_busy=lambda: bool(requests))
     for _ in range(5):
         assert idle_ran.acquire(timeout=WAIT)
     assert seen == [False], "once, when it was made"
     requests.add(1)
-    housekeeper.wake()
+    periodic_tasks.wake()
     wait_until(lambda: len(seen) == 6)
     for _ in range(20):
         assert idle_ran.acquire(timeout=WAIT)
-    housekeeper.close()
+    periodic_tasks.close()
     assert seen == [False, True, True, True, True, False]
 
 
 def test_a_request_that_has_ended_already_is_seen_to_at_once() -> None:
-    """One that was refused counts among the errors; nothing is in flight when a chore looks."""
+    """One that was refused counts among the errors; nothing is in flight when a task looks."""
     num_runs = 0
 
     def count() -> None:
         nonlocal num_runs
         num_runs += 1
 
-    housekeeper = Housekeeper([Chore(count, 0.001)], is_busy=lambda: False)
+    periodic_tasks = PeriodicTasks([PeriodicTask(count, 0.001)], is_busy=lambda: False)
     wait_until(lambda: num_runs == 1)
-    housekeeper.wake()
+    periodic_tasks.wake()
     wait_until(lambda: num_runs == 2)
-    housekeeper.close()
+    periodic_tasks.close()
 
 
 class MuteSender(FakeSender):

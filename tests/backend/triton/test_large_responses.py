@@ -9,7 +9,7 @@ from triton_harness import WAIT, error_of
 
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton_io.sender import Array, ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import Array, ResponseFactory, ResponseSender
 from inflight_backend.triton_io.token_stream import TokenStream
 
 LOGITS = np.zeros((1, 1, 2000, 256), dtype=np.float32)
@@ -39,8 +39,8 @@ class CountingSender(FakeSender):
         super().send(response, flags)
 
 
-def stream_to(sender: FakeSender, *, is_decoupled: bool = True) -> ResponseStream:
-    return ResponseStream(sender, ResponseFactory(FakePbUtils, is_decoupled))
+def stream_to(sender: FakeSender, *, is_decoupled: bool = True) -> ResponseSender:
+    return ResponseSender(sender, ResponseFactory(FakePbUtils, is_decoupled))
 
 
 @pytest.mark.case(117)

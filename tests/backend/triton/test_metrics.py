@@ -16,10 +16,10 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import Gate, Server, error_of, ids_of, wait_until
 
-from inflight_backend.manager.statistics import Tally
+from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.triton.frontend import _ERROR_CODES
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_protocol import ERRORS, EVENTS, INPUT_LENGTHS, OUTPUT_LENGTHS
 from inflight_scheduler import ScheduledBatch
 
@@ -287,20 +287,20 @@ class BrokenSender(FakeSender):
 
 
 def test_a_stream_is_counted_once_however_it_ends() -> None:
-    tally = Tally()
+    tally = EventCounter()
     factory = ResponseFactory(FakePbUtils)
     broken, also_broken, twice, well = BrokenSender(), BrokenSender(), FakeSender(), FakeSender()
-    stream = ResponseStream(broken, factory, count_error=tally.add)
+    stream = ResponseSender(broken, factory, count_error=tally.add)
     with pytest.raises(RuntimeError, match="no room"):
         stream.send({}, is_final=True)
     stream.abandon("it could not be sent")
     assert error_of(broken)[1] == FakePbUtils.TritonError.INTERNAL
-    ResponseStream(also_broken, factory, count_error=tally.add).fail("no", "INVALID_ARG")
+    ResponseSender(also_broken, factory, count_error=tally.add).fail("no", "INVALID_ARG")
     assert error_of(also_broken)[1] == FakePbUtils.TritonError.INTERNAL
-    stream = ResponseStream(twice, factory, count_error=tally.add)
+    stream = ResponseSender(twice, factory, count_error=tally.add)
     stream.abort("it makes no progress")
     stream.fail("too late")
-    ResponseStream(well, factory, count_error=tally.add).send({}, is_final=True)
+    ResponseSender(well, factory, count_error=tally.add).send({}, is_final=True)
     assert tally.take() == {"INTERNAL": 1, "INVALID_ARG": 1, "UNAVAILABLE": 1}
     assert tally.take() == {}
 

@@ -19,7 +19,7 @@ from triton_harness import WAIT, error_of, ids_of, wait_until
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton import dispatcher
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_recorder import likeness, part_log
 from inflight_recorder import recorder as recorder_module
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
@@ -187,7 +187,7 @@ def test_while_responses_cannot_leave_nothing_new_is_started(
     wait_until(lambda: server.model._dispatcher.is_behind)
     wait_until(lambda: server.model._manager.get_num_active_requests() == 0)
     assert queue.qsize() < 100 + 4 * 40, "only what was active went on"
-    assert len(server.model._arrivals) > 20
+    assert len(server.model._queue) > 20
     release.set()
     for sender in (stuck, *others):
         assert sender.is_final.wait(WAIT)
@@ -217,10 +217,10 @@ def test_what_waits_to_be_sent_counts_by_its_size_until_it_is_sent(
     row = NamedTensor("generation_logits", np.zeros((1, 1, 1, 1000), dtype=np.float32))
     sends.send_response(0, [row], False, "")
     assert not sends.is_behind
-    sends.answer(ResponseStream(FakeSender(), ResponseFactory(FakePbUtils)), "why", 500 * "x")
+    sends.answer(ResponseSender(FakeSender(), ResponseFactory(FakePbUtils)), "why", 500 * "x")
     assert sends.is_behind
     other = server.send(input_ids=[1], request_output_len=3)
-    assert len(server.model._arrivals) == 1
+    assert len(server.model._queue) == 1
     release.set()
     assert other.is_final.wait(WAIT)
     assert not sends.is_behind

@@ -1,4 +1,4 @@
-"""Questions to a loaded model: why, what is served, what was decided, and coded errors."""
+"""LoopCalls to a loaded model: why, what is served, what was decided, and coded errors."""
 
 from __future__ import annotations
 
@@ -344,6 +344,6 @@ def test_an_answer_that_cannot_be_put_together_ends_with_an_error(
     gate.set()
     assert why.is_final.wait(WAIT)
     assert error_of(why)[0] == "the request could not be explained"
-    inspector = server.model._frontend._inspector
-    assert inspector is not None
-    assert not inspector._waiting
+    introspection = server.model._frontend._introspection
+    assert introspection is not None
+    assert not introspection._waiting

@@ -13,7 +13,7 @@ from triton_harness import WAIT, ids_of, wait_until
 
 from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import ResponseDispatcher
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_backend.triton_io.token_stream import TokenStream
 
 
@@ -24,7 +24,7 @@ class Reader:
         self.is_behind = False
         self.sender = FakeSender()
         factory = ResponseFactory(FakePbUtils)
-        stream = ResponseStream(self.sender, factory, lambda: self.is_behind)
+        stream = ResponseSender(self.sender, factory, lambda: self.is_behind)
         dispatcher.open(request_id, TokenStream(stream, frozenset({"output_ids"}), constants={}))
 
     @property

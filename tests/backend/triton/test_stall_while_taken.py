@@ -9,8 +9,8 @@ from backend.triton.conftest import MakeServer
 from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, error_of, ids_of
 
-from inflight_backend.triton.queue import ArrivalQueue
-from inflight_backend.triton_io.sender import ResponseStream
+from inflight_backend.triton.queue import RequestQueue
+from inflight_backend.triton_io.sender import ResponseSender
 
 NO_PROGRESS = "the server makes no progress; send the request elsewhere"
 
@@ -30,20 +30,20 @@ def test_a_request_that_a_stall_ends_while_it_is_taken_ends_once(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = make_server(CountingEngine())
-    put = server.model._arrivals.put
+    put = server.model._queue.put
 
     def put_late(*requests: Any, **options: Any) -> None:
         server.model._end_streams()
         put(*requests, **options)
 
-    monkeypatch.setattr(server.model._arrivals, "put", put_late)
+    monkeypatch.setattr(server.model._queue, "put", put_late)
     sender = CountedSender()
     server.send("x", sender=sender, input_ids=[1], request_output_len=3)
     assert error_of(sender) == (NO_PROGRESS, FakePbUtils.TritonError.UNAVAILABLE)
     assert sender.num_finals == 1
     assert caplog.text == ""
     assert server.model._frontend.num_live == 0
-    server.model._arrivals.refuse("")
+    server.model._queue.refuse("")
     monkeypatch.undo()
     assert ids_of(server.ask("x", input_ids=[1], request_output_len=2)) == [1, 2, 3]
 
@@ -55,31 +55,31 @@ def test_a_question_that_a_stall_ends_while_it_is_taken_keeps_no_place(
 ) -> None:
     """Whenever the stall comes: at the first look at the refusal, or before each step."""
     server = make_server(CountingEngine())
-    inspector = server.model._frontend._inspector
-    assert inspector is not None
-    on_final = ResponseStream.on_final
+    introspection = server.model._frontend._introspection
+    assert introspection is not None
+    on_final = ResponseSender.on_final
 
-    def late(self: ResponseStream, callback: Any) -> None:
-        if self in inspector._waiting:
+    def late(self: ResponseSender, callback: Any) -> None:
+        if self in introspection._waiting:
             server.model._end_streams()
         on_final(self, callback)
 
-    class Stalling(ArrivalQueue):
+    class Stalling(RequestQueue):
         @property
         def refusal(self) -> str:
             server.model._end_streams()
             return super().refusal
 
-    monkeypatch.setattr(ResponseStream, "on_final", late)
-    server.model._arrivals.__class__ = Stalling
+    monkeypatch.setattr(ResponseSender, "on_final", late)
+    server.model._queue.__class__ = Stalling
     sender = CountedSender()
     server.send("x", (), sender, **{question: True})
     assert error_of(sender)[0] == NO_PROGRESS
     assert sender.num_finals == 1
-    assert not inspector._waiting
-    assert inspector._recording_for is None
-    server.model._arrivals.__class__ = ArrivalQueue
-    server.model._arrivals.refuse("")
+    assert not introspection._waiting
+    assert introspection._recording_for is None
+    server.model._queue.__class__ = RequestQueue
+    server.model._queue.refuse("")
     assert server.ask("x", (), **{question: True}).responses[0].error is None
 
 

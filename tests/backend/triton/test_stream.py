@@ -9,7 +9,7 @@ from fakes import FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, error_of
 
 from inflight_backend.triton.frontend import share
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 
 INTERNAL = FakePbUtils.TritonError.INTERNAL
 
@@ -47,8 +47,8 @@ class FailingSender(FakeSender):
         super().send(response, flags)
 
 
-def stream_to(sender: FakeSender) -> ResponseStream:
-    return ResponseStream(sender, ResponseFactory(FakePbUtils))
+def stream_to(sender: FakeSender) -> ResponseSender:
+    return ResponseSender(sender, ResponseFactory(FakePbUtils))
 
 
 def test_one_thread_at_a_time_is_in_triton_and_nobody_asks_during_a_send_or_after_the_end() -> None:

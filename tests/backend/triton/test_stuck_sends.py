@@ -14,10 +14,10 @@ from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 from triton_harness import WAIT, Server, error_of, ids_of, wait_until
 
 from inflight_backend.status import read_status
-from inflight_backend.triton.dispatcher import Piece, ResponseDispatcher
+from inflight_backend.triton.dispatcher import MergedResponse, ResponseDispatcher
 from inflight_backend.triton.metrics import TritonMetrics
 from inflight_backend.triton_io import sender as stream
-from inflight_backend.triton_io.sender import ResponseFactory, ResponseStream
+from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
 from inflight_scheduler import ScheduledBatch
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_stream_to_be_ended_during_a_long_question_ends_when_that_returns() ->
             return super().is_cancelled()
 
     sender = SlowAnswer()
-    slow = ResponseStream(sender, ResponseFactory(FakePbUtils))
+    slow = ResponseSender(sender, ResponseFactory(FakePbUtils))
     asking = threading.Thread(target=slow.is_cancelled)
     asking.start()
     assert has_asked.wait(WAIT)
@@ -321,15 +321,15 @@ def test_a_response_that_cannot_be_put_together_ends_its_request_only(
 ) -> None:
     gate = Gate()
     server = make_server(CountingEngine(before_step=gate))
-    real, is_over = Piece.add, threading.Event()
+    real, is_over = MergedResponse.add, threading.Event()
 
-    def add(self: Piece, tensors: Any, is_final: bool, error: str) -> None:
+    def add(self: MergedResponse, tensors: Any, is_final: bool, error: str) -> None:
         if not is_over.is_set() and any(7 in tensor.tensor for tensor in tensors):
             is_over.set()
             raise MemoryError
         real(self, tensors, is_final, error)
 
-    monkeypatch.setattr(Piece, "add", add)
+    monkeypatch.setattr(MergedResponse, "add", add)
     gate.event.clear()
     victim = server.send("x", input_ids=[1], request_output_len=200, streaming=True)
     other = server.send(input_ids=[500], request_output_len=20, streaming=True)
@@ -352,7 +352,7 @@ def test_what_escapes_a_round_of_sending_ends_its_streams_and_not_the_thread(
     server = make_server(CountingEngine())
     real, errors = ResponseDispatcher._send_ends, [error]
 
-    def send_ends(self: ResponseDispatcher, ends: Sequence[tuple[int, Piece]]) -> None:
+    def send_ends(self: ResponseDispatcher, ends: Sequence[tuple[int, MergedResponse]]) -> None:
         if errors:
             raise errors.pop()
         real(self, ends)
@@ -402,7 +402,7 @@ def test_a_feed_that_ends_while_it_is_looked_at_hides_no_other(make_server: Make
     server = make_server(CountingEngine(), cancellation_check_period_ms="60000")
     frontend = server.model._frontend
 
-    class JustEnded(ResponseStream):
+    class JustEnded(ResponseSender):
         """The watchdog ends it between the look at the list and the look at it."""
 
         @property
@@ -437,7 +437,7 @@ def test_a_send_that_raises_keeps_nobody_else_from_the_end_of_a_stall(
     assert feed.is_final.wait(WAIT)
     assert not first.is_final.is_set()
     wait_until(lambda: server.model._frontend.num_live == 0)
-    wait_until(lambda: not server.model._frontend._inspector._waiting)  # type: ignore[union-attr]
+    wait_until(lambda: not server.model._frontend._introspection._waiting)  # type: ignore[union-attr]
     gate.event.set()
     wait_until(server.model.is_ready)
 

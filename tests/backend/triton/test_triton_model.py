@@ -303,7 +303,7 @@ def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Serv
         assert families[name].buckets == [10, 50, 100, 500, 1000]
     assert families["nv_trt_llm_disaggregated_serving_metrics"].kind == "counter"
     wait_until(lambda: last_line().get("Iteration Counter") == 5 + 60 + 1 + 3)
-    server.model._housekeeper.close()  # nothing moves any more
+    server.model._periodic_tasks.close()  # nothing moves any more
     last = last_line()
     compared = 0
     for family in METRICS:
@@ -450,7 +450,7 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
 
     server.engine.before_step = wait_for_gate
     running = [server.send(input_ids=[1], request_output_len=30) for _ in range(4)]
-    while len(server.model._arrivals) > 0:
+    while len(server.model._queue) > 0:
         gates.release()
         time.sleep(0.01)
     low = server.send("low", input_ids=[1], request_output_len=2, priority=0.0)
@@ -462,7 +462,7 @@ def test_priority_and_deadlines_count_in_the_queue(server: Server) -> None:
         "and all 4 places of max_batch_size are taken",
         FakePbUtils.TritonError.UNAVAILABLE,
     )
-    assert [server.model._arrivals.find_place(number) for number in (5, 6)] == [(2, 2), (1, 2)]
+    assert [server.model._queue.find_place(number) for number in (5, 6)] == [(2, 2), (1, 2)]
     text, code = error_of(server.ask(input_ids=[1], priority=2.0))
     assert "'priority' is 2; it must be a finite number, 0..1" in text
     assert code == FakePbUtils.TritonError.INVALID_ARG

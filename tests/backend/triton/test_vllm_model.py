@@ -180,7 +180,7 @@ def test_what_cannot_be_done_is_refused_by_name(
 )
 def test_errors_keep_their_code(ask: Ask, server: Server, parameters: Any, prefix: str) -> None:
     """... and carry it in the message for clients that ask for that."""
-    server.model._arrivals.drain()
+    server.model._queue.drain()
     message, code = error_of(ask(parameters=parameters))
     assert message.startswith(f"{prefix}the server is shutting down")
     assert code == FakePbUtils.TritonError.UNAVAILABLE

@@ -14,7 +14,7 @@ from fakes import CountingEngine, FakePbUtils, FakeSender
 from triton_harness import WAIT, Gate, Server, error_of, full_disk, ids_of, wait_until
 
 from inflight_backend.status import beat_of, read_status
-from inflight_backend.triton.watchdog import Mover, Progress, Watchdog, Watched
+from inflight_backend.triton.watchdog import Progress, ProgressSource, Watchdog, WatchdogTargets
 from inflight_scheduler import ScheduledBatch
 
 STALL = 0.3
@@ -115,7 +115,7 @@ def test_the_beat_goes_on_and_a_failing_action_does_not_end_it() -> None:
         beats.release()
         raise OSError("no disk")
 
-    watched = Watched((), lambda: None, lambda: None, beat)
+    watched = WatchdogTargets((), lambda: None, lambda: None, beat)
     watchdog = Watchdog(watched, stall_seconds=0.1)
     for _ in range(3):
         assert beats.acquire(timeout=10)
@@ -139,8 +139,8 @@ def test_a_process_that_was_stopped_and_goes_on_has_missed_nothing() -> None:
             has_looked.set()
 
     with progress:
-        watched = Watched(
-            [Mover.of(progress)], lambda: stalls.append(1), on_move=lambda: None, beat=beat
+        watched = WatchdogTargets(
+            [ProgressSource.of(progress)], lambda: stalls.append(1), on_move=lambda: None, beat=beat
         )
         watchdog = Watchdog(watched, stall)
         assert has_looked.wait(WAIT)

@@ -163,7 +163,7 @@ class RecordedWorld:
         before, self.running = self.running, None
         has_failed = fault == "failed" and not batch.is_empty
         if not batch.is_empty and not has_failed:
-            planner.advance(batch)
+            planner.assume_step(batch)
             self.running = batch
         settled: list[LlmRequest] = []
         hurt: list[LlmRequest] = []
@@ -179,7 +179,7 @@ class RecordedWorld:
                 owners = planner.token_owners(before)
                 pairs = zip(owners, tokens, strict=True)
                 tokens = [token if r.num_pending_tokens else -1 for r, token in pairs]
-            settled = planner.settle(before, tokens)
+            settled = planner.apply_tokens(before, tokens)
             if planner.has_forgotten:
                 self.recorder.forgot()
         if has_failed:

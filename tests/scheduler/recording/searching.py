@@ -50,7 +50,7 @@ class SearchingWorld(RecordedWorld):
 
     def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
         before = self.running
-        if before is not None and self.planner.must_settle_first(before):
+        if before is not None and self.planner.must_apply_first(before):
             self.running = None
             if self._settle_first(before, fault):
                 return [], [], []
@@ -65,7 +65,7 @@ class SearchingWorld(RecordedWorld):
             ended = [(request, "failed") for request in self.planner.discard(before)]
         else:
             tokens, candidates = self._draw(before, fault), self._candidates(before, fault)
-            settled = self.planner.settle(before, tokens, candidates)
+            settled = self.planner.apply_tokens(before, tokens, candidates)
             ended = [
                 (request, "no token" if request.tokens[-1] < 0 else "")
                 for request in settled

@@ -32,7 +32,7 @@ def one_ends_with_its_step(world: RecordedWorld, leaves: LlmRequest, comes: LlmR
     world.recorder.settled(world.active)
     batch, world.running = world.running, None
     assert batch is not None
-    world.planner.settle(batch, world._draw(batch))
+    world.planner.apply_tokens(batch, world._draw(batch))
     leaves.finish(FinishReason.CANCELLED)
     world.end(leaves)
     world.recorder.finish_iteration()

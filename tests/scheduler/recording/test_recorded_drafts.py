@@ -50,7 +50,7 @@ class DraftingWorld(RecordedWorld):
         self.recorder.settled(self.active)
         if self.running is not None:
             before, self.running = self.running, None
-            for request in self.planner.settle(before, self._draw(before)):
+            for request in self.planner.apply_tokens(before, self._draw(before)):
                 if request.is_finished:
                     self.end(request)
             self.recorder.finish_iteration()

@@ -24,7 +24,7 @@ from inflight_recorder.replay import replay
 from inflight_recorder.whatif import Clock, predict
 from inflight_recorder.workload import Job, make_workload, read_workload
 from inflight_scheduler import ContextChunking, LlmRequest
-from inflight_scheduler.policies.explain import LeftOut, explain_left_out
+from inflight_scheduler.policies.explain import NotScheduled, explain_left_out
 
 PRICES = CostModel(900.0, 120.0, 40.0, 25.0, 1.0)  # whole microseconds, as recorded times are
 BASE = Settings(MAX_UTILIZATION, 24, 4, 8, 40, enable_reuse=True, may_copy_blocks=True)
@@ -207,4 +207,4 @@ def test_a_scheduler_of_the_user_took_the_tokens_that_ran() -> None:
         max_batch_size=8,
         max_num_tokens=40,
     )
-    assert reasons[1001].left_out == LeftOut("Mine", 1, 8, 22 - cached, 40)
+    assert reasons[1001].left_out == NotScheduled("Mine", 1, 8, 22 - cached, 40)

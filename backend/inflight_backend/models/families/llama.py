@@ -1,16 +1,16 @@
 """Llama 1 to 3.x: the plain decoder, with biases where the configuration asks for them."""
 
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.families.traits import ModelTraits
+from inflight_backend.models.families.traits import DecoderOptions
 
 ARCHITECTURE = "LlamaForCausalLM"
 MODEL_TYPE = "llama"
 
 
-def read_traits(reader: JsonReader) -> ModelTraits:
+def read_traits(reader: JsonReader) -> DecoderOptions:
     """``attention_bias`` puts a bias on all four projections, ``mlp_bias`` on the other three."""
     has_bias = reader.boolean("attention_bias", default=False)
-    return ModelTraits(
+    return DecoderOptions(
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_mlp_bias=reader.boolean("mlp_bias", default=False),

@@ -1,16 +1,16 @@
 """Qwen3 (dense): query and key are normed per head before they turn; head_dim is written."""
 
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.families.traits import ModelTraits, read_layer_windows
+from inflight_backend.models.families.traits import DecoderOptions, read_layer_windows
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 MODEL_TYPE = "qwen3"
 
 
-def read_traits(reader: JsonReader) -> ModelTraits:
+def read_traits(reader: JsonReader) -> DecoderOptions:
     """``attention_bias`` puts a bias on all four projections."""
     has_bias = reader.boolean("attention_bias", default=False)
-    return ModelTraits(
+    return DecoderOptions(
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         has_qk_norm=True,

@@ -8,7 +8,7 @@ from inflight_backend.models.checkpoint_files import JsonReader
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTraits:
+class DecoderOptions:
     """The switches of the decoder. ``sliding_windows`` is empty or has one entry per layer."""
 
     has_qkv_bias: bool = False
