@@ -19,7 +19,7 @@ _DRAWS = f"{_E}test_engine.py::test_draws_follow_the_logits_of_transformers"
 _LOGITS = f"{_B}test_request_outputs.py::test_logits_are_those_of_transformers"
 _NUMBERS = f"{_B}test_request_outputs.py::test_numbers_and_times"
 _ENSEMBLE = "e2e/test_serve.py::test_settings_of_the_ensemble_reach_the_model"
-_MAPPED = f"{_B}test_model_repository.py::test_ensemble_tensors_match_the_maps_in_order"
+_MAPPED = f"{_B}test_model_repository.py::test_the_committed_configs_are_those_that_the_tables_make"
 _OLDER = "e2e/test_sampling.py::test_the_older_name_of_return_perf_metrics"
 _NEWER = "e2e/test_serve.py::test_newer_names_reach_the_model_through_the_ensemble"
 _RELAY = "e2e/test_model_repository.py::test_the_relay_accumulates_and_passes_errors_on"
@@ -238,7 +238,7 @@ _LLM_PARAMETERS = (
     ),
     *rows(
         "FORCE_CPU_ONLY_INPUT_TENSORS",
-        f"{_B}test_model_repository.py::test_every_parameter_has_a_placeholder_of_its_name",
+        f"{_B}test_model_repository.py::test_the_committed_configs_are_those_that_the_tables_make",
         note="read by Triton",
     ),
     *rows("batch_scheduler_policy", _TYPED, _POLICY, note="an unknown one stops the load"),

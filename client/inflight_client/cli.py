@@ -12,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points, version
+from inspect import Parameter, Signature, signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from inflight_client.errors import InflightError
 from inflight_client.headers import parse_headers
+from inflight_scheduler.sampling import SETTINGS
 
 if TYPE_CHECKING:
     from inflight_client.address import Protocol
@@ -81,7 +83,25 @@ def _every_command(
     """What stands before the name of a command."""
 
 
+def _with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give ``command`` an option for each sampling setting that has a help text."""
+    options = []
+    for setting in SETTINGS.values():
+        if setting.help:
+            kind: Any = float | None if setting.dtype == "FP32" else int | None
+            option = Annotated[kind, typer.Option(help=setting.help)]
+            parameter = Parameter(
+                setting.option, Parameter.KEYWORD_ONLY, default=None, annotation=option
+            )
+            options.append(parameter)
+    own = [*signature(command, eval_str=True).parameters.values()][:-1]  # without **sampling
+    command.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in [*own, *options]}
+    return command
+
+
 @app.command()
+@_with_sampling_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 64,
@@ -93,22 +113,6 @@ def generate(
         bool,
         typer.Option(help="Print the text as it comes; a server with --no-decoupled cannot."),
     ] = True,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw among the k most likely.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw within this probability.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens below this share of the likeliest.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes a drawn answer repeatable.")] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens seen become less likely.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Subtracted once from tokens seen.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Subtracted per occurrence from tokens seen.")
-    ] = None,
     stop_word: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
     ] = None,
@@ -132,17 +136,10 @@ def generate(
     allotted_time_ms: Annotated[
         int | None, typer.Option(help="End by then, with what there is.")
     ] = None,
+    **sampling: float | None,
 ) -> None:
     """Continue a text. Ctrl-C cancels the request."""
-    settings = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
+    settings: dict[str, Any] = {
         "stop_words": stop_word or None,
         "stop_token_ids": stop_token_id or None,
         "bad_words": bad_word or None,
@@ -151,8 +148,8 @@ def generate(
         "max_queue_time_ms": max_queue_time_ms,
         "allotted_time_ms": allotted_time_ms,
     }
+    settings |= {**sampling, **_read_guide(guide)}
     options: Any = {name: value for name, value in settings.items() if value is not None}
-    options |= _read_guide(guide)
     with _reported_errors(), _connect(url, http, header) as client:
         for text in _answer(client, prompt, max_tokens, request_id, stream, options):
             _write(text)

@@ -21,6 +21,7 @@ import numpy as np
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_client.results import FinishReason, GenerateChunk, GenerateResult
 from inflight_protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, LLM_MODEL_NAME
+from inflight_protocol.sampling import SAMPLING_OPTIONS
 
 DEFAULT_MAX_TOKENS = 64
 
@@ -78,16 +79,7 @@ class GenerateOptions(TypedDict, total=False):
     logits_processor: str
 
 
-OPTION_TO_INPUT: dict[str, str] = {
-    "temperature": "temperature",
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram_size",
+OPTION_TO_INPUT: dict[str, str] = SAMPLING_OPTIONS | {
     "stop_words": "stop_words",
     "bad_words": "bad_words",
     "stop_token_ids": "stop_token_ids",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from inflight_protocol.outputs import OUTPUTS
+from inflight_scheduler.sampling import SETTINGS
 
-ENSEMBLE_INPUT_MAP: dict[str, str] = {
+_INPUTS = {
     "text_input": "text_input",
     "max_tokens": "max_tokens",
     "num_return_sequences": "num_return_sequences",
@@ -53,6 +54,10 @@ ENSEMBLE_INPUT_MAP: dict[str, str] = {
     "cache_salt": "cache_salt",
     "max_queue_time_ms": "max_queue_time_ms",
     "allotted_time_ms": "allotted_time_ms",
+}
+
+ENSEMBLE_INPUT_MAP: dict[str, str] = _INPUTS | {
+    setting.ensemble: setting.tensor for setting in SETTINGS.values() if setting.ensemble
 }
 """Input of the ``ensemble`` model -> input of ``tensorrt_llm``."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inflight_protocol.sampling import SAMPLING_INPUTS
 from inflight_protocol.specs import (
     AT_MOST_ONE,
     EMPTY,
@@ -12,7 +13,8 @@ from inflight_protocol.specs import (
     scalar,
 )
 
-INPUTS: tuple[TensorSpec, ...] = (
+_ROWS: tuple[TensorSpec | str, ...] = (
+    # A name stands for a row of the table of sampling settings, here only for the order.
     honoured(ragged("input_ids", "INT32", (-1,), "prompt as token ids")),
     ragged("encoder_input_features", "FP16", (-1, -1), "features for an encoder"),
     scalar("encoder_output_lengths", "INT32", "encoder output length"),
@@ -46,29 +48,25 @@ INPUTS: tuple[TensorSpec, ...] = (
     ),
     honoured(ragged("embedding_bias", "FP32", (-1,), "bias added to the logits")),
     honoured(scalar("beam_width", "INT32", "number of beams; default 1: no search")),
-    honoured(scalar("temperature", "FP32", "divides the logits; 0 = greedy")),
-    honoured(scalar("runtime_top_k", "INT32", "draw among the k most likely; 0 = off")),
-    honoured(scalar("runtime_top_p", "FP32", "draw within probability mass p; 0 = off")),
-    honoured(scalar("runtime_top_p_min", "FP32", "lower bound of a decaying top_p", 1e-6)),
-    honoured(scalar("runtime_top_p_decay", "FP32", "factor of top_p after each token", 1.0)),
-    honoured(
-        scalar(
-            "runtime_top_p_reset_ids", "INT32", "token after which top_p starts anew; -1 = none", -1
-        )
-    ),
+    "temperature",
+    "runtime_top_k",
+    "runtime_top_p",
+    "runtime_top_p_min",
+    "runtime_top_p_decay",
+    "runtime_top_p_reset_ids",
     honoured(
         scalar("len_penalty", "FP32", "scores of beams are divided by length ** this; default 0")
     ),
     honoured(scalar("early_stopping", "BOOL", "end with as many answers as beams; default true")),
-    honoured(scalar("repetition_penalty", "FP32", "divides positive logits of tokens seen", 1.0)),
-    honoured(scalar("presence_penalty", "FP32", "subtracted once from tokens seen", 0.0)),
-    honoured(scalar("frequency_penalty", "FP32", "subtracted per occurrence of tokens seen", 0.0)),
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     honoured(
         scalar("beam_search_diversity_rate", "FP32", "added to a beam's score times its rank")
     ),
-    honoured(scalar("min_length", "INT32", "minimum number of new tokens")),
+    "min_length",
     honoured(scalar("min_tokens", "INT32", "newer name of min_length")),
-    honoured(scalar("random_seed", "UINT64", "seed of the draw")),
+    "random_seed",
     honoured(scalar("seed", "UINT64", "newer name of random_seed")),
     honoured(scalar("return_log_probs", "BOOL", "return log probabilities")),
     honoured(scalar("return_context_logits", "BOOL", "return the logits of the prompt")),
@@ -140,16 +138,10 @@ INPUTS: tuple[TensorSpec, ...] = (
         "lookahead_verification_set_size", "INT32", (1,), "lookahead decoding", is_ragged=True
     ),
     # Ours, or read by the peer without being in its config.
-    honoured(scalar("min_p", "FP32", "drop tokens less likely than this share of the likeliest")),
-    honoured(scalar("no_repeat_ngram_size", "INT32", "no n-gram of this size twice; 0 = off")),
+    "min_p",
+    "no_repeat_ngram_size",
     honoured(scalar("noRepeatNgramSize", "INT32", "name of no_repeat_ngram_size in GptManager")),
-    honoured(
-        scalar(
-            "prompt_ignore_length",
-            "INT32",
-            "first tokens of the prompt that presence and frequency do not count",
-        )
-    ),
+    "prompt_ignore_length",
     honoured(
         scalar("logits_post_processor_name", "STRING", "which of `logits_processors` to apply")
     ),
@@ -214,6 +206,14 @@ INPUTS: tuple[TensorSpec, ...] = (
     honoured(scalar("max_queue_time_ms", "INT32", "error unless started so soon after arrival")),
     honoured(scalar("allotted_time_ms", "INT32", "ends so long after arrival, as far as it is")),
 )
+
+_ORDERED = [SAMPLING_INPUTS[row] if isinstance(row, str) else row for row in _ROWS]
+
+INPUTS: tuple[TensorSpec, ...] = (
+    *_ORDERED,
+    *(spec for spec in SAMPLING_INPUTS.values() if spec not in _ORDERED),
+)
+"""All inputs; a new sampling setting comes last."""
 
 INPUT_BY_NAME: dict[str, TensorSpec] = {spec.name: spec for spec in INPUTS}
 

@@ -151,7 +151,7 @@ def test_whatever_escapes_ends_all_and_starts_afresh(
     params = TrtGptModelOptionalParams(max_batch_size=8, overlap_scheduler=overlap)
     with running(recorder, params=params) as manager:
         batcher = manager._batcher
-        update = "update" if overlap is OverlapScheduler.OFF else "settle"
+        update = "update" if overlap is OverlapScheduler.OFF else "apply_tokens"
         once = {
             "schedule": lambda: replace(batcher, "schedule", error),
             "update": lambda: replace(batcher.planner, update, error),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -15,15 +16,12 @@ from inflight_protocol import (
     ENSEMBLE_INPUT_MAP,
     ENSEMBLE_MODEL_NAME,
     ENSEMBLE_OUTPUT_MAP,
-    INPUT_BY_NAME,
     INPUTS,
     LLM_MODEL_NAME,
-    OUTPUT_BY_NAME,
-    OUTPUTS,
-    PARAMETERS,
-    TRITON_PARAMETERS,
     TensorSpec,
+    pbtxt,
 )
+from inflight_protocol.pbtxt import update_repository
 from inflight_server.serve.repository import OPTIONAL_MODELS
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
@@ -50,24 +48,29 @@ def signature(tensor: Any) -> tuple[str, str, tuple[int, ...]]:
     return tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)
 
 
-def expected(name: str, spec: TensorSpec) -> tuple[str, str, tuple[int, ...]]:
-    return name, f"TYPE_{spec.dtype}", spec.dims
+def test_the_committed_configs_are_those_that_the_tables_make(tmp_path: Path) -> None:
+    """After a change of a table: ``python -m inflight_protocol.pbtxt``."""
+    shutil.copytree(REPOSITORY, tmp_path, dirs_exist_ok=True)
+    update_repository(tmp_path)
+    for path in REPOSITORY.glob("*/config.pbtxt"):
+        assert (tmp_path / path.parent.name / path.name).read_text() == path.read_text()
 
 
-def test_llm_inputs_match_the_table_in_order(llm: Any) -> None:
-    assert [signature(t) for t in llm.input] == [expected(s.name, s) for s in INPUTS]
-
-
-def test_llm_input_flags_match_the_table(llm: Any) -> None:
-    for tensor, spec in zip(llm.input, INPUTS, strict=True):
-        assert tensor.optional, spec.name
-        assert tensor.allow_ragged_batch == spec.is_ragged, spec.name
-        assert not tensor.HasField("reshape"), spec.name
-        assert not spec.is_scalar or spec.dims == (1,), spec.name
-
-
-def test_llm_outputs_match_the_table_in_order(llm: Any) -> None:
-    assert [signature(t) for t in llm.output] == [expected(s.name, s) for s in OUTPUTS]
+def test_a_new_row_of_a_table_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(REPOSITORY, tmp_path, dirs_exist_ok=True)
+    new = TensorSpec("new", "FP32", (-1, 2), "a new input", is_ragged=True)
+    monkeypatch.setattr(pbtxt, "INPUTS", (*INPUTS, new))
+    update_repository(tmp_path)
+    config = text_format.Parse(
+        Template((tmp_path / LLM_MODEL_NAME / "config.pbtxt").read_text()).safe_substitute(
+            triton_max_batch_size="1", decoupled_mode="true"
+        ),
+        pb.ModelConfig(),
+    )
+    tensor = config.input[-1]
+    assert (tensor.name, tensor.data_type, list(tensor.dims)) == ("new", pb.TYPE_FP32, [-1, 2])
+    assert tensor.optional
+    assert tensor.allow_ragged_batch
 
 
 def test_llm_is_one_decoupled_python_instance_on_the_cpu(llm: Any) -> None:
@@ -75,27 +78,7 @@ def test_llm_is_one_decoupled_python_instance_on_the_cpu(llm: Any) -> None:
     assert llm.model_transaction_policy.decoupled
     (group,) = llm.instance_group
     assert (group.count, group.kind) == (1, pb.ModelInstanceGroup.KIND_CPU)
-
-
-def test_every_parameter_has_a_placeholder_of_its_name(llm: Any) -> None:
-    values = {key: parameter.string_value for key, parameter in llm.parameters.items()}
-    assert values.pop("FORCE_CPU_ONLY_INPUT_TENSORS") == "yes"
-    assert values == {spec.name: f"${{{spec.name}}}" for spec in PARAMETERS}
-    assert "FORCE_CPU_ONLY_INPUT_TENSORS" in TRITON_PARAMETERS
-
-
-def test_ensemble_tensors_match_the_maps_in_order(ensemble: Any) -> None:
-    assert [signature(t) for t in ensemble.input] == [
-        expected(name, INPUT_BY_NAME[inner]) for name, inner in ENSEMBLE_INPUT_MAP.items()
-    ]
-    assert [signature(t) for t in ensemble.output] == [
-        expected(name, OUTPUT_BY_NAME[inner]) for name, inner in ENSEMBLE_OUTPUT_MAP.items()
-    ]
-
-
-def test_ensemble_requires_only_the_prompt_and_its_length(ensemble: Any) -> None:
-    required = {tensor.name for tensor in ensemble.input if not tensor.optional}
-    assert required == {"text_input", "max_tokens"}
+    assert llm.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value == "yes"
 
 
 def test_ensemble_is_one_step_of_the_llm(ensemble: Any) -> None:

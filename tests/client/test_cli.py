@@ -101,7 +101,7 @@ def test_generate_passes_its_options_on(local: Local, tmp_path: Path) -> None:
         "temperature": 0.5,
         "runtime_top_k": 3,
         "runtime_top_p": 0.25,
-        "seed": 7,
+        "random_seed": 7,
         "priority": 0.75,
         "cache_salt": "me",
         "guided_decoding_guide_type": "regex",

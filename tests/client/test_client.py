@@ -49,7 +49,7 @@ def test_text_prompt_is_answered_with_text(caller: Caller, local: Local) -> None
         "exclude_input_in_output": True,
         "temperature": 0.5,
         "runtime_top_k": 4,
-        "seed": 2**63,
+        "random_seed": 2**63,
     }
 
 

@@ -32,6 +32,7 @@ from inflight_backend.models.checkpoint_files import read_weight_headers
 from inflight_backend.models.config import ModelConfig
 from inflight_backend.models.parameters import check_weights, decoder_parameters
 from inflight_scheduler import MAX_STOP_TOKEN_IDS
+from inflight_scheduler.sampling import SETTINGS
 
 if TYPE_CHECKING:
     from inflight_backend.engine import Engine
@@ -40,8 +41,22 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[tuple[int, ...], int]]
 """Name -> shape and bytes of one number."""
 
-NUM_COLUMNS = 16
-"""Words of a slot's parameters; see `step_buffer`."""
+COLUMNS: dict[str, int] = {
+    name: index
+    for index, name in enumerate(
+        (
+            "seed",  # takes two words; first, so that it can be read as int64
+            "high_seed",
+            "end_id",
+            "min_end_position",
+            "initial_top_p",
+            *(name for name, setting in SETTINGS.items() if setting.on_device),
+        )
+    )
+}
+"""Columns of the table of slots, in words: each sampling setting, and what the engine adds."""
+
+NUM_COLUMNS = len(COLUMNS) + len(COLUMNS) % 2  # even, since a row is also read as int64
 
 
 def adjustment_shapes(num_slots: int, vocab_size: int, max_seq_len: int) -> Shapes:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight_backend.engine import step_buffer as columns
 from inflight_backend.engine.interface import (
     EditSource,
     MaskSource,
@@ -30,7 +29,7 @@ from inflight_backend.engine.interface import (
     edits_of_rows,
     masks_of_rows,
 )
-from inflight_backend.engine.memory_plan import adjustment_shapes
+from inflight_backend.engine.memory_plan import COLUMNS, adjustment_shapes
 from inflight_backend.engine.slot_table import SamplingInputs
 from inflight_backend.engine.step_buffer import to_device
 from inflight_backend.models.ops import Ops
@@ -101,7 +100,7 @@ class LogitsAdjustments:
         """Change logits [N, vocab] in place; texts have at most ``max_length`` tokens."""
         slots, rows = sampling.slots, sampling.rows
         if features & (PENALTIES | BIAS):
-            first = columns.REPETITION_PENALTY
+            first = COLUMNS["repetition_penalty"]
             self._ops.adjust_logits(
                 logits,
                 slots,
@@ -111,7 +110,7 @@ class LogitsAdjustments:
                 rows.view(torch.float32)[:, first : first + 3].contiguous(),
             )
         if features & NGRAMS:
-            sizes = rows[:, columns.NO_REPEAT_NGRAM_SIZE].contiguous()
+            sizes = rows[:, COLUMNS["no_repeat_ngram_size"]].contiguous()
             self._ops.ban_repeated_ngrams(
                 logits, slots, sampling.positions, sizes, self._tables["history"], max_length
             )
@@ -144,11 +143,11 @@ class LogitsAdjustments:
             history[slots, places] = tokens.int()
         if features & DECAY:
             floats = sampling.rows.view(torch.float32)
-            decayed = floats[:, columns.TOP_P] * floats[:, columns.TOP_P_DECAY]
-            decayed = torch.maximum(decayed, floats[:, columns.TOP_P_MIN])
-            is_reset = tokens == sampling.rows[:, columns.TOP_P_RESET_ID]
-            top_p = torch.where(is_reset, floats[:, columns.INITIAL_TOP_P], decayed)
-            parameters.view(torch.float32)[slots, columns.TOP_P] = top_p
+            decayed = floats[:, COLUMNS["top_p"]] * floats[:, COLUMNS["top_p_decay"]]
+            decayed = torch.maximum(decayed, floats[:, COLUMNS["top_p_min"]])
+            is_reset = tokens == sampling.rows[:, COLUMNS["top_p_reset_id"]]
+            top_p = torch.where(is_reset, floats[:, COLUMNS["initial_top_p"]], decayed)
+            parameters.view(torch.float32)[slots, COLUMNS["top_p"]] = top_p
 
     def move(self, slots: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor) -> None:
         """The texts of ``slots`` [N] become those of ``parents`` [N], then ``tokens`` [N], which

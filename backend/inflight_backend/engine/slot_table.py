@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight_backend.engine import step_buffer as columns
-from inflight_backend.engine.memory_plan import slot_table_shapes
+from inflight_backend.engine.memory_plan import COLUMNS, slot_table_shapes
 from inflight_backend.engine.mixed_step import MixedInputs, MixedWords
 from inflight_backend.engine.outputs import OutputRecorder
 from inflight_backend.engine.step_buffer import StepWords, to_device
@@ -378,14 +377,14 @@ class SlotTable:
         return SamplingInputs(
             slots=slots,
             rows=rows,
-            temperature=floats[:, columns.TEMPERATURE],
-            top_k=rows[:, columns.TOP_K],
-            top_p=floats[:, columns.TOP_P],
-            min_p=floats[:, columns.MIN_P],
-            seeds=rows.view(torch.int64)[:, columns.SEED],
+            temperature=floats[:, COLUMNS["temperature"]],
+            top_k=rows[:, COLUMNS["top_k"]],
+            top_p=floats[:, COLUMNS["top_p"]],
+            min_p=floats[:, COLUMNS["min_p"]],
+            seeds=rows.view(torch.int64)[:, COLUMNS["seed"]],
             positions=positions,
-            end_ids=rows[:, columns.END_ID],
-            min_end_positions=rows[:, columns.MIN_END_POSITION],
+            end_ids=rows[:, COLUMNS["end_id"]],
+            min_end_positions=rows[:, COLUMNS["min_end_position"]],
             is_all_greedy=is_all_greedy,
             may_forbid_end=may_forbid_end,
         )

@@ -10,15 +10,18 @@ be under way. On a CPU host and device side are the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight_backend.engine.memory_plan import NUM_COLUMNS
+from inflight_backend.engine.memory_plan import COLUMNS, NUM_COLUMNS
 from inflight_scheduler import ScheduledBatch, SlotSetup
+from inflight_scheduler.sampling import SETTINGS
 
 
 def to_device(values: Tensor, device: str) -> Tensor:
@@ -72,11 +75,6 @@ class WordBuffer:
             self._copied[self._turn].record()
             self._turn = 1 - self._turn
 
-
-# Columns of the table of slots, in words. The seed comes first, so that it can be read as int64.
-SEED, TEMPERATURE, TOP_K, TOP_P, END_ID, MIN_END_POSITION = 0, 2, 3, 4, 5, 6
-MIN_P, INITIAL_TOP_P, TOP_P_DECAY, TOP_P_MIN, TOP_P_RESET_ID = 7, 8, 9, 10, 11
-REPETITION_PENALTY, PRESENCE_PENALTY, FREQUENCY_PENALTY, NO_REPEAT_NGRAM_SIZE = 12, 13, 14, 15
 
 _Words = npt.NDArray[np.int32]
 _NO_WORDS: _Words = np.empty(0, dtype=np.int32)
@@ -207,54 +205,31 @@ def count_lags(num_drawn: _Words) -> _Words:
 
 def _setup_rows(setups: tuple[SlotSetup, ...]) -> _Words:
     rows = np.zeros((len(setups), NUM_COLUMNS), dtype=np.int32)
-    if setups:
-        seeds = [setup.sampling.seed % 2**64 for setup in setups]
-        rows[:, SEED : SEED + 2] = np.array(seeds, dtype=np.uint64).view(np.int32).reshape(-1, 2)
-        rows[:, _INTEGER_COLUMNS] = [_integers(setup) for setup in setups]
-        floats = np.array([_floats(setup) for setup in setups], dtype=np.float32)
-        rows[:, _FLOAT_COLUMNS] = floats.view(np.int32)
+    if not setups:
+        return rows
+    samplings = [setup.sampling for setup in setups]
+    floats = rows.view(np.float32)
+    rows.view(np.uint64)[:, COLUMNS["seed"]] = [sampling.seed % 2**64 for sampling in samplings]
+    rows[:, COLUMNS["end_id"]] = [setup.end_id for setup in setups]
+    rows[:, COLUMNS["min_end_position"]] = [setup.min_end_position for setup in setups]
+    rows[:, _columns(_INTEGERS)] = [*map(attrgetter(*_INTEGERS), samplings)]
+    floats[:, _columns(_FLOATS)] = [*map(attrgetter(*_FLOATS), samplings)]
+    floats[:, COLUMNS["initial_top_p"]] = floats[:, COLUMNS["top_p"]]
+    floats[:, COLUMNS["top_p"]] = [current_top_p(setup) for setup in setups]
+    # All rows of a step decay if one does: the others by nothing, and never up to a minimum.
+    is_constant = [not sampling.has_decay for sampling in samplings]
+    floats[is_constant, COLUMNS["top_p_decay"]] = 1.0
+    floats[is_constant, COLUMNS["top_p_min"]] = 0.0
     return rows
 
 
-_INTEGER_COLUMNS = [TOP_K, END_ID, MIN_END_POSITION, TOP_P_RESET_ID, NO_REPEAT_NGRAM_SIZE]
-_FLOAT_COLUMNS = [
-    TEMPERATURE,
-    TOP_P,
-    MIN_P,
-    INITIAL_TOP_P,
-    TOP_P_DECAY,
-    TOP_P_MIN,
-    REPETITION_PENALTY,
-    PRESENCE_PENALTY,
-    FREQUENCY_PENALTY,
-]
+def _columns(names: Sequence[str]) -> list[int]:
+    return [COLUMNS[name] for name in names]
 
 
-def _integers(setup: SlotSetup) -> tuple[int, ...]:
-    sampling = setup.sampling
-    return (
-        sampling.top_k,
-        setup.end_id,
-        setup.min_end_position,
-        sampling.top_p_reset_id,
-        sampling.no_repeat_ngram_size,
-    )
-
-
-def _floats(setup: SlotSetup) -> tuple[float, ...]:
-    sampling = setup.sampling
-    # All rows of a step decay if one does: the others by nothing, and never up to a minimum.
-    decay = (sampling.top_p_decay, sampling.top_p_min) if sampling.has_decay else (1.0, 0.0)
-    return (
-        sampling.temperature,
-        current_top_p(setup),
-        sampling.min_p,
-        sampling.top_p,
-        *decay,
-        sampling.repetition_penalty,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-    )
+_ON_DEVICE = [(name, each.dtype) for name, each in SETTINGS.items() if each.on_device]
+_INTEGERS = [name for name, dtype in _ON_DEVICE if dtype == "INT32"]
+_FLOATS = [name for name, dtype in _ON_DEVICE if dtype == "FP32"]
 
 
 def current_top_p(setup: SlotSetup) -> float:

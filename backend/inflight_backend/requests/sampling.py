@@ -9,6 +9,8 @@ that sample at random, or need a single text to continue, are refused together w
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from inflight_backend.requests.inference_request import Array, InferenceRequest
 from inflight_backend.requests.values import integer, number
 from inflight_protocol import PARAMETER_BY_NAME
 from inflight_scheduler import MAX_STOP_TOKEN_IDS, BeamParams, OutputParams, SamplingParams
+from inflight_scheduler.sampling import SETTINGS, Setting
 
 MAX_WORDS = 1024
 """Stop words, or bad words, of one request."""
@@ -24,13 +27,7 @@ MAX_WORDS = 1024
 MAX_WORD_TOKENS = 128
 """Tokens of one of them."""
 
-MAX_NGRAM_SIZE = 32
-"""As in TensorRT-LLM (`cpp/tensorrt_llm/kernels/banRepeatNgram.cu`)."""
-
 _STOP_TOKEN_IDS = "stop_token_ids"
-_INT32_MAX = 2**31 - 1
-_INFINITY = float("inf")
-_SMALLEST = 1e-6  # a factor of 0 would make every logit the same, or none a number
 
 Word = tuple[int, ...]
 
@@ -41,27 +38,35 @@ def read_sampling(
     vocab_size: int,
     more_end_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
-    """All about the draw; raises `InvalidRequest`. ``more_end_ids`` are ``stop_token_ids``, too."""
-    top_k = integer(request, "runtime_top_k", 0, 0, _INT32_MAX)
+    """The sampling settings of ``request``, as the table `SETTINGS` has them; `InvalidRequest` for
+    one outside its bounds. ``more_end_ids`` are ``stop_token_ids``, too."""
+    limits = {"vocab_size - 1": vocab_size - 1, "max_new_tokens": max_new_tokens}
+    values: dict[str, Any] = {
+        name: _read_setting(request, setting, limits)
+        for name, setting in SETTINGS.items()
+        if request.has_tensor(setting.tensor)
+    }
+    if "top_k" in values:
+        values["top_k"] = min(values["top_k"], vocab_size)  # more than all of them filters nothing
+    seed = values.get("seed", secrets.randbits(64))  # without a seed no two requests sample alike
+    values["seed"] = seed - 2**64 if seed >= 2**63 else seed  # device tensors hold signed numbers
     return SamplingParams(
-        temperature=number(request, "temperature", 1.0, 0.0, _INFINITY),
-        top_k=min(top_k, vocab_size),  # more than all of them filters nothing
-        top_p=number(request, "runtime_top_p", 0.0, 0.0, 1.0),
-        seed=_read_seed(request),
-        min_length=integer(request, "min_length", 0, 0, max_new_tokens),
-        min_p=number(request, "min_p", 0.0, 0.0, 1.0),
-        top_p_min=number(request, "runtime_top_p_min", _SMALLEST, _SMALLEST, 1.0),
-        top_p_decay=number(request, "runtime_top_p_decay", 1.0, _SMALLEST, 1.0),
-        top_p_reset_id=integer(request, "runtime_top_p_reset_ids", -1, -1, vocab_size - 1),
-        repetition_penalty=number(request, "repetition_penalty", 1.0, _SMALLEST, 1e6),
-        presence_penalty=number(request, "presence_penalty", 0.0, -1e6, 1e6),
-        frequency_penalty=number(request, "frequency_penalty", 0.0, -1e6, 1e6),
-        prompt_ignore_length=integer(request, "prompt_ignore_length", 0, 0, _INT32_MAX),
-        no_repeat_ngram_size=integer(request, "no_repeat_ngram_size", 0, 0, MAX_NGRAM_SIZE),
+        **values,
         bias=_read_bias(request, vocab_size),
         bad_words=read_words(request, "bad_words_list", vocab_size),
         stop_token_ids=read_stop_token_ids(request, vocab_size, more_end_ids),
     )
+
+
+def _read_setting(
+    request: InferenceRequest, setting: Setting, limits: Mapping[str, int]
+) -> int | float:
+    bounds = [
+        limits[bound] if isinstance(bound, str) else bound
+        for bound in (setting.minimum, setting.maximum)
+    ]
+    read = number if setting.dtype == "FP32" else integer
+    return read(request, setting.tensor, 0, *bounds)  # type: ignore[arg-type]  # int or float alike
 
 
 def read_stop_token_ids(
@@ -157,14 +162,6 @@ def _biases(tensor: Array, vocab_size: int) -> tuple[tuple[int, float], ...]:
         raise InvalidRequest("'embedding_bias' is -inf for every token: none is left to draw")
     ids = bias.nonzero()[0]
     return tuple(zip(ids.tolist(), bias[ids].tolist(), strict=True))
-
-
-def _read_seed(request: InferenceRequest) -> int:
-    if request.has_tensor("random_seed"):
-        seed = int(request.get_tensor("random_seed").reshape(-1)[0])
-    else:
-        seed = secrets.randbits(64)  # without a seed no two requests draw alike
-    return seed - 2**64 if seed >= 2**63 else seed  # device tensors hold signed numbers
 
 
 _ONE_TEXT_ONLY = (

@@ -38,7 +38,7 @@ from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import PartFactory, RelayedRequest
 from inflight_backend.triton.watchdog import Progress
-from inflight_backend.triton_io.aliases import SETTINGS, expand, with_settings
+from inflight_backend.triton_io.aliases import BENCHMARK_PARAMETERS, expand, with_settings
 from inflight_backend.triton_io.outputs import make_token_stream, names_none
 from inflight_backend.triton_io.request import (
     check_streaming,
@@ -251,7 +251,7 @@ class Frontend:
             sender = triton_request.get_response_sender()
             stream = ResponseSender(sender, factory, count_error=self._count_error)
             try:
-                head.refuse_settings(but=(STREAMING_PARAMETER, *SETTINGS))
+                head.refuse_settings(but=(STREAMING_PARAMETER, *BENCHMARK_PARAMETERS))
                 inputs = with_settings(head, expand(read_inputs(triton_request)))
                 is_stop = bool(read_flag(inputs, "stop"))
                 check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)

@@ -6,8 +6,8 @@ model's own distribution. Numbers may be strings, as its samples send them. A na
 counterpart is refused, unless its value is neutral.
 
 Public benchmark clients send request parameters beside the inputs of a generation, which
-TensorRT-LLM's backend ignores. Here `SETTINGS` are honoured and all others refused by name: a
-setting that silently does nothing is worse than an error.
+TensorRT-LLM's backend ignores. Here `BENCHMARK_PARAMETERS` are honoured and all others refused by
+name: a setting that silently does nothing is worse than an error.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from inflight_protocol import (
     INPUT_BY_NAME,
 )
 from inflight_protocol import aliases as penalties
+from inflight_scheduler.sampling import SETTINGS
 
 Array = npt.NDArray[Any]
 
-SETTINGS = (ACCUMULATE_PARAMETER, IGNORE_EOS_PARAMETER)
+BENCHMARK_PARAMETERS = (ACCUMULATE_PARAMETER, IGNORE_EOS_PARAMETER)
 _NO_END = -1
 
 
 def with_settings(head: RequestHead, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-    """``inputs`` and what `SETTINGS` add to them, in each row of the prompt.
+    """``inputs`` and what `BENCHMARK_PARAMETERS` add to them, in each row of the prompt.
 
     `InvalidRequest` for one that is neither true nor false, or not what the inputs say.
     """
@@ -64,15 +65,11 @@ _LOG_PROBS = "logprobs"
 _KEY_TO_TENSOR = {
     "max_tokens": "request_output_len",
     "min_tokens": "min_length",
-    "temperature": "temperature",
-    "top_p": "runtime_top_p",
-    "top_k": "runtime_top_k",
-    "min_p": "min_p",
-    "seed": "random_seed",
     "n": "num_return_sequences",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
+} | {
+    setting.option: setting.tensor
+    for setting in SETTINGS.values()
+    if setting.option and not setting.is_option_only
 }
 _FLAGS = ("include_stop_str_in_output", "skip_special_tokens")
 _NEUTRAL: Mapping[str, Any] = {

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from inflight_backend.engine import Engine
+from inflight_backend.engine.memory_plan import COLUMNS
 from inflight_backend.engine.step_buffer import current_top_p
 from inflight_scheduler import SamplingParams, SlotSetup
 
@@ -194,7 +195,7 @@ def test_a_decayed_top_p_is_that_of_the_setup(small_engine: SmallEngine) -> None
     table = driver.engine._slots.parameters.view(torch.float32)
     assert whole.slot is not None
     setup = SlotSetup(0, 1, sampling, prompt_len=3, tokens=tuple(whole.tokens))
-    assert table[whole.slot, 4].item() == current_top_p(setup)
+    assert table[whole.slot, COLUMNS["top_p"]].item() == current_top_p(setup)
 
 
 TOKENS = st.integers(0, VOCAB_SIZE - 1)
