@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -38,25 +38,16 @@ from inflight_backend.triton.queue import RequestIds, RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection
 from inflight_backend.triton.relay_wire import PartFactory, RelayedRequest
 from inflight_backend.triton.watchdog import Progress
-from inflight_backend.triton_io.aliases import BENCHMARK_PARAMETERS, expand, with_settings
+from inflight_backend.triton_io.aliases import expand
+from inflight_backend.triton_io.inputs import read_head
 from inflight_backend.triton_io.outputs import make_token_stream, names_none
-from inflight_backend.triton_io.request import (
-    check_streaming,
-    has_beams,
-    is_streaming,
-    make_request,
-    read_flag,
-    read_head,
-    read_inputs,
-    split_rows,
-)
+from inflight_backend.triton_io.request import Prompt, RequestKind, TritonRequest
 from inflight_backend.triton_io.sender import (
     ErrorCodeFactory,
     ResponseFactory,
     ResponseSender,
     Sender,
 )
-from inflight_protocol import STREAMING_PARAMETER
 
 if TYPE_CHECKING:
     from inflight_backend.manager.gpt_manager import GptManager
@@ -128,24 +119,6 @@ def share(
     return [SharedStream(stream, open_sequences) for _ in range(num_sequences)]
 
 
-def read_num_sequences(inputs: Mapping[str, Array], maximum: int) -> int:
-    """``num_return_sequences``, 1 if it was not sent; raises `InvalidRequest`.
-
-    A search with beams is one request, whatever it returns.
-    """
-    tensor = inputs.get("num_return_sequences")
-    if tensor is None:
-        return 1
-    if tensor.size != 1 or tensor.dtype != np.int32:
-        raise InvalidRequest(
-            f"'num_return_sequences' must be one INT32, got {tensor.size} of {tensor.dtype}"
-        )
-    value = int(tensor.reshape(-1)[0])
-    if not 1 <= value <= maximum:
-        raise InvalidRequest(f"'num_return_sequences' is {value}, outside 1..{maximum}")
-    return 1 if has_beams(inputs) else value
-
-
 def copy_request(request: InferenceRequest, numbers: Sequence[int]) -> list[InferenceRequest]:
     """``request`` and, for each of ``numbers``, another one like it with a seed of its own."""
     copies = [request]
@@ -170,9 +143,6 @@ _ERROR_CODES: tuple[tuple[type[Exception], str], ...] = (
     (RequestInFlight, "ALREADY_EXISTS"),
     (CapacityExceeded, "UNAVAILABLE"),
 )
-
-
-_QUESTIONS = ("why", "recording", "describe", "ready")
 
 
 class Frontend:
@@ -251,14 +221,7 @@ class Frontend:
             sender = triton_request.get_response_sender()
             stream = ResponseSender(sender, factory, count_error=self._count_error)
             try:
-                head.refuse_settings(but=(STREAMING_PARAMETER, *BENCHMARK_PARAMETERS))
-                inputs = with_settings(head, expand(read_inputs(triton_request)))
-                is_stop = bool(read_flag(inputs, "stop"))
-                check_streaming(head.read_switch(STREAMING_PARAMETER), inputs, is_stop=is_stop)
-                requested = frozenset(triton_request.requested_output_names())
-                if requested == self._outputs:  # what Triton asks for when a client names none
-                    requested = frozenset()
-                self._take(head.request_id, inputs, requested, stream)
+                self._take(TritonRequest.read(triton_request, head, self._outputs), stream)
             except BaseException as error:  # whatever a request contains, it ends only itself
                 self._refuse(stream, error)
 
@@ -269,7 +232,8 @@ class Frontend:
                 way_back, self._parts, lambda: way_back.is_behind, count_error=self._count_error
             )
             try:
-                self._take("", expand(request.inputs), frozenset(request.requested), stream)
+                inputs, outputs = expand(request.inputs), frozenset(request.requested)
+                self._take(TritonRequest.from_inputs("", inputs, outputs), stream)
             except BaseException as error:
                 self._refuse(stream, error)
 
@@ -332,11 +296,11 @@ class Frontend:
             if feed.is_closed or feed.is_cancelled():
                 self._end_feed(feed)
 
-    def _check_one_response(self, rows: Sequence[Mapping[str, Array]], num_answers: int) -> None:
+    def _check_one_response(self, prompts: Sequence[Prompt], num_answers: int) -> None:
         """`InvalidRequest` for what has several responses, where Triton takes one only."""
         if self._is_decoupled:
             return
-        if any(map(is_streaming, rows)):
+        if any(prompt.is_streaming for prompt in prompts):
             raise InvalidRequest(
                 "'streaming' needs a decoupled deployment: this one sends whole answers only"
             )
@@ -350,53 +314,43 @@ class Frontend:
         for number in numbers:
             self.stop(number)
 
-    def _take(
-        self,
-        name: str,
-        inputs: Mapping[str, Array],
-        requested: frozenset[str],
-        stream: ResponseSender,
-    ) -> None:
-        if read_flag(inputs, "stop"):
-            self._stop_by_name(name, stream)
-        elif read_flag(inputs, "stats"):
-            self._send_stats(inputs, stream)
-        elif any(read_flag(inputs, question) for question in _QUESTIONS):
-            self._inspect(name, inputs, stream)
-        else:
-            self._enqueue(name, inputs, requested, stream)
+    def _take(self, request: TritonRequest, stream: ResponseSender) -> None:
+        match request.kind:
+            case RequestKind.GENERATE:
+                self._enqueue(request, stream)
+            case RequestKind.STOP:
+                self._stop_by_name(request.request_id, stream)
+            case RequestKind.STATS:
+                self._send_stats(request, stream)
+            case _:
+                self._inform(request, stream)
 
-    def _enqueue(
-        self,
-        name: str,
-        inputs: Mapping[str, Array],
-        requested: frozenset[str],
-        stream: ResponseSender,
-    ) -> None:
+    def _enqueue(self, triton_request: TritonRequest, stream: ResponseSender) -> None:
+        name, prompts = triton_request.request_id, triton_request.prompts
         limits = self._limits
         assert limits is not None, "start() comes before the first request"
         number = self._ids.reserve(name)
         numbers = [number]
         try:
-            rows = split_rows(inputs)
-            num_sequences = [read_num_sequences(row, self._max_num_sequences) for row in rows]
-            self._check_one_response(rows, sum(num_sequences))
+            counts = [prompt.count_requests(self._max_num_sequences) for prompt in prompts]
+            self._check_one_response(prompts, sum(counts))
             # Now, since validation starts to compile grammars.
-            self._queue.check_room(sum(num_sequences), self._describe_load)
-            numbers += [self._ids.reserve("") for _ in range(1, sum(num_sequences))]
+            self._queue.check_room(sum(counts), self._describe_load)
+            numbers += [self._ids.reserve("") for _ in range(1, sum(counts))]
             streams: Iterator[Sender] = iter([stream])
             if len(numbers) > 1:
                 self._groups[number] = numbers
                 streams = iter(share(stream, len(numbers), lambda: self._stop_each(numbers)))
             requests: list[InferenceRequest] = []
-            for row_index, row in enumerate(rows):
-                own = numbers[len(requests) : len(requests) + num_sequences[row_index]]
-                request = make_request(own[0], row, self._codec, limits)
+            for row, prompt in enumerate(prompts):
+                own = numbers[len(requests) : len(requests) + counts[row]]
+                request = prompt.make_request(own[0], self._codec, limits)
                 for index, one in enumerate(copy_request(request, own[1:])):
                     validate(one, limits)
-                    way = make_token_stream(next(streams), one, row, requested, self._codec)
-                    places = (row_index if len(rows) > 1 else None, index if len(own) > 1 else None)
-                    way.set_index(*places, is_asked=names_none(requested))
+                    outputs = triton_request.outputs
+                    way = make_token_stream(next(streams), one, prompt, outputs, self._codec)
+                    places = (row if len(prompts) > 1 else None, index if len(own) > 1 else None)
+                    way.set_index(*places, is_asked=names_none(outputs))
                     self._dispatcher.open(one.request_id, way)
                     requests.append(one)
             stream.on_final(lambda: self._forget(number, name))
@@ -425,26 +379,27 @@ class Frontend:
             _logger.debug("stop for a request that is not in flight")
         stream.send({}, is_final=True)
 
-    def _inspect(self, name: str, inputs: Mapping[str, Array], stream: ResponseSender) -> None:
+    def _inform(self, request: TritonRequest, stream: ResponseSender) -> None:
+        """Answer a request for information."""
         assert self._introspection is not None, "start() comes before the first request"
-        if read_flag(inputs, "ready"):
+        if request.kind is RequestKind.READY:
             if reason := self._why_not_ready():
                 raise CapacityExceeded(reason)
             stream.send({}, is_final=True)
-        elif read_flag(inputs, "describe"):
+        elif request.kind is RequestKind.DESCRIBE:
             self._introspection.answer_description(stream)
-        elif read_flag(inputs, "recording"):
+        elif request.kind is RequestKind.RECORDING:
             self._introspection.answer_recording(stream)
-        elif not name:
+        elif not request.request_id:
             raise InvalidRequest("'why' needs the request id of the request it asks about")
         else:
-            number = self._ids.find(name)
+            number = self._ids.find(request.request_id)
             numbers = [] if number is None else self._groups.get(number, [number])
             self._introspection.answer_why(numbers, stream)
 
-    def _send_stats(self, inputs: Mapping[str, Array], stream: ResponseSender) -> None:
+    def _send_stats(self, request: TritonRequest, stream: ResponseSender) -> None:
         """The last statistics at once, then one JSON per iteration unless streaming is off."""
-        if not self._is_decoupled or is_streaming(inputs) is False:
+        if not self._is_decoupled or request.is_streaming is False:
             last = np.array([[self._stats_json().encode()]], dtype=np.object_)
             stream.send({"stats": last}, is_final=True)
             return

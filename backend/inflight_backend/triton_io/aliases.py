@@ -23,7 +23,7 @@ import numpy.typing as npt
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.request_json import read_json_object
 from inflight_backend.requests.outputs import MAX_TOP_LOG_PROBS
-from inflight_backend.triton_io.request import RequestHead, has_beams
+from inflight_backend.triton_io.inputs import RequestHead
 from inflight_protocol import (
     ACCUMULATE_PARAMETER,
     DTYPE_TO_NUMPY,
@@ -39,7 +39,9 @@ BENCHMARK_PARAMETERS = (ACCUMULATE_PARAMETER, IGNORE_EOS_PARAMETER)
 _NO_END = -1
 
 
-def with_settings(head: RequestHead, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+def with_benchmark_parameters(
+    head: RequestHead, inputs: Mapping[str, Array]
+) -> Mapping[str, Array]:
     """``inputs`` and what `BENCHMARK_PARAMETERS` add to them, in each row of the prompt.
 
     `InvalidRequest` for one that is neither true nor false, or not what the inputs say.
@@ -289,3 +291,11 @@ def _strings(value: Any) -> Array:
         return np.array([[each.encode() for each in strings]], dtype=np.object_)
     except UnicodeEncodeError:
         raise InvalidRequest(f"'{_NAME}': stop is not valid Unicode") from None
+
+
+def has_beams(inputs: Mapping[str, Array]) -> bool:
+    """True for a request that searches; what is wrong with its width is said later."""
+    width = inputs.get("beam_width")
+    if width is None or width.size != 1 or width.dtype != np.int32:
+        return False  # validation names what is wrong with it
+    return bool(width.reshape(-1)[0] > 1)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest, UnsupportedRequest
-from inflight_backend.requests.inference_request import Array, InferenceRequest
+from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.text.detokenizer import IncrementalDetokenizer
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_backend.triton_io.beam_stream import BeamStream, BeamTexts
-from inflight_backend.triton_io.request import (
-    MAX_STOP_WORDS,
-    is_streaming,
-    read_flag,
-    read_text,
-    read_texts,
-)
+from inflight_backend.triton_io.request import Prompt
 from inflight_backend.triton_io.sender import Sender
 from inflight_backend.triton_io.stop_text import StopText, StopTokens
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream, Zeros
@@ -83,28 +75,27 @@ def _unasked(outputs: OutputParams, requested: frozenset[str]) -> frozenset[str]
 def make_token_stream(
     stream: Sender,
     request: InferenceRequest,
-    inputs: Mapping[str, Array],
+    prompt: Prompt,
     requested: frozenset[str],
     codec: TextCodec | None,
 ) -> TokenStream | BeamStream:
     """The way back for a validated request (`request.llm_request` is set)."""
     llm_request = request.llm_request
     assert llm_request is not None, "validate the request first"
-    text = read_text(inputs)
+    text = prompt.text
     outputs = choose_outputs(requested, is_text=text is not None)
     # The ensemble names them all; perhaps its client did.
     final_outputs = _BY_NAME_ONLY if requested == _ENSEMBLE_OUTPUTS else frozenset[str]()
-    if read_flag(inputs, "return_finish_reason"):
+    if prompt.wants_finish_reason:
         final_outputs |= {"finish_reason"}
-    stop_words = read_texts(inputs, "stop_words", MAX_STOP_WORDS)
-    keeps_stop_word = bool(read_flag(inputs, "include_stop_str_in_output"))
-    skips_special = read_flag(inputs, "skip_special_tokens") is not False
+    stop_words, keeps_stop_word = prompt.stop_words, prompt.keeps_stop_word
+    skips_special = prompt.skips_special_tokens
     needs_codec = "text_output" in outputs or stop_words
     if needs_codec and codec is None:
         name = "stop_words" if stop_words else "text_output"
         raise UnsupportedRequest(f"'{name}' needs a tokenizer, and the checkpoint has none")
     # A whole answer starts with the prompt unless the client leaves it out (the peer's rule).
-    is_whole = not (is_streaming(inputs) and llm_request.is_streaming)
+    is_whole = not (prompt.is_streaming and llm_request.is_streaming)
     includes_prompt = is_whole and not llm_request.exclude_input_in_output
     unasked = _unasked(llm_request.outputs, requested)
     zeros = Zeros(unasked, llm_request.prompt_len if includes_prompt else 0) if unasked else None
@@ -116,8 +107,8 @@ def make_token_stream(
         beams.final_outputs = final_outputs
         beams.zeros = zeros
         if "text_output" in outputs and codec is not None:
-            prompt = codec.decode(llm_request.tokens) if text is None else text
-            beams.texts = BeamTexts.of(codec, llm_request, prompt, stop_words)
+            prompt_text = codec.decode(llm_request.tokens) if text is None else text
+            beams.texts = BeamTexts.of(codec, llm_request, prompt_text, stop_words)
         return beams
     token_stream = TokenStream(stream, outputs, constants=_FIRST)
     token_stream.zeros = zeros

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton.relay_wire import Tensors
-from inflight_backend.triton_io.aliases import BENCHMARK_PARAMETERS, with_settings
-from inflight_backend.triton_io.request import RequestHead, read_inputs
+from inflight_backend.triton_io.aliases import BENCHMARK_PARAMETERS, with_benchmark_parameters
+from inflight_backend.triton_io.inputs import RequestHead, read_inputs
 from inflight_backend.triton_models.relay_client import Convert, RelayModel
 from inflight_backend.triton_models.text_base import parameters_of, read_switch
 from inflight_protocol import ENSEMBLE_INPUT_MAP, LLM_MODEL_NAME
@@ -45,7 +45,7 @@ class TritonPythonModel(RelayModel):
     ) -> tuple[dict[str, Array], list[str], Convert]:
         """See `RelayModel.translate`."""
         head.refuse_settings(but=BENCHMARK_PARAMETERS)
-        inputs = with_settings(head, read_inputs(request))
+        inputs = with_benchmark_parameters(head, read_inputs(request))
         _check_text(inputs)
         inner = {ENSEMBLE_INPUT_MAP.get(name, name): value for name, value in inputs.items()}
         outputs = list(request.requested_output_names())

@@ -13,7 +13,7 @@ from inflight_backend.errors import InvalidRequest
 from inflight_backend.models.checkpoint_files import JsonReader, find_file
 from inflight_backend.process_guard import exit_with_parent
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.request import check_table, embedding_bias, word_ids
+from inflight_backend.triton_io.word_lists import check_table, embedding_bias, word_ids
 from inflight_backend.triton_models.text_base import (
     CODEC_PARAMETERS,
     check_prompts,

@@ -32,7 +32,7 @@ from inflight_backend.triton.relay_wire import (
     read_messages,
 )
 from inflight_backend.triton.watchdog import PeriodicTask, PeriodicTasks
-from inflight_backend.triton_io.request import RequestHead, read_head
+from inflight_backend.triton_io.inputs import RequestHead, read_head
 from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory, ResponseSender
 
 _logger = get_logger(__name__)

@@ -19,7 +19,7 @@ from inflight_backend.log import get_logger
 from inflight_backend.manager.parameters import check_keys, read_raw, set_or_empty
 from inflight_backend.requests.sampling import MAX_WORDS
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.request import MAX_TEXT_SIZE, read_head, read_inputs
+from inflight_backend.triton_io.inputs import MAX_TEXT_SIZE, read_head, read_inputs
 from inflight_backend.triton_io.sender import ErrorCodeFactory, ResponseFactory
 
 MAX_CHARACTERS = 2**22

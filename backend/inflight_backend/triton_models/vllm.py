@@ -28,7 +28,7 @@ from inflight_backend.triton_io.aliases import (
     read_num_log_probs,
     with_request_parameters,
 )
-from inflight_backend.triton_io.request import RequestHead, read_flag, read_inputs
+from inflight_backend.triton_io.inputs import RequestHead, read_flag, read_inputs
 from inflight_backend.triton_models.relay_client import Convert, RelayModel
 from inflight_backend.triton_models.text_base import CODEC_PARAMETERS, parameters_of
 from inflight_protocol import LLM_MODEL_NAME

@@ -13,8 +13,8 @@ from fakes import CountingEngine, FakePbUtils, FakeRequest
 from triton_harness import WAIT, Server, text_of
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton_io.aliases import with_settings
-from inflight_backend.triton_io.request import RequestHead
+from inflight_backend.triton_io.aliases import with_benchmark_parameters
+from inflight_backend.triton_io.inputs import RequestHead
 from inflight_backend.triton_models.text_base import respond
 from inflight_protocol.tensors import make_inputs
 
@@ -26,7 +26,7 @@ TEXTS = {"text_input": np.array([["1 2"], ["3"]], dtype=object)}
 
 def end_ids(inputs: Any, **settings: Any) -> Any:
     """What the request ends at after all; None for what the model ends at."""
-    found = with_settings(RequestHead(settings=settings), inputs)
+    found = with_benchmark_parameters(RequestHead(settings=settings), inputs)
     assert {name: found[name] for name in inputs} == inputs
     assert set(found) - set(inputs) <= {"end_id"}
     return found["end_id"].tolist() if "end_id" in found else None

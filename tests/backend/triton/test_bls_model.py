@@ -13,7 +13,7 @@ from relay_harness import answering, load
 from triton_harness import WAIT, error_of, text_of
 
 from inflight_backend.triton.relay_wire import RelayedRequest, Tensors
-from inflight_backend.triton_io.request import RequestHead
+from inflight_backend.triton_io.inputs import RequestHead
 from inflight_backend.triton_models.bls import TritonPythonModel
 
 Relay = Callable[..., TritonPythonModel]

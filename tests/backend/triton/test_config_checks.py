@@ -14,7 +14,7 @@ from triton_harness import error_of
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.manager.parameters import parse_parameters
 from inflight_backend.triton.model import TritonPythonModel, check_config, with_queue_limit
-from inflight_backend.triton_io.request import read_inputs
+from inflight_backend.triton_io.inputs import read_inputs
 
 PROMPT = {"input": [{"name": "text_input"}]}
 ON_CPU = {"kind": "KIND_CPU", "count": 1, "gpus": []}

@@ -11,7 +11,7 @@ from triton_harness import WAIT, Gate, Server, error_of, ids_of
 
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton_io.request import read_head
+from inflight_backend.triton_io.inputs import read_head
 from inflight_backend.triton_models.text_base import respond
 from inflight_protocol.aliases import LLM_API_INPUT_MAP
 from inflight_protocol.tensors import make_inputs

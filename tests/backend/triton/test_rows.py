@@ -10,7 +10,7 @@ from fakes import FakeRequest, FakeSender
 from triton_harness import WAIT, Server, error_of
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.triton_io.request import split_rows
+from inflight_backend.triton_io.request import TritonRequest
 
 LENGTHS = np.array([[1], [3]], np.int32)
 PROMPTS = np.array([[4, 0, 0], [10, 11, 12]], np.int32)  # the first one is padded
@@ -85,10 +85,6 @@ def test_a_bad_row_refuses_all_before_any_starts(server: Server) -> None:
 
 
 def test_another_number_of_rows_is_refused_by_name() -> None:
+    inputs = {"input_ids": PROMPTS, "temperature": np.ones((1, 1), np.float32)}
     with pytest.raises(InvalidRequest, match=r"'temperature' has shape \[1, 1\], but the prompt"):
-        split_rows({"input_ids": PROMPTS, "temperature": np.ones((1, 1), np.float32)})
-
-
-def test_one_row_is_left_alone() -> None:
-    inputs = {"input_ids": PROMPTS[:1], "stop_words": np.array([[b"a", b"b"]])}
-    assert split_rows(inputs) == [inputs]
+        TritonRequest.from_inputs("", inputs, frozenset())

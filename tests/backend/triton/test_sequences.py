@@ -16,7 +16,8 @@ from triton_harness import WAIT, Server, error_of, ids_of, text_of
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.validation import validate
-from inflight_backend.triton.frontend import copy_request, read_num_sequences
+from inflight_backend.triton.frontend import copy_request
+from inflight_backend.triton_io.request import Prompt
 from inflight_protocol.tensors import make_inputs
 from inflight_scheduler import ScheduledBatch
 
@@ -50,7 +51,7 @@ def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -
 def test_a_number_of_sequences_of_another_type_is_refused() -> None:
     """Triton looks at types; a relay passes on what it got."""
     with pytest.raises(InvalidRequest, match="must be one INT32, got 1 of int64"):
-        read_num_sequences({"num_return_sequences": np.ones((1, 1), np.int64)}, 4)
+        Prompt.read({"num_return_sequences": np.ones((1, 1), np.int64)})
 
 
 def test_all_sequences_have_come_at_the_same_time() -> None:

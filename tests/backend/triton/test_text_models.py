@@ -13,7 +13,7 @@ from fakes import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_backend.triton_io.request import embedding_bias
+from inflight_backend.triton_io.word_lists import embedding_bias
 from inflight_backend.triton_models.postprocessing import Postprocessor
 from inflight_backend.triton_models.preprocessing import Preprocessor
 from inflight_backend.triton_models.preprocessing import TritonPythonModel as Preprocessing
