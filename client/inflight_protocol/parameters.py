@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inflight_protocol.specs import ParameterSpec
+from inflight_scheduler import POLICIES
 
 MAX_QUEUE_SIZE = 10**7
 """Of `max_queue_size`, and what its 0 stands for."""
@@ -22,7 +23,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
         "choice",
         "guaranteed_no_evict",
         "capacity policy; static_batch is an addition of ours",
-        ("guaranteed_no_evict", "max_utilization", "static_batch"),
+        tuple(sorted(POLICIES)),
     ),
     ParameterSpec(
         "scheduler_class",

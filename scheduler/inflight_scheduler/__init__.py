@@ -24,12 +24,14 @@ from inflight_scheduler.planning.slot_pool import SlotPool
 from inflight_scheduler.planning.verification import can_verify
 from inflight_scheduler.policies.admission import refusal_reason
 from inflight_scheduler.policies.capacity import (
+    POLICIES,
     CapacityResult,
     CapacityScheduler,
     GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
     MaxUtilizationScheduler,
     StaticBatchScheduler,
+    register_policy,
 )
 from inflight_scheduler.policies.check_decision import check_decision
 from inflight_scheduler.policies.explain import WaitCode, WaitReason, explain, explain_left_out
@@ -54,6 +56,7 @@ from inflight_scheduler.policies.scheduler import (
     TrtGptModelType,
     make_capacity_scheduler,
     make_scheduler,
+    policy_name,
 )
 from inflight_scheduler.request import LlmRequest, PrefixMatch
 from inflight_scheduler.sampling import MAX_STOP_TOKEN_IDS, NO_OUTPUTS, OutputParams, SamplingParams
@@ -64,6 +67,7 @@ __all__ = [
     "MAX_STOP_TOKEN_IDS",
     "NO_CANDIDATES",
     "NO_OUTPUTS",
+    "POLICIES",
     "ActiveRequests",
     "BatchPlanner",
     "BeamMove",
@@ -119,6 +123,8 @@ __all__ = [
     "explain_left_out",
     "make_capacity_scheduler",
     "make_scheduler",
+    "policy_name",
     "rank_at_arrival",
     "refusal_reason",
+    "register_policy",
 ]

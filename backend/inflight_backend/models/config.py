@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight_backend.models.checkpoint_files import JsonReader, find_config
-from inflight_backend.models.families import ARCHITECTURE_TO_MODEL_TYPE, ARCHITECTURE_TO_TRAITS
-from inflight_backend.models.families.traits import DecoderOptions
+from inflight_backend.models.families.registry import FAMILIES, DecoderOptions
 
 # Keys of one `rope_type`; of other types we would compute wrong positions, so they are refused.
 _ROPE_KEYS = {
@@ -80,10 +79,10 @@ class ModelConfig:
         """The same from an open reader."""
         architecture = _read_architecture(reader)
         _refuse_unsupported(reader)
-        traits = ARCHITECTURE_TO_TRAITS[architecture](reader)
+        options = FAMILIES[architecture].read_options(reader)
         hidden_size = reader.integer("hidden_size", maximum=2**17)
         num_heads = reader.integer("num_attention_heads", maximum=2**12)
-        num_kv_heads = _read_num_kv_heads(reader, traits, num_heads)
+        num_kv_heads = _read_num_kv_heads(reader, options, num_heads)
         num_layers = reader.integer("num_hidden_layers", maximum=1024)
         max_positions = reader.integer("max_position_embeddings")
         return cls(
@@ -94,36 +93,36 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_read_head_dim(reader, traits, hidden_size, num_heads),
+            head_dim=_read_head_dim(reader, options, hidden_size, num_heads),
             rms_norm_eps=reader.number("rms_norm_eps"),
             max_position_embeddings=max_positions,
             rope=_read_rope(reader, max_positions),
             is_tied=reader.boolean("tie_word_embeddings", default=False),
             dtype=_read_dtype(reader),
-            has_qkv_bias=traits.has_qkv_bias,
-            has_output_bias=traits.has_output_bias,
-            has_mlp_bias=traits.has_mlp_bias,
-            has_qk_norm=traits.has_qk_norm,
-            sliding_windows=traits.sliding_windows or (None,) * num_layers,
+            has_qkv_bias=options.has_qkv_bias,
+            has_output_bias=options.has_output_bias,
+            has_mlp_bias=options.has_mlp_bias,
+            has_qk_norm=options.has_qk_norm,
+            sliding_windows=options.sliding_windows or (None,) * num_layers,
         )
 
 
 def _read_architecture(reader: JsonReader) -> str:
     names = reader.texts("architectures")
-    supported = ", ".join(ARCHITECTURE_TO_TRAITS)
+    supported = ", ".join(FAMILIES)
     if not names:
         reader.fail("architectures", f"is missing; supported: {supported}")
-    if names[0] not in ARCHITECTURE_TO_TRAITS:
+    if names[0] not in FAMILIES:
         reader.fail("architectures", f"{names[0]!r} is not supported; supported: {supported}")
-    wanted = ARCHITECTURE_TO_MODEL_TYPE[names[0]]
+    wanted = FAMILIES[names[0]].model_type
     if (found := reader.text("model_type", default=wanted)) != wanted:
         reader.fail("model_type", f"{found!r} is not that of {names[0]}, which is {wanted!r}")
     return names[0]
 
 
-def _read_num_kv_heads(reader: JsonReader, traits: DecoderOptions, num_heads: int) -> int:
+def _read_num_kv_heads(reader: JsonReader, options: DecoderOptions, num_heads: int) -> int:
     key = "num_key_value_heads"
-    if traits.is_num_kv_heads_required or key in reader:
+    if options.is_num_kv_heads_required or key in reader:
         num_kv_heads = reader.integer(key, maximum=2**12)
     else:
         num_kv_heads = num_heads
@@ -133,9 +132,9 @@ def _read_num_kv_heads(reader: JsonReader, traits: DecoderOptions, num_heads: in
 
 
 def _read_head_dim(
-    reader: JsonReader, traits: DecoderOptions, hidden_size: int, num_heads: int
+    reader: JsonReader, options: DecoderOptions, hidden_size: int, num_heads: int
 ) -> int:
-    if traits.is_head_dim_required or "head_dim" in reader:
+    if options.is_head_dim_required or "head_dim" in reader:
         head_dim = reader.integer("head_dim", maximum=1024)
     elif hidden_size % num_heads:
         reader.fail("hidden_size", f"must be a multiple of num_attention_heads ({num_heads})")

@@ -12,7 +12,8 @@ write, and carries that list as an attribute.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from inflight_scheduler.errors import SchedulerError
 from inflight_scheduler.kv.block_manager import BlockManager
@@ -37,6 +38,26 @@ class CapacityResult(tuple[list[LlmRequest], list[LlmRequest]]):
         return result
 
 
+_Policy = TypeVar("_Policy", bound="type[CapacityScheduler]")
+
+POLICIES: dict[str, type[CapacityScheduler]] = {}
+"""Name, as ``batch_scheduler_policy`` has it -> policy."""
+
+
+def register_policy(name: str) -> Callable[[_Policy], _Policy]:
+    """Make a class of this package the capacity policy ``name`` of the server.
+
+    A module in this folder is all that a new policy takes: it is found, offered by
+    ``batch_scheduler_policy``, recorded, replayed and offered by ``inflight whatif``.
+    """
+
+    def register(policy: _Policy) -> _Policy:
+        POLICIES[name] = policy
+        return policy
+
+    return register
+
+
 class CapacityScheduler(ABC):
     """Chooses, from the active requests in list order, which fit and which must be paused.
 
@@ -58,6 +79,26 @@ class CapacityScheduler(ABC):
         self.max_num_requests = max_num_requests
         self.no_schedule_until_state = no_schedule_until_state
         self.no_schedule_after_state = no_schedule_after_state
+
+    @classmethod
+    def create(
+        cls,
+        max_num_requests: int,
+        block_manager: BlockManager,
+        *,
+        two_step_lookahead: bool,
+        resources: Sequence[Resource],
+        no_schedule_until_state: LlmRequestState,
+    ) -> CapacityScheduler:
+        """A registered policy with the settings of the server; override it if yours takes less."""
+        del two_step_lookahead  # only MAX_UTILIZATION looks ahead
+        make: Callable[..., CapacityScheduler] = cls
+        return make(
+            max_num_requests,
+            block_manager,
+            resources=resources,
+            no_schedule_until_state=no_schedule_until_state,
+        )
 
     @abstractmethod
     def schedule_request(
@@ -189,6 +230,7 @@ class ReservingScheduler(CapacityScheduler):
         return True
 
 
+@register_policy("guaranteed_no_evict")
 class GuaranteedNoEvictScheduler(ReservingScheduler):
     """GUARANTEED_NO_EVICT: who starts can finish, because its blocks to completion are reserved.
 
@@ -220,6 +262,7 @@ class GuaranteedNoEvictScheduler(ReservingScheduler):
         self.admit(fresh, budgets, fitting, may_skip=True)
 
 
+@register_policy("static_batch")
 class StaticBatchScheduler(ReservingScheduler):
     """STATIC_BATCH: a new batch starts only when no request of the last one is generating.
 
@@ -245,6 +288,7 @@ class StaticBatchScheduler(ReservingScheduler):
         self.admit(fresh, budgets, fitting)
 
 
+@register_policy("max_utilization")
 class MaxUtilizationScheduler(CapacityScheduler):
     """MAX_UTILIZATION: only the next step must fit; when it does not, the last started is paused.
 
@@ -286,6 +330,25 @@ class MaxUtilizationScheduler(CapacityScheduler):
         self.block_manager = block_manager
         self.two_step_lookahead = two_step_lookahead
         self.resources = tuple(resources)
+
+    @classmethod
+    def create(
+        cls,
+        max_num_requests: int,
+        block_manager: BlockManager,
+        *,
+        two_step_lookahead: bool,
+        resources: Sequence[Resource],
+        no_schedule_until_state: LlmRequestState,
+    ) -> MaxUtilizationScheduler:
+        """With the lookahead. (An encoder is refused, so its state is of no use.)"""
+        del no_schedule_until_state
+        return cls(
+            max_num_requests,
+            block_manager,
+            two_step_lookahead=two_step_lookahead,
+            resources=resources,
+        )
 
     def schedule_request(self, active_requests: Sequence[LlmRequest]) -> CapacityResult:
         """Linear: each request is looked at once and passed by the moving end at most once.

@@ -14,12 +14,10 @@ from enum import IntEnum
 from inflight_scheduler.kv.block_manager import BlockManager
 from inflight_scheduler.policies import fast_path
 from inflight_scheduler.policies.capacity import (
+    POLICIES,
     CapacityResult,
     CapacityScheduler,
-    GuaranteedNoEvictScheduler,
     MaxRequestsScheduler,
-    MaxUtilizationScheduler,
-    StaticBatchScheduler,
 )
 from inflight_scheduler.policies.micro_batch import ContextChunking, MicroBatchScheduler
 from inflight_scheduler.policies.resources import Resource
@@ -36,7 +34,7 @@ class TrtGptModelType(IntEnum):
 
 
 class CapacitySchedulerPolicy(IntEnum):
-    """Who may hold KV cache (values of the Executor API)."""
+    """The capacity policies of the Executor API, with its values; others have a name only."""
 
     MAX_UTILIZATION = 0
     GUARANTEED_NO_EVICT = 1
@@ -114,14 +112,16 @@ def _as_result(decision: fast_path.Decision, disagg: list[LlmRequest]) -> Schedu
 
 
 def make_capacity_scheduler(
-    policy: CapacitySchedulerPolicy,
+    policy: CapacitySchedulerPolicy | str,
     block_manager: BlockManager | None,
     max_num_requests: int,
     *,
     two_step_lookahead: bool = False,
     resources: Sequence[Resource] = (),
 ) -> CapacityScheduler:
-    """The capacity scheduler of ``policy``; without a block manager only the count limits.
+    """The capacity scheduler of ``policy``, a registered name or one of the Executor API's.
+
+    Without a block manager only the count limits.
 
     With a resource that serves encoders the gate opens at ENCODER_INIT. Raises `ValueError` for
     such a one under MAX_UTILIZATION, and for resources without a block manager.
@@ -130,21 +130,21 @@ def make_capacity_scheduler(
         if resources:
             raise ValueError("resources need a block_manager: without one only a count limits")
         return MaxRequestsScheduler(max_num_requests)
-    if policy == CapacitySchedulerPolicy.MAX_UTILIZATION:
-        return MaxUtilizationScheduler(
-            max_num_requests,
-            block_manager,
-            two_step_lookahead=two_step_lookahead,
-            resources=resources,
-        )
-    is_static = policy == CapacitySchedulerPolicy.STATIC_BATCH
-    scheduler_class = StaticBatchScheduler if is_static else GuaranteedNoEvictScheduler
-    return scheduler_class(
+    return POLICIES[policy_name(policy)].create(
         max_num_requests,
         block_manager,
+        two_step_lookahead=two_step_lookahead,
         resources=resources,
         no_schedule_until_state=_first_state(resources),
     )
+
+
+def policy_name(policy: CapacitySchedulerPolicy | str) -> str:
+    """The name under which a policy is registered; `ValueError` if none is."""
+    name = policy.name.lower() if isinstance(policy, CapacitySchedulerPolicy) else policy
+    if name not in POLICIES:
+        raise ValueError(f"there is no capacity policy {name!r}; known are {', '.join(POLICIES)}")
+    return name
 
 
 def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
@@ -153,7 +153,7 @@ def _first_state(resources: Sequence[Resource]) -> LlmRequestState:
 
 
 def make_scheduler(
-    policy: CapacitySchedulerPolicy,
+    policy: CapacitySchedulerPolicy | str,
     block_manager: BlockManager | None,
     *,
     max_batch_size: int,

@@ -1,13 +1,11 @@
 """Llama 1 to 3.x: the plain decoder, with biases where the configuration asks for them."""
 
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.families.traits import DecoderOptions
-
-ARCHITECTURE = "LlamaForCausalLM"
-MODEL_TYPE = "llama"
+from inflight_backend.models.families.registry import DecoderOptions, register_family
 
 
-def read_traits(reader: JsonReader) -> DecoderOptions:
+@register_family("LlamaForCausalLM", "llama")
+def read_options(reader: JsonReader) -> DecoderOptions:
     """``attention_bias`` puts a bias on all four projections, ``mlp_bias`` on the other three."""
     has_bias = reader.boolean("attention_bias", default=False)
     return DecoderOptions(

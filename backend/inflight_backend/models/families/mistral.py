@@ -1,14 +1,17 @@
 """Mistral: a Llama whose layers may see the last ``sliding_window`` tokens only: all, or some."""
 
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.families.traits import DecoderOptions, windows_by_type
+from inflight_backend.models.families.registry import (
+    DecoderOptions,
+    register_family,
+    windows_by_type,
+)
 
-ARCHITECTURE = "MistralForCausalLM"
-MODEL_TYPE = "mistral"
 _DEFAULT_WINDOW = 4096  # of configurations that do not write the key; ``null`` means none
 
 
-def read_traits(reader: JsonReader) -> DecoderOptions:
+@register_family("MistralForCausalLM", "mistral")
+def read_options(reader: JsonReader) -> DecoderOptions:
     """One window, for all layers or for those that ``layer_types`` names (Ministral)."""
     num_layers = reader.integer("num_hidden_layers", maximum=1024)
     window = None

@@ -1,13 +1,15 @@
 """Qwen3 (dense): query and key are normed per head before they turn; head_dim is written."""
 
 from inflight_backend.models.checkpoint_files import JsonReader
-from inflight_backend.models.families.traits import DecoderOptions, read_layer_windows
+from inflight_backend.models.families.registry import (
+    DecoderOptions,
+    read_layer_windows,
+    register_family,
+)
 
-ARCHITECTURE = "Qwen3ForCausalLM"
-MODEL_TYPE = "qwen3"
 
-
-def read_traits(reader: JsonReader) -> DecoderOptions:
+@register_family("Qwen3ForCausalLM", "qwen3")
+def read_options(reader: JsonReader) -> DecoderOptions:
     """``attention_bias`` puts a bias on all four projections."""
     has_bias = reader.boolean("attention_bias", default=False)
     return DecoderOptions(

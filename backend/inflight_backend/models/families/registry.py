@@ -1,7 +1,8 @@
-"""What one model family may do differently from the plain decoder."""
+"""What one model family may do differently from the plain decoder, and the table of families."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight_backend.models.checkpoint_files import JsonReader
@@ -18,6 +19,32 @@ class DecoderOptions:
     sliding_windows: tuple[int | None, ...] = ()
     is_num_kv_heads_required: bool = True
     is_head_dim_required: bool = False
+
+
+ReadOptions = Callable[[JsonReader], DecoderOptions]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``model_type`` must be what config.json says: transformers goes by it, whatever
+    ``architectures`` says."""
+
+    model_type: str
+    read_options: ReadOptions
+
+
+FAMILIES: dict[str, Family] = {}
+"""By architecture, as ``architectures`` of config.json has it."""
+
+
+def register_family(architecture: str, model_type: str) -> Callable[[ReadOptions], ReadOptions]:
+    """Make the decorated function the reader of an architecture's config.json."""
+
+    def register(read_options: ReadOptions) -> ReadOptions:
+        FAMILIES[architecture] = Family(model_type, read_options)
+        return read_options
+
+    return register
 
 
 def read_layer_windows(reader: JsonReader) -> tuple[int | None, ...]:
