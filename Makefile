@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The first of these that fits is used; `make demo PYTHON=/path/to/python3.12` names one.
 PYTHON ?= python3.11 python3.12 python3.10 python3
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-# tests/distribution.py says who runs what; more processes would wait for tests/e2e.
+# tests/support/distribution.py says who runs what; more processes would wait for tests/e2e.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n logical --maxprocesses 4 --no-loadscope-reorder
 SERVER := $(VENV)/.stamp-server
 DEVELOPMENT := $(VENV)/.stamp-development

@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_llama import num_parameters, random_llama
-from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +32,8 @@ from inflight_scheduler import (
     LlmRequest,
     make_scheduler,
 )
+from random_llama import num_parameters, random_llama
+from report import describe_run, write_result
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]

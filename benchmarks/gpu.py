@@ -3,7 +3,7 @@
     python benchmarks/gpu.py              all parts, at most 9 minutes, made for one H200
     python benchmarks/gpu.py --quick      at most 3 minutes: checks, ceilings, E1 and O1, some of K1
     python benchmarks/gpu.py --parts E3   one part with all the time to itself
-    python benchmarks/gpu.py --parts compile/tiles tiles   ranked tiles, for benchmarks.best_tiles
+    python benchmarks/gpu.py --parts compile/tiles tiles   ranked tiles, for kernel_ops.best_tiles
     python benchmarks/gpu.py --dry-run    every part on a CPU with tiny shapes; reports no figures
 
 Each part has processes of its own and a time limit: one that fails, hangs or breaks the CUDA
@@ -170,6 +170,7 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> Iterator
     """The rows of a part, in this process, until its time is over; an error is the last row."""
     stop_at = time.monotonic() + seconds  # before what it needs is imported
     import torch
+
     from gpu_parts.common import Ceilings, Setting
     from gpu_parts.report import shorten
 

@@ -232,6 +232,7 @@ def _run_part(options: argparse.Namespace) -> None:
     """The attention rows, in the process that `isolated` started."""
     stop_at = time.monotonic() + options.until - time.time()  # before what it needs is imported
     import torch
+
     from gpu_parts.common import Setting
     from peer_parts.attention_rows import rows
 

@@ -18,8 +18,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from report import describe_run, write_result
-
 from inflight_recorder.cost_model import CostModel
 from inflight_recorder.files import RecordingFile, open_recording
 from inflight_recorder.recorder import FlightRecorder
@@ -27,6 +25,7 @@ from inflight_recorder.records import Settings
 from inflight_recorder.whatif import Clock, predict
 from inflight_recorder.workload import make_workload
 from inflight_scheduler import CapacitySchedulerPolicy
+from report import describe_run, write_result
 
 SETTINGS = Settings(CapacitySchedulerPolicy.MAX_UTILIZATION, 4000, 16, 256, 4096)
 COST = CostModel(3000.0, 30.0, 2000.0, 200.0, 0.5)

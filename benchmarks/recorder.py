@@ -23,9 +23,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from recorded_run import TimedRequest, run_recorded
-from report import describe_run, write_result
-
 from inflight_backend import CapacitySchedulerPolicy
 from inflight_backend.manager import batcher as inflight_batcher
 from inflight_recorder.files import RecordingFile, open_recording
@@ -35,6 +32,8 @@ from inflight_recorder.records import Settings
 from inflight_recorder.texts import RecordedTexts
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import ActiveRequests, BatchPlanner, BlockManager, LlmRequest
+from recorded_run import TimedRequest, run_recorded
+from report import describe_run, write_result
 
 CALLS = ("arrived", "decided", "carried_out", "ended", "finish_iteration")
 

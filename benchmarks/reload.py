@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from report import describe_run, write_result
 from soak_parts import memory
 from soak_parts.plain_triton import plain_triton

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +36,7 @@ from inflight_backend.triton_io.stop_text import StopText
 from inflight_backend.triton_io.token_stream import TextWriter, TokenStream
 from inflight_scheduler import NO_OUTPUTS, LlmRequest, OutputParams
 from inflight_server.serve.settings import DEMO_MODEL
+from report import describe_run, write_result
 
 NUM_STREAMS = 64
 LIMIT_MICROSECONDS = 10.0

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +44,7 @@ from inflight_scheduler import (
     ScheduledBatch,
     make_scheduler,
 )
+from report import describe_run, write_result
 
 TOKENS_PER_BLOCK = 32
 PROMPT_LEN, SHARED_LEN, MAX_NEW = 128, 64, 256

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -38,6 +37,7 @@ from inflight_backend import (
     TrtGptModelType,
 )
 from inflight_server.serve.settings import DEMO_MODEL
+from report import describe_run, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL_TOKENS = 131_072

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+
 from report import describe_run, write_result
 from soak_parts import ends, memory, places, quiet, verdict
 from soak_parts.memory import Samples

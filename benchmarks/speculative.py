@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from random_llama import num_parameters, random_llama
-from report import describe_run, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +41,8 @@ from inflight_scheduler import (
     SamplingParams,
     make_scheduler,
 )
+from random_llama import num_parameters, random_llama
+from report import describe_run, write_result
 
 _VOCAB_SIZE = 16_000
 _BLOCK_SIZE = 32

@@ -56,8 +56,8 @@ class _MallocInfo(ctypes.Structure):
 def serve_tiny(num_requests: int) -> dict[str, Any]:
     """Memory over ``num_requests``, after a warm-up, and ``failures``."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-    from fakes import CountingEngine, FakePbUtils
-    from triton_harness import Server
+    from support.triton_harness import Server
+    from support.triton_stub import CountingEngine, FakePbUtils
 
     from inflight_backend.manager import gpt_manager
     from inflight_backend.triton import model as triton_model
@@ -119,7 +119,7 @@ def _send(server: Any, engine: Any, number: int) -> None:
 
 def _forget(engine: Any) -> None:
     """Empty what the stand-ins of engine and Triton remember for the tests: that is not ours."""
-    from fakes import FakePbUtils
+    from support.triton_stub import FakePbUtils
 
     engine.batches.clear()
     FakePbUtils.Logger.lines.clear()

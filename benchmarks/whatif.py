@@ -21,15 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recorded_run import TimedRequest, run_recorded
-from report import describe_run, write_result
-
 from inflight_recorder.cost_model import fit_cost_model
 from inflight_recorder.files import open_recording
 from inflight_recorder.latency import Summary
 from inflight_recorder.whatif import predict
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import CapacitySchedulerPolicy
+from recorded_run import TimedRequest, run_recorded
+from report import describe_run, write_result
 
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION

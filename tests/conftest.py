@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import scheduler  # noqa: F401 - the folder: later benchmarks/scheduler.py could be found in its place
 
 # Triton reads this when it is first imported, whoever does that: without a GPU, kernels run on the
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Where tests interpret kernels: faster."""
     if "triton.runtime.interpreter" in sys.modules:
-        from interpreter import patch_once_per_launch
+        from support.interpreter import patch_once_per_launch
 
         patch_once_per_launch()
 
@@ -69,6 +70,6 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)  # a GPU machine may lack pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: who runs which tests."""
-    from distribution import Distribution
+    from support.distribution import Distribution
 
     return Distribution(config, log)

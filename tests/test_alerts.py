@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from promql import check
+from support.promql import check
 from write_operations_docs import RULES, rules
 
 ROOT = Path(__file__).resolve().parent.parent

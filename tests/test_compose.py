@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from promql import FAMILY_TO_LABELS, check, selectors_of
+from support.promql import FAMILY_TO_LABELS, check, selectors_of
 from typer.main import get_command
 
 from inflight_openai.command import openai

@@ -9,8 +9,8 @@ import types
 from pathlib import Path
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.serve.settings import DEMO_MODEL
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
         "write_reliability_docs.py",
         "write_compatibility_docs.py",
         "write_clients_docs.py",
+        "write_structure_docs.py",
     ],
 )
 def test_written_pages_are_up_to_date(tool: str) -> None:
@@ -37,7 +38,7 @@ def test_written_pages_are_up_to_date(tool: str) -> None:
 
 def test_the_example_without_triton_serves_a_checkpoint() -> None:
     """Four functions, one checkpoint: the second count is stopped by a stop signal at 13."""
-    command = [sys.executable, "docs/examples/gpt_manager.py", str(DEMO_MODEL), "1 2 3", "10 11"]
+    command = [sys.executable, "examples/gpt_manager.py", str(DEMO_MODEL), "1 2 3", "10 11"]
     result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
@@ -52,9 +53,10 @@ def test_the_example_without_triton_serves_a_checkpoint() -> None:
 def test_the_schedulers_of_the_page_work(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The code blocks of docs/scheduling.md, run as the manager's scheduler."""
+    """The example, and the code blocks of docs/scheduling.md, as the manager's scheduler."""
     page = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
-    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = (ROOT / "examples/own_scheduler.py").read_text(encoding="utf-8") + "".join(blocks)
     module = types.ModuleType("docs_scheduler")
     exec(compile(code, "docs/scheduling.md", "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, "docs_scheduler", module)

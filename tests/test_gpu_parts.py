@@ -7,7 +7,6 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ def test_engine_checks_stay_within_their_block_tables() -> None:
 def test_an_engine_without_recordings_is_not_taken_for_one_with() -> None:
     from gpu_parts import checks
     from gpu_parts.common import TINY, make_engine, start_row
-
     from inflight_backend.engine import EngineConfig
 
     with pytest.raises(RuntimeError, match="no step could be recorded"):
@@ -146,7 +144,6 @@ def test_one_wrong_row_is_not_lost_among_larger_ones() -> None:
 def test_a_draw_on_a_boundary_is_no_fault_and_any_other_is() -> None:
     """Random rows on a GPU have some, and a first call that fails a check measures nothing."""
     from gpu_parts.draw_checks import where_clear
-
     from inflight_kernels import reference
 
     seeds, positions = torch.arange(8), torch.arange(8) + 5
@@ -180,11 +177,11 @@ def test_every_kernel_is_checked_and_with_blocks_as_they_are_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tile of keys that fills a block is read by other code than one that does not."""
-    from gpu_parts import checks
     from triton.runtime.interpreter import InterpretedFunction
 
     import inflight_kernels
-    from benchmarks import bench_paged_attention_context, bench_paged_attention_generation
+    from gpu_parts import checks
+    from kernel_ops import bench_paged_attention_context, bench_paged_attention_generation
 
     launched: set[str] = set()
     sizes: set[tuple[str, bool, int]] = set()
@@ -279,7 +276,6 @@ def test_a_warm_up_has_steps_of_every_kind() -> None:
     """Prompts of more than one step, so that some come beside generations."""
     from gpu_parts.common import TINY, make_engine
     from gpu_parts.whole_requests import warm_up
-
     from inflight_backend.engine import Engine, EngineConfig
     from inflight_scheduler import ScheduledBatch
 
@@ -325,8 +321,7 @@ def test_one_batch_of_the_attention_at_a_time_and_none_in_vain(
 ) -> None:
     """All rows of K1 and of the tiles, on tensors without memory."""
     from gpu_parts import kernel_rows
-
-    from benchmarks import bench_paged_attention_context, bench_paged_attention_generation
+    from kernel_ops import bench_paged_attention_context, bench_paged_attention_generation
 
     monkeypatch.setattr(kernel_rows, "time_seconds", lambda setting, call: (1.0, {}))
     generation = Counted(monkeypatch, bench_paged_attention_generation)
@@ -343,7 +338,7 @@ def test_one_batch_of_the_attention_at_a_time_and_none_in_vain(
 
 
 def test_a_large_cache_is_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks.paged_batch import LLAMA_13B, make_batch
+    from kernel_ops.paged_batch import LLAMA_13B, make_batch
 
     drawn: list[int] = []
     randn = torch.randn
@@ -364,8 +359,7 @@ def test_a_large_cache_is_drawn_part_by_part(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_fails_leaves_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu_parts import kernel_rows
-
-    from benchmarks import bench_silu_mul, harness
+    from kernel_ops import bench_silu_mul, harness
 
     def fails() -> object:
         raise RuntimeError("out of memory")
@@ -389,7 +383,7 @@ def test_what_fails_leaves_what_does_not(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_device_sleeps_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that what the host needs for a call lies before the first event. The L2 is read full:
     written lines would go back to memory while the call is timed."""
-    from benchmarks import harness
+    from kernel_ops import harness
 
     calls: list[str] = []
 
@@ -443,15 +437,6 @@ def test_the_device_sleeps_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -
     assert calls[:5] == ["write", "sleep", "event", "call", "event"]
 
 
-def test_another_package_named_benchmarks_is_not_ours(tmp_path: Path) -> None:
-    """A wheel may bring one: a folder without ``__init__.py`` would lose to it."""
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "__init__.py").touch()
-    found = PathFinder.find_spec("benchmarks", [str(ROOT / "kernels"), str(tmp_path)])
-    assert found is not None
-    assert found.origin == str(ROOT / "kernels" / "benchmarks" / "__init__.py")
-
-
 @pytest.mark.parametrize(
     ("device_name", "card", "share"),
     [
@@ -495,7 +480,6 @@ def test_a_card_is_judged_by_its_own_figures(
 def test_a_row_says_how_many_of_its_requests_fit_at_once() -> None:
     from gpu_parts import offline
     from gpu_parts.common import TINY, Setting, make_engine
-
     from inflight_backend.engine import EngineConfig
 
     setting = Setting(torch.device("cpu"), is_dry=True, is_quick=False, stop_at=float("inf"))
@@ -513,7 +497,6 @@ def test_the_step_that_draws_with_filters_leaves_its_slots_greedy(
 ) -> None:
     from gpu_parts import steps
     from gpu_parts.common import TINY, Setting, make_engine
-
     from inflight_backend.engine import Engine, EngineConfig
     from inflight_scheduler import ScheduledBatch
 

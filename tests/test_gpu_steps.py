@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from replay import Rerun
+from support.graph_replay import Rerun
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.config import resolve

@@ -49,14 +49,6 @@ def test_no_top_level_folder_is_a_package() -> None:
     assert [str(path) for path in ROOT.glob("*/__init__.py")] == []
 
 
-def test_files_of_tests_can_be_named_in_any_order() -> None:
-    """The first puts the benchmarks on the path, of which one is called as a folder of tests is."""
-    files = ["tests/test_soak_traffic.py", "tests/scheduler/test_soak.py"]
-    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", *files]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert result.returncode == 0, result.stdout
-
-
 @pytest.mark.parametrize(
     ("names", "blocked"),
     [

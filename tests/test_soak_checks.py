@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from e2e.harness import assert_counts, assert_counts_in_part
-from manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running
+from support.server_process import assert_counts, assert_counts_in_part
 
 from inflight_scheduler import BlockManager
 

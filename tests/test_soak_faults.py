@@ -19,8 +19,8 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from fakes import FakeSender
-from soak_servers import asked, names_of, pieces_of, response
+from support.soak_servers import asked, names_of, pieces_of, response
+from support.triton_stub import FakeSender
 
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.triton.frontend import Frontend, SharedStream

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soak_servers import asked, names_of, pieces_of, response
+from support.soak_servers import asked, names_of, pieces_of, response
 
 from inflight_backend.triton.queue import RequestIds
 

@@ -1,4 +1,4 @@
-"""What can go wrong, as a small tree. Messages are written for the caller: field, bound, fix."""
+"""The exceptions. A message names the field and its bound, and says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers that write where an exception came from, and not what it says.
+"""Loggers that write types and frames of an exception, but not its message.
 
 An exception that is raised while a request is in hand may quote it: a tokenizer's panic holds the
 prompt. So the log gets the types and the frames. Every logger of this package is one of these, so

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from gpu_parts.common import LLAMA_8B, Row, Setting
 
+from gpu_parts.common import LLAMA_8B, Row, Setting
 from inflight_backend.models.layers import Fp8Linear, Linear, is_scaled_apart, quantize
 
 _LEAST_SHARE = 0.8
@@ -113,7 +113,7 @@ def time_seconds(
 ) -> tuple[float, Row]:
     """Median time on the device, L2 cleared before each call, and what its row should say of it; a
     dry run only calls."""
-    from benchmarks.harness import time_us
+    from kernel_ops.harness import time_us
 
     if setting.is_dry:
         call()

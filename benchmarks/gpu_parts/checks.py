@@ -22,11 +22,11 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
+
 from gpu_parts import draw_checks, engine_checks
 from gpu_parts.common import TINY, Row, Setting, make_engine
 from gpu_parts.report import shorten
-from torch import Tensor
-
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models.layers import Fp8Linear, quantize
 from inflight_kernels import reference

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from gpu_parts import kernel_rows
 from gpu_parts.common import Row, Setting, make_engine, start_row
 from gpu_parts.offline import DRY, RAGGED, engines

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from importlib import import_module
 
 import torch
-from gpu_parts.common import Setting
 from torch import Tensor
 
+from gpu_parts.common import Setting
 from inflight_kernels import reference
 
 _ROWS, _SLOTS, _LENGTH = 9, 12, 70

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts.common import TINY, Setting, make_engine
-from gpu_parts.steps import without_mixed
-from gpu_parts.whole_requests import run_requests
 from torch import Tensor
 
 import inflight_backend
+from gpu_parts.common import TINY, Setting, make_engine
+from gpu_parts.steps import without_mixed
+from gpu_parts.whole_requests import run_requests
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_scheduler import (
     NO_OUTPUTS,

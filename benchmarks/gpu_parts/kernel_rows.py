@@ -18,7 +18,7 @@ from gpu_parts.report import shorten
 
 # Batches and contexts of the generation attention that we have targets for.
 _TARGETS = {(1, 1024), (64, 1024), (128, 1024), (256, 1024), (32, 4096), (8, 16_384)}
-_DRY_ROWS = 2  # of an op: `benchmarks.run_all` runs them all dry
+_DRY_ROWS = 2  # of an op: `kernel_ops.run_all` runs them all dry
 TILED_OPS = ("paged_attention_generation", "paged_attention_context")
 # The draw first: the least is known of it. Then what runs once per layer and token.
 _TOKEN_OPS = ("sample", "rope_write_kv", "rms_norm", "silu_mul", "quantize_fp8", "copy_blocks")
@@ -41,7 +41,7 @@ def token_kernels(setting: Setting) -> Iterator[Row]:
 
 def tiles(setting: Setting) -> Iterator[Row]:
     """The ranked tiles beside the chosen ones at the shapes of the targets; the report is what
-    ``python -m benchmarks.best_tiles`` reads."""
+    ``python -m kernel_ops.best_tiles`` reads."""
     yield from _measured(setting, TILED_OPS, only_targets=True, has_sweep=True)
 
 
@@ -53,14 +53,14 @@ def timed_ops(setting: Setting) -> tuple[str, ...]:
 def made_rows(
     setting: Setting, op: str, *, only_targets: bool = False, has_sweep: bool = False
 ) -> Iterator[Any]:
-    """The rows of an op, `benchmarks.harness.Row`, on the device of ``setting``."""
-    harness = import_module("benchmarks.harness")
+    """The rows of an op, `kernel_ops.harness.Row`, on the device of ``setting``."""
+    harness = import_module("kernel_ops.harness")
 
     def is_wanted(batch: int, context: int) -> bool:
         return not only_targets or setting.is_dry or (batch, context) in _TARGETS
 
     where = harness.Setting(setting.device, setting.is_dry, has_sweep, is_wanted)
-    rows = import_module(f"benchmarks.bench_{op}").rows(where)
+    rows = import_module(f"kernel_ops.bench_{op}").rows(where)
     return islice(rows, _DRY_ROWS) if setting.is_dry else rows
 
 

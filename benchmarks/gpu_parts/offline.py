@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+
 from gpu_parts.common import (
     LLAMA_8B,
     LLAMA_13B,
@@ -23,7 +24,6 @@ from gpu_parts.common import (
     start_row,
 )
 from gpu_parts.whole_requests import run_requests, warm_up
-
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models.config import ModelConfig
 

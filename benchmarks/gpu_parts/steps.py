@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+
 from gpu_parts.common import (
     LLAMA_8B,
     TINY,
@@ -29,7 +30,6 @@ from gpu_parts.common import (
     step_floor_ms,
 )
 from gpu_parts.offline import DEFAULTS, engines
-
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.models.attention import CapturableBackend
 from inflight_scheduler import (

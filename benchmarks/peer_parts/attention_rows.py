@@ -13,9 +13,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from gpu_parts.ceilings import time_seconds
 from gpu_parts.common import Row, Setting
-from torch import Tensor
 
 Call = Callable[[], Tensor]
 _BLOCK = 64
@@ -24,7 +25,7 @@ _LIMIT = 2e-2  # ‖theirs - ours‖ / ‖ours‖: both round to bf16, and sum i
 
 @dataclass(frozen=True)
 class Batch:
-    """A paged batch and how long its rows are; see `benchmarks.paged_batch`."""
+    """A paged batch and how long its rows are; see `kernel_ops.paged_batch`."""
 
     heads: Any
     query_lens: list[int]
@@ -53,7 +54,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 
 def _beside(setting: Setting, names: Sequence[str]) -> Iterator[Row]:
-    paged = import_module("benchmarks.paged_batch")
+    paged = import_module("kernel_ops.paged_batch")
     shapes = [paged.TINY] if setting.is_dry else [paged.LLAMA_8B, paged.LLAMA_13B]
     for heads in shapes[:1] if setting.is_quick else shapes:
         for query_lens, context_lens in _works(setting):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from soak_parts.wire import Answer, text_of
 
 OUT_OF_TIME = "before its deadline"

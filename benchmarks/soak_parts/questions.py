@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import grpc
+
 from soak_parts.traffic import NotAnswered, Traffic
 
 _PERIOD_SECONDS = 1.0

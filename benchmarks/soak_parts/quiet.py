@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
+
 from soak_parts.traffic import LONG, NotAnswered, Traffic
 
 MAX_ITERATIONS = LONG // 4

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
+from tritonclient.grpc import service_pb2_grpc
+
 from soak_parts.answers import OUT_OF_TIME, QUESTIONS, is_cut, is_whole
 from soak_parts.events import EventStream
 from soak_parts.server import RELAY
 from soak_parts.wire import LLM_MODEL, Answer, encode, with_limit
-from tritonclient.grpc import service_pb2_grpc
 
 SILENCE_SECONDS = 300.0
 """A stream on which nothing comes for so long is silent: the failure that must not be."""

@@ -1,4 +1,4 @@
-"""The parts of the model repository's ``config.pbtxt`` files that the tables decide."""
+"""Writes tensors and parameters of the ``config.pbtxt`` files from the tables."""
 
 from __future__ import annotations
 

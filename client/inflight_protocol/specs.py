@@ -1,4 +1,4 @@
-"""What a row of the wire's tables says, and the short forms the tables are written in."""
+"""The row types of the tables of tensors and parameters, and short forms to write rows in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input tensors from plain values, by the table of the wire."""
+"""Makes input tensors from plain values."""
 
 from __future__ import annotations
 

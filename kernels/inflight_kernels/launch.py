@@ -1,7 +1,7 @@
 """What all ops share: argument checks, facts about the device, tuned tiles, and device functions.
 
 ``tuned_tiles.json`` beside this file holds measured tiles; without it, or for a shape that is not
-in it, the ops choose by rule (their ``choose_tile``). ``python -m benchmarks.best_tiles`` writes it
+in it, the ops choose by rule (their ``choose_tile``). ``python -m kernel_ops.best_tiles`` writes it
 from the report of a sweep on the GPU in question.
 
 Five operations of the interpreter of Triton 3.6 differ from a GPU's; the device functions here work

@@ -1,4 +1,4 @@
-"""Reading tiles of the paged cache: the device code both attention kernels share, and its checks.
+"""Reads tiles of the paged cache: device code and checks that both attention kernels share.
 
 A cache of one layer is ``[num_blocks, tokens_per_block, num_kv_heads, head_dim]`` in any memory
 order whose last dimension is contiguous. Token ``t`` of a request lies in block

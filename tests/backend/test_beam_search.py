@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from beam_cases import CASES, PROMPT, Case, search
-from checkpoints import VOCAB_SIZE, write_checkpoint
-from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.beam_cases import CASES, PROMPT, Case, search
+from support.checkpoints import VOCAB_SIZE, write_checkpoint
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import ConfigurationError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_metrics import METRIC_ROWS
-from fakes import CountingEngine, FakePbUtils
-from triton_harness import Server, ids_of
+from support.triton_harness import Server, ids_of
+from support.triton_stub import CountingEngine, FakePbUtils
 from write_compatibility_docs import absent
 
 import inflight_protocol as protocol

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakes import CountingEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from beam_cases import EARLY_STOPPING, PROMPT, Case
-from checkpoints import (
+from support.beam_cases import EARLY_STOPPING, PROMPT, Case
+from support.checkpoints import (
     VOCAB_SIZE,
     load_oracle,
     oracle_logits,
     oracle_tokens,
     write_checkpoint,
 )
-from manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams

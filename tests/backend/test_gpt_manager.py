@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
-from triton_harness import wait_until
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+from support.triton_harness import wait_until
+from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.gpt_manager import GptManager

@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 import pytest
-from fakes import CountedStep, CountingEngine, LostStep
-from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.triton_stub import CountedStep, CountingEngine, LostStep
 
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.validation import PROCESSOR_FIELD

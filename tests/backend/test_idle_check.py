@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import GUARANTEED, WAIT, Recorder, request, running
+from support.manager_harness import GUARANTEED, WAIT, Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.gpt_manager import FULL_SECONDS, GptManager, IdleCheck

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from manager_harness import WAIT, Recorder, request, running
+from support.manager_harness import WAIT, Recorder, request, running
 
 from inflight_backend.manager import gpt_manager as idle_wait
 from inflight_backend.manager.gpt_manager import (

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
-from fakes import CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens, write_checkpoint
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.triton_stub import CountingEngine
 from transformers import AutoTokenizer
 
 from inflight_backend.engine import Engine, EngineConfig

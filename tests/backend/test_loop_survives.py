@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import CountedStep, CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
-from triton_harness import wait_until
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+from support.triton_harness import wait_until
+from support.triton_stub import CountedStep, CountingEngine
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.manager import gpt_manager as idle_wait

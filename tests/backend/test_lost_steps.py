@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import CountingEngine, LostStep
-from manager_harness import Recorder, request, running
+from support.manager_harness import Recorder, request, running
+from support.triton_stub import CountingEngine, LostStep
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_scheduler import BatchPlanner, LlmRequest, ScheduledBatch

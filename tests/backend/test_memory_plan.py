@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from backend.commands.harness import run
 from backend.engine.test_device_memory import FREE_BYTES, STEP_BYTES, CountedMemory, make_engine
-from checkpoints import VARIANTS, write_checkpoint
 from safetensors.torch import load_file, save_file
+from support.checkpoints import VARIANTS, write_checkpoint
+from support.command_runner import run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight_backend.engine import Engine, EngineConfig, memory_plan

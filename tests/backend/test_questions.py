@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import pytest
-from manager_harness import WAIT, GatedEngine, Recorder, request, running
+from support.manager_harness import WAIT, GatedEngine, Recorder, request, running
 
 from inflight_backend.manager.wait_reasons import LoopCalls
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fakes import CountedStep, CountingEngine
-from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.triton_stub import CountedStep, CountingEngine
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams

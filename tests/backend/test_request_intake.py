@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine
-from manager_harness import WAIT, Recorder, request, running
-from triton_harness import wait_until
+from support.manager_harness import WAIT, Recorder, request, running
+from support.triton_harness import wait_until
+from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.compiler import PendingGuide

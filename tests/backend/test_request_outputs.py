@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from fakes import CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, InvalidRequest

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine
-from manager_harness import WAIT, GatedEngine, Recorder, request, running
+from support.manager_harness import WAIT, GatedEngine, Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.checkpoints import write_checkpoint
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import (
+from support.manager_harness import (
     GUARANTEED,
     MAX_UTILIZATION,
     WAIT,
@@ -16,6 +15,7 @@ from manager_harness import (
     request,
     running,
 )
+from support.triton_stub import CountingEngine
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CapacityText, ConfigurationError
@@ -121,7 +121,7 @@ def test_reuse_computes_a_shared_prompt_once() -> None:
     [
         (MAX_UTILIZATION, None, True),
         (GUARANTEED, None, False),
-        (GUARANTEED, "user_schedulers:OneAtATime", True),
+        (GUARANTEED, "support.user_schedulers:OneAtATime", True),
     ],
 )
 def test_where_a_pause_may_come_its_text_must_fit_an_iteration(

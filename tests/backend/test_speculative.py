@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams

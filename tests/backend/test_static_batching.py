@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import (
+from support.manager_harness import (
     GUARANTEED,
     MAX_UTILIZATION,
     WAIT,
@@ -16,6 +15,7 @@ from manager_harness import (
     request,
     running,
 )
+from support.triton_stub import CountingEngine
 
 from inflight_backend.engine.interface import StepOutputs
 from inflight_backend.errors import ConfigurationError
@@ -160,7 +160,10 @@ def test_tokens_that_are_waited_for_do_not_forget_the_size_of_the_batch() -> Non
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("enable_chunked_context", True), ("scheduler_class", "user_schedulers:ShortestJobFirst")],
+    [
+        ("enable_chunked_context", True),
+        ("scheduler_class", "support.user_schedulers:ShortestJobFirst"),
+    ],
 )
 def test_what_would_take_a_batch_apart_is_refused(
     policy: CapacitySchedulerPolicy, name: str, value: Any

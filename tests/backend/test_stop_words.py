@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import CountingEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler

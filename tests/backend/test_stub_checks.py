@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fakes import CountingEngine, FakeMetricFamily, FakePbUtils, FakeTritonError
-from triton_harness import Server
+from support.triton_harness import Server
+from support.triton_stub import CountingEngine, FakeMetricFamily, FakePbUtils, FakeTritonError
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.triton import model as stub_checks

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import CountingEngine
-from manager_harness import WAIT, Recorder, request, running
-from user_schedulers import (
+from support.manager_harness import WAIT, Recorder, request, running
+from support.triton_stub import CountingEngine
+from support.user_schedulers import (
     AsksForMore,
     BadChunks,
     CutsAnyway,

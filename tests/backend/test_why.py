@@ -6,8 +6,8 @@ from concurrent.futures import Future
 from itertools import groupby
 from typing import Any
 
-from fakes import CountingEngine
-from manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, WAIT, Recorder, request, running
+from support.triton_stub import CountingEngine
 
 from inflight_backend.engine.interface import MemoryUsage
 from inflight_backend.manager.gpt_manager import GptManager

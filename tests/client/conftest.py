@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from client.local_server import GrpcServer, HttpServer, LocalTriton
+from support.local_server import GrpcServer, HttpServer, LocalTriton
 
 from inflight_client.address import Protocol
 

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 import pytest
-from client.callers import CALLERS, LONG, Caller
 from client.conftest import Local
-from client.local_server import FOREIGN_MODELS, GAP_SECONDS, Arrival, LocalTriton
+from support.callers import CALLERS, LONG, Caller
+from support.local_server import FOREIGN_MODELS, GAP_SECONDS, Arrival, LocalTriton
 
 from inflight_client import (
     AsyncInflightClient,

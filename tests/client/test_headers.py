@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client.callers import CALLERS, Caller
 from client.conftest import Local
-from client.openai.front import front_of
 from client.test_cli import run, server_options
+from support.callers import CALLERS, Caller
+from support.openai_front import front_of
 
 from inflight_client import AccessDenied, InflightClient, InvalidArgument
 from inflight_client.headers import checked_headers, parse_headers

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e.harness import ServeProcess, start_serve, temporary_folder
+from support.server_process import ServeProcess, start_serve, temporary_folder
 
 ServeFactory = Callable[..., ServeProcess]
 """`start_serve` without the folder; returns when the server is ready, or when it has ended."""

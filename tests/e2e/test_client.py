@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client.callers import CALLERS, LONG, Caller
-from e2e.harness import ServeProcess, assert_counts, assert_counts_in_part
+from support.callers import CALLERS, LONG, Caller
+from support.server_process import ServeProcess, assert_counts, assert_counts_in_part
 from tokenizers import Tokenizer
 
 from inflight_client import InflightClient, RequestTimeout, ServerError

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from e2e.harness import ServeProcess, assert_counts, stream_text
+from support.server_process import ServeProcess, assert_counts, stream_text
 from typer.testing import CliRunner
 
 from inflight_client import InflightClient

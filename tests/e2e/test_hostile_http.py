@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.conftest import ServeFactory
-from e2e.harness import TRITONSERVER, ServeProcess, assert_counts, stream_text
+from support.server_process import TRITONSERVER, ServeProcess, assert_counts, stream_text
 from tritonclient.utils import InferenceServerException
 
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS

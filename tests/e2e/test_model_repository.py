@@ -19,10 +19,9 @@ import torch
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
 import tritonclient.http as httpclient
-from checkpoints import load_oracle
-from e2e.harness import assert_counts
-from e2e.load_tools import run_genai_perf, run_perf_analyzer
-from e2e.plain import (
+from support.checkpoints import load_oracle
+from support.load_tools import run_genai_perf, run_perf_analyzer
+from support.plain_triton import (
     PlainServer,
     generate,
     generate_stream,
@@ -30,6 +29,7 @@ from e2e.plain import (
     repository_server,
     stream_infer,
 )
+from support.server_process import assert_counts
 from tritonclient.utils import np_to_triton_dtype
 from write_compatibility_docs import absent
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
-from e2e.harness import assert_counts
-from e2e.plain import PlainServer, infer, repository_server, stream_infer
+from support.plain_triton import PlainServer, infer, repository_server, stream_infer
+from support.server_process import assert_counts
 
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_server.serve.settings import DEMO_MODEL

@@ -18,8 +18,8 @@ import httpx
 import jsonschema  # type: ignore[import-untyped]
 import openai
 import pytest
-from e2e.front import FrontProcess
-from e2e.harness import HOST, ServeProcess, assert_counts, free_ports
+from support.front_process import FrontProcess
+from support.server_process import HOST, ServeProcess, assert_counts, free_ports
 
 from inflight_client import InflightClient
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from e2e.harness import assert_counts, temporary_folder
+from support.server_process import assert_counts, temporary_folder
 
 from inflight_client import InflightClient
 

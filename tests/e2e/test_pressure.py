@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from e2e.harness import HOST, TRITONSERVER, ServeProcess, assert_counts, stream_text
+from support.server_process import HOST, TRITONSERVER, ServeProcess, assert_counts, stream_text
 from tritonclient.grpc import service_pb2
 
 from inflight_client import AsyncInflightClient, InflightClient, grpc_wire

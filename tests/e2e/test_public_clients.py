@@ -18,9 +18,15 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpcclient
-from e2e.front import FrontProcess
-from e2e.harness import assert_counts
-from e2e.plain import PlainServer, generate_stream, infer, repository_server, stream_infer
+from support.front_process import FrontProcess
+from support.plain_triton import (
+    PlainServer,
+    generate_stream,
+    infer,
+    repository_server,
+    stream_infer,
+)
+from support.server_process import assert_counts
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_backend.text.tokenizer import TextCodec

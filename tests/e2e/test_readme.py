@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from e2e.harness import ServeProcess
+from support.server_process import ServeProcess
 
 pytestmark = pytest.mark.e2e
 

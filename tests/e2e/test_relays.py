@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from e2e.conftest import ServeFactory
-from e2e.harness import ServeProcess, assert_counts
+from support.server_process import ServeProcess, assert_counts
 
 pytestmark = pytest.mark.e2e
 

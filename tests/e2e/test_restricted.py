@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from e2e.front import FrontProcess
-from e2e.harness import assert_counts
-from e2e.plain import PlainServer, repository_server
+from support.front_process import FrontProcess
+from support.plain_triton import PlainServer, repository_server
+from support.server_process import assert_counts
 
 from inflight_client import AccessDenied, AsyncInflightClient, InflightClient
 from inflight_client.address import Protocol

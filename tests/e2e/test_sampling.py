@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from e2e.conftest import ServeFactory
-from e2e.harness import ServeProcess
+from support.server_process import ServeProcess
 from tritonclient.utils import InferenceServerException
 
 from inflight_protocol import ENSEMBLE_INPUT_MAP, INPUT_BY_NAME

@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.harness import ServeProcess, assert_counts, assert_counts_in_part, stream_text
 from e2e.test_contract import PeerClient, stats_of
+from support.server_process import ServeProcess, assert_counts, assert_counts_in_part, stream_text
 from tokenizers import Tokenizer
 
 from inflight_client import InflightClient

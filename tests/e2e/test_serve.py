@@ -20,7 +20,7 @@ import httpx
 import pytest
 import tritonclient.grpc as grpc
 from e2e.conftest import ServeFactory
-from e2e.harness import (
+from support.server_process import (
     HOST,
     MODEL,
     ServeProcess,

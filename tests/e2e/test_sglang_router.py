@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from e2e import load_tools
-from e2e.front import FrontProcess
-from e2e.harness import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
+from support import load_tools
+from support.front_process import FrontProcess
+from support.server_process import HOST, START_SECONDS, ServeProcess, assert_counts, free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from e2e.harness import ServeProcess
 from e2e.test_sampling import generate, infer
+from support.server_process import ServeProcess
 
 pytestmark = pytest.mark.e2e
 

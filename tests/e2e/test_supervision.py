@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import ServeFactory
-from e2e.harness import (
+from support.server_process import (
     HOST,
     MODEL,
     TRITONSERVER,
@@ -276,7 +276,7 @@ def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
 def test_a_loop_that_is_stuck_ends_its_streams_itself(serve: ServeFactory) -> None:
     """And is not ready, whatever Triton says, until it is replaced."""
     running = serve(
-        settings={"stall_seconds": 1, "scheduler_class": "user_schedulers:StuckAt13"},
+        settings={"stall_seconds": 1, "scheduler_class": "support.user_schedulers:StuckAt13"},
         environment={"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
     )
     stream = stream_text(running, PROMPT, ENDLESS)

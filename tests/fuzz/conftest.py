@@ -9,9 +9,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from fakes import CountingEngine, FakePbUtils
+from support.triton_harness import Server
+from support.triton_stub import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
-from triton_harness import Server
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.triton import model as triton_model

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from backend.triton.stories import loaded, stepped_demo
-from fakes import FakePbUtils, FakeRequest, FakeSender, FakeTensor
-from fuzz.fuzzing import assert_tells_nothing_internal, fuzzing
 from hypothesis import example, given
 from hypothesis import strategies as st
-from triton_harness import WAIT, Server, ids_of, wait_until
+from support.fuzzing import assert_tells_nothing_internal, fuzzing
+from support.triton_harness import WAIT, Server, ids_of, wait_until
+from support.triton_stories import loaded, stepped_demo
+from support.triton_stub import FakePbUtils, FakeRequest, FakeSender, FakeTensor
 
 import inflight_protocol as protocol
 from inflight_server.serve.settings import DEMO_MODEL

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.fuzzing import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzing
 
 from inflight_backend.errors import CheckpointError, ConfigurationError
 from inflight_backend.manager.parameters import parse_parameters

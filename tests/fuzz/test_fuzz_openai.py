@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from client.openai.front import DESCRIPTION
-from fuzz.fuzzing import assert_tells_nothing_internal, fuzzing
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.fuzzing import assert_tells_nothing_internal, fuzzing
+from support.openai_front import DESCRIPTION
 
 from inflight_openai.errors import ApiError
 from inflight_openai.field_table import GROUP_BY_NAME

@@ -11,14 +11,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from backend.triton.stories import loaded, stepped_demo
-from fakes import FakePbUtils, FakeRequest
-from fuzz.fuzzing import TEXTS, arrays_of, assert_tells_nothing_internal, fuzzing
 from google.protobuf import text_format
 from hypothesis import example, given
 from hypothesis import strategies as st
-from relay_harness import load
-from triton_harness import WAIT, Server
+from support.fuzzing import TEXTS, arrays_of, assert_tells_nothing_internal, fuzzing
+from support.relay_harness import load
+from support.triton_harness import WAIT, Server
+from support.triton_stories import loaded, stepped_demo
+from support.triton_stub import FakePbUtils, FakeRequest
 from tritonclient.grpc import model_config_pb2 as pb
 
 from inflight_backend.text.tokenizer import TextCodec

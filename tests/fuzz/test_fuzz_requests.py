@@ -7,11 +7,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeRequest, FakeTensor
-from fuzz.fuzzing import DTYPES, TEXTS, arrays_of, assert_tells_nothing_internal, fuzzing
 from hypothesis import example, given
 from hypothesis import strategies as st
-from triton_harness import WAIT, Server, ids_of, wait_until
+from support.fuzzing import DTYPES, TEXTS, arrays_of, assert_tells_nothing_internal, fuzzing
+from support.triton_harness import WAIT, Server, ids_of, wait_until
+from support.triton_stub import FakePbUtils, FakeRequest, FakeTensor
 
 import inflight_protocol as protocol
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 import pytest
-from e2e.front import FrontProcess
-from e2e.harness import ServeProcess, start_serve, temporary_folder
+from support.front_process import FrontProcess
+from support.server_process import ServeProcess, start_serve, temporary_folder
 from typer.testing import CliRunner
 
 from inflight_client.cli import PLUGIN_GROUP, add_plugins, app

@@ -18,16 +18,16 @@ OPS = {path.stem for path in (ROOT / "kernels" / "inflight_kernels" / "ops").glo
 
 def test_every_op_has_a_benchmark_and_a_test() -> None:
     for op in OPS:
-        assert (ROOT / "kernels" / "benchmarks" / f"bench_{op}.py").is_file()
+        assert (ROOT / "benchmarks" / "kernel_ops" / f"bench_{op}.py").is_file()
         assert (ROOT / "tests" / "kernels" / f"test_{op}.py").is_file()
 
 
 def test_dry_run(tmp_path: Path) -> None:
     """All benchmarks: rows for every op, and nothing in them that was not measured."""
     output = tmp_path / "kernels.json"
-    search = [str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    search = [str(ROOT / "kernels"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run_all", "--dry-run", "--output", str(output)],
+        [sys.executable, "-m", "kernel_ops.run_all", "--dry-run", "--output", str(output)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search))},
         cwd=tmp_path,
         capture_output=True,

@@ -63,7 +63,7 @@ def compile_cases(
             **variables,
         }
         done = subprocess.run(
-            [sys.executable, "-m", "kernels.compile_cases", "--output", str(output), *arguments],
+            [sys.executable, "-m", "support.compile_cases", "--output", str(output), *arguments],
             env=environment,
             cwd=folder,
             capture_output=True,

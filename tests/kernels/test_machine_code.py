@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernels.machine_code import overwritten_inputs, parse
+from support.machine_code import overwritten_inputs, parse
 
 # A loop like that of the context attention: a product is waited for behind the next one. R120 to
 # R127 are what two products read.

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
+from support.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
 
 from inflight_kernels import reference
 from inflight_kernels.ops.paged_attention_context import ContextTile, paged_attention_context

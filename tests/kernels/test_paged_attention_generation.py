@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
+from support.paged import PagedCache, assert_attention_close, attention_oracle, make_cache
 
 from inflight_kernels import launch, reference
 from inflight_kernels.ops.paged_attention_generation import (

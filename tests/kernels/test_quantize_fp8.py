@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.tolerance import assert_fp8_close
+from support.tolerance import assert_fp8_close
 
 from inflight_kernels.ops.quantize_fp8 import quantize_fp8
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernels.paged import assert_attention_close, attention_oracle, make_cache
+from support.paged import assert_attention_close, attention_oracle, make_cache
 
 from inflight_kernels import reference
 

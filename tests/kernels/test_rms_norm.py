@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.tolerance import assert_close, assert_fp8_close
+from support.tolerance import assert_close, assert_fp8_close
 
 from inflight_kernels import reference
 from inflight_kernels.ops.rms_norm import add_rms_norm, add_rms_norm_fp8, rms_norm, rms_norm_fp8

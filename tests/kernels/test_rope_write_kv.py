@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.tolerance import assert_close
+from support.tolerance import assert_close
 
 from inflight_kernels import reference
 from inflight_kernels.ops.rope_write_kv import rope_write_kv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.tolerance import assert_close, assert_fp8_close
+from support.tolerance import assert_close, assert_fp8_close
 
 from inflight_kernels import reference
 from inflight_kernels.ops.silu_mul import silu_mul, silu_mul_fp8

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.best_tiles import best_tiles, read_report
 from inflight_kernels import launch
 from inflight_kernels.ops import paged_attention_context as context
 from inflight_kernels.ops import paged_attention_generation as generation
+from kernel_ops.best_tiles import best_tiles, read_report
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler.world import World, ids, make_request
+from support.scheduler_world import World, ids, make_request
 
 from inflight_scheduler import (
     DEFAULT_PRIORITY_SPAN,

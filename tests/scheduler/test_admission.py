@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.world import World, make_request
+from support.scheduler_world import World, make_request
 
 from inflight_scheduler import (
     BlockManager,

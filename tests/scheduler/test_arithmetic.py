@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler.world import generating, ids, make_request
+from support.scheduler_world import generating, ids, make_request
 
 from inflight_scheduler import BlockManager, LlmRequest, MaxUtilizationScheduler
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler.extras import SEARCHES
-from scheduler.fake_engine import VOCAB_SIZE, beams_alone
-from scheduler.overlapped_world import OverlappedWorld
-from scheduler.test_properties import CHUNKINGS
-from scheduler.world import World, make_request
+from support.fake_engine import VOCAB_SIZE, beams_alone
+from support.overlapped_world import OverlappedWorld
+from support.scheduler_extras import SEARCHES
+from support.scheduler_world import CHUNKINGS, World, make_request
 
 from inflight_scheduler import (
     BatchPlanner,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scheduler.world import ids, make_request
+from support.scheduler_world import ids, make_request
 
 from inflight_scheduler import (
     BatchPlanner,

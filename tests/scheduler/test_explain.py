@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler.soak import Soak
-from scheduler.world import World, make_request
+from support.scheduler_soak import Soak
+from support.scheduler_world import World, make_request
 
 from inflight_scheduler import (
     BlockManager,

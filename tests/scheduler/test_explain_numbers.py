@@ -16,7 +16,7 @@ from scheduler.recording.recorded import (
     play,
     small_settings,
 )
-from scheduler.world import generating, make_request
+from support.scheduler_world import generating, make_request
 
 from inflight_recorder.in_force import Lists
 from inflight_recorder.records import Settings

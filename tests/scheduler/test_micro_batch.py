@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.world import generating, ids, make_request
+from support.scheduler_world import generating, ids, make_request
 
 from inflight_scheduler import (
     BlockManager,

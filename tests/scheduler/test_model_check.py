@@ -11,9 +11,9 @@ import pickle
 from collections.abc import Hashable, Iterator
 
 import pytest
-from scheduler.fake_engine import tokens_alone
-from scheduler.overlapped_world import OverlappedWorld
-from scheduler.world import World, make_request
+from support.fake_engine import tokens_alone
+from support.overlapped_world import OverlappedWorld
+from support.scheduler_world import World, make_request
 
 from inflight_scheduler import (
     BlockManager,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from scheduler.fake_engine import VOCAB_SIZE, tokens_alone
-from scheduler.overlapped_world import OverlappedWorld
-from scheduler.test_properties import CHUNKINGS
-from scheduler.world import make_request
+from support.fake_engine import VOCAB_SIZE, tokens_alone
+from support.overlapped_world import OverlappedWorld
+from support.scheduler_world import CHUNKINGS, make_request
 
 from inflight_scheduler import (
     BlockManager,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scheduler.fake_engine import tokens_alone
-from scheduler.world import World, make_request
+from support.fake_engine import tokens_alone
+from support.scheduler_world import World, make_request
 
 from inflight_scheduler import BlockManager, CapacitySchedulerPolicy, LlmRequest, make_scheduler
 

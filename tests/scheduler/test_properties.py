@@ -9,15 +9,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler.extras import ADAPTERS, Extras, Spec, admit, guess
-from scheduler.fake_engine import VOCAB_SIZE, tokens_alone
-from scheduler.world import Decision, World, ids, make_request
+from support.fake_engine import VOCAB_SIZE, tokens_alone
+from support.scheduler_extras import ADAPTERS, Extras, Spec, admit, guess
+from support.scheduler_world import CHUNKINGS, Decision, World, ids, make_request
 
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
     ContextChunking,
-    ContextChunkingPolicy,
     FinishReason,
     InvalidDecision,
     LlmRequest,
@@ -48,12 +47,6 @@ EXTRAS = st.builds(
     num_pages=st.sampled_from([None, None, 3, 6]),
     max_drafts=st.sampled_from([0, 0, 1, 4]),
     max_beams=st.sampled_from([1, 1, 3]),
-)
-CHUNKINGS = st.none() | st.builds(
-    ContextChunking,
-    policy=st.sampled_from(ContextChunkingPolicy),
-    unit_size=st.integers(1, 4),
-    max_context_length=st.none() | st.integers(4, 8),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from scheduler.world import generating, ids, make_request
+from support.scheduler_world import generating, ids, make_request
 
 from inflight_scheduler import (
     ActiveRequests,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from scheduler.fake_engine import FakeEngine
-from scheduler.world import World, ids, make_request
+from support.fake_engine import FakeEngine
+from support.scheduler_world import World, ids, make_request
 
 from inflight_scheduler import (
     BatchPlanner,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.fake_engine import tokens_alone
-from scheduler.world import World, generating, ids, make_request
+from support.fake_engine import tokens_alone
+from support.scheduler_world import World, generating, ids, make_request
 
 from inflight_scheduler import (
     BlockManager,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler.soak import MixedSoak, Soak
+from support.scheduler_soak import MixedSoak, Soak
 
 from inflight_scheduler import CapacitySchedulerPolicy
 

@@ -1,4 +1,4 @@
-"""What the batch manager needs of an engine, and what crosses between them beside plans."""
+"""The engine interface of the batch manager, and the types that cross it beside plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint allows: rules for the engine, and for a plan that is made without torch."""
+"""Limits that follow from a checkpoint, for the engine and for a memory plan made without torch."""
 
 from __future__ import annotations
 

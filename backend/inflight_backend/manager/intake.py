@@ -1,4 +1,4 @@
-"""The way in: from a request that was fetched to an active one, or to the error that ends it.
+"""Admits fetched requests, or rejects them with an error.
 
 A request is validated, waits here until its grammar is compiled if it has one, and is enrolled.
 Whatever is raised while one of them is looked at ends that one, with one final response, and the

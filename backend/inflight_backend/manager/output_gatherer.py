@@ -1,4 +1,4 @@
-"""What requests want to know beside their tokens, gathered step by step and sent with them.
+"""Collects what requests want beside their tokens: log probabilities, logits, times and counts.
 
 Only requests that asked for something are known here; for the others nothing is kept, computed or
 sent. Times are those of `time.monotonic_ns`. The rows of log probabilities and generation logits

@@ -1,4 +1,4 @@
-"""How steps follow one another: each awaited, or one planned while the one before still runs.
+"""Runs steps one after another, or plans the next while the one before still runs.
 
 Both loops give the same answers. The overlapped one hides the host's work behind the device's::
 

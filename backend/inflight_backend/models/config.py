@@ -1,4 +1,4 @@
-"""What `config.json` says, checked and in our words."""
+"""`config.json` of a checkpoint, checked and as a `ModelConfig`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drafts that a client sends: checked, and cut to what can count."""
+"""Draft tokens that a client sends: checked, and cut to those that can be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide of a request, with the checks that need no compiler."""
+"""The guide of a request: its type and bounds. Compiling it comes later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses the callbacks of `GptManager`: requests and responses as named tensors.
+"""Requests and responses of the `GptManager` callbacks: ids and named tensors.
 
 Names, types and shapes are those of TensorRT-LLM's batch manager
 (`docs/source/batch_manager.md`, `cpp/include/tensorrt_llm/batch_manager/inferenceRequest.h`);

@@ -1,4 +1,4 @@
-"""What a request wants to know beside its tokens, as it says so in its inputs."""
+"""Which outputs a request wants beside its tokens, read from its inputs."""
 
 from __future__ import annotations
 

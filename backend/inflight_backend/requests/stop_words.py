@@ -1,4 +1,4 @@
-"""Stop words as tokens: who has some, and whose answer has just come to the end of one.
+"""Finds stop words, given as token ids, at the end of answers.
 
 A word counts where all its tokens are generated ones (a word begun by the prompt does not). The
 tokens of the word belong to the answer, as in TensorRT-LLM; text leaves the word out (see

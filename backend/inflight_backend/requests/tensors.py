@@ -1,4 +1,4 @@
-"""The few numbers of a response as tensors.
+"""Small numpy tensors of a response.
 
 They are made for every token of every stream, nearly always one number, and an empty array that is
 filled takes half the time of `numpy.array`.

@@ -1,4 +1,4 @@
-"""Prompt look-up: a text is guessed to go on as it did after its last tokens came before.
+"""Prompt lookup: drafts the tokens that followed when the last tokens occurred before.
 
 The method of Saxena, "Prompt Lookup Decoding" (`apoorvumang/prompt-lookup-decoding`). An index of
 pairs of tokens grows with the text, so a guess costs the tokens that are new and a few places that

@@ -1,4 +1,4 @@
-"""Pieces of text as tokens arrive, whose sum is the text of the answer."""
+"""Incremental detokenisation: text as tokens arrive."""
 
 from __future__ import annotations
 

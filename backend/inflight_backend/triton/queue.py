@@ -1,4 +1,4 @@
-"""Requests between Triton and the batch manager: the queue, the ids, and the stop signals."""
+"""The queue between Triton and the batch manager, request ids, and stop signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ``tensorrt_llm`` takes requests from the models that relay, and sends the answers."""
+"""Receives requests that our other models relay to ``tensorrt_llm``, and returns the answers."""
 
 from __future__ import annotations
 

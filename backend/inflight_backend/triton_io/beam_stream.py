@@ -1,4 +1,4 @@
-"""The answer of a search with beams on its way out: every response says everything anew."""
+"""The responses of a beam search: each holds all beams from their beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent back for a request: which tensors a client gets, and the stream that writes them."""
+"""Which outputs a client gets, and the stream that writes them."""
 
 from __future__ import annotations
 

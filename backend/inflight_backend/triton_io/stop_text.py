@@ -1,4 +1,4 @@
-"""Stop words on the way to text: what may still become one is held back, and none ever leaves."""
+"""Cuts text at a stop word; holds back what may still become one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts as the token lists that `tensorrt_llm` takes: words by their tokens, biases by token."""
+"""Stop words, bad words and biased words as token lists."""
 
 from __future__ import annotations
 

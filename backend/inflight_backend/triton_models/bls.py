@@ -1,4 +1,4 @@
-"""`TritonPythonModel` of ``tensorrt_llm_bls``: the text interface of the peer's model of that name.
+"""`TritonPythonModel` of ``tensorrt_llm_bls``: text interface of tensorrtllm_backend's BLS model.
 
 It relays between its client and ``tensorrt_llm`` inside the server, for clients that call it by
 name. Unlike the peer's it passes cancellation on.

@@ -1,4 +1,4 @@
-"""Requests to ``tensorrt_llm`` from inside the server, for models that speak for it.
+"""Relays requests to ``tensorrt_llm`` from our other models in the same server.
 
 Unlike an ensemble they pass cancellation on: a client that leaves has its request stopped.
 """

@@ -1,4 +1,4 @@
-"""The server's log: kept small, and read for the one line that explains why it ended."""
+"""The server's log file: bounded in size, and searched for the line that explains a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that can be known to fail before a server is started, with one clear line each."""
+"""Checks before a server starts; each failure is one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model repository: the templates of the package with their values filled in.
+"""Writes a model repository from the templates of the package.
 
 `assemble` is what `inflight serve` uses for the private repository of a run; `install` is for a
 folder that belongs to somebody (`inflight model-repository`) and may hold other models.

@@ -1,4 +1,4 @@
-"""What the user asked `inflight serve` for."""
+"""The settings of `inflight serve`."""
 
 from __future__ import annotations
 

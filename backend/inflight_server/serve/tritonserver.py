@@ -1,4 +1,4 @@
-"""Where tritonserver comes from, and what it needs around it to run our Python.
+"""Finds tritonserver, and sets up the environment in which it runs our Python.
 
 The stub (the process that runs the model) links libpython dynamically and finds the packages
 through the ``python3`` that is first on PATH: both point it at the interpreter we run in.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from gpu_parts.common import LLAMA_8B, TINY, Setting, make_engine
 from gpu_parts.whole_requests import run_requests
-from peer_parts.work import Budget, Done
-
 from inflight_backend.engine import EngineConfig
+from peer_parts.work import Budget, Done
 
 
 class Engine:

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+
 from peer_parts.work import Budget, Done
 
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+
 from peer_parts.work import Budget, Done
 
 

@@ -1,4 +1,4 @@
-"""Rows to FP8 with a scale each: what no norm or activation could quantise on its way.
+"""Quantises rows to FP8 with a scale each, where no norm or activation does it.
 
 scale[t] = max_i |x[t, i]| / 448                out[t, i] = round(x[t, i] / scale[t])
 """

@@ -1,4 +1,4 @@
-"""Sampling in plain torch, and what requests want done to their logits before it.
+"""Sampling in plain torch, and the adjustments of logits before it.
 
 A row is filtered by temperature, then top-k, top-p and min-p, and sampled by inverting its
 cumulative distribution *in the order of the vocabulary* with one uniform number. That number is a

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
+from support.command_runner import run
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 SECTION = PYPROJECT.read_text(encoding="utf-8").partition('."inflight.commands"]\n')[2]

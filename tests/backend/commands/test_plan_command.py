@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
+from support.command_runner import run
 
 from inflight_backend.engine import EngineConfig
 from inflight_backend.errors import ConfigurationError

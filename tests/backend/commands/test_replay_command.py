@@ -7,8 +7,8 @@ import types
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import run
-from manager_harness import Recorder, request, running
+from support.command_runner import run
+from support.manager_harness import Recorder, request, running
 
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.commands.replay import replay
@@ -67,7 +67,9 @@ def test_the_scheduler_of_the_user_decides_again(
     assert "give it with --scheduler-class" in refused.stderr
     done = run(replay, tmp_path / "r.jsonl", "--scheduler-class", name)
     assert done.stdout.startswith("identical, ")
-    other = run(replay, tmp_path / "r.jsonl", "--scheduler-class", "user_schedulers:FirstOne")
+    other = run(
+        replay, tmp_path / "r.jsonl", "--scheduler-class", "support.user_schedulers:FirstOne"
+    )
     assert other.exit_code == 1
     assert "differs in" in other.stdout
     assert "by deadlines, salts, adapters or texts decides otherwise here" in other.stdout
@@ -75,7 +77,9 @@ def test_the_scheduler_of_the_user_decides_again(
 
 def test_a_scheduler_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     record(tmp_path / "r.jsonl")
-    done = run(replay, tmp_path / "r.jsonl", "--scheduler-class", "user_schedulers:AsksForMore")
+    done = run(
+        replay, tmp_path / "r.jsonl", "--scheduler-class", "support.user_schedulers:AsksForMore"
+    )
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr.startswith("error: scheduler_class AsksForMore cannot be made: ")
     assert done.stderr.count("\n") == 1

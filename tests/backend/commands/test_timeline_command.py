@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from backend.commands.harness import piped, run
-from manager_harness import MAX_UTILIZATION, Recorder, request, running
+from support.command_runner import piped, run
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_server.commands.timeline import timeline

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backend.commands.harness import piped, run
-from manager_harness import MAX_UTILIZATION, Recorder, request, running
 from scheduler.recording.test_whatif_ring import ring
+from support.command_runner import piped, run
+from support.manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_server.commands.replay import replay
@@ -110,7 +110,7 @@ def test_a_page_that_cannot_be_written_is_told_before_anything_is_computed(
 
 def test_a_scheduler_of_the_user_beside_the_recorded_one(recording: Path) -> None:
     """A row for it, and one under each of the other settings."""
-    own = "user_schedulers:OneAtATime"
+    own = "support.user_schedulers:OneAtATime"
     options = ["--scheduler-class", own, "--policy", "static_batch", "--kv-blocks", 40]
     rows = json.loads(run(whatif, recording, *options, "--json").stdout)["rows"]
     names = [row["setting"] for row in rows[1:]]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
-from fake_cuda import FakeCuda
+from support.checkpoints import write_checkpoint
+from support.fake_cuda import FakeCuda
 
 from inflight_backend.engine import Engine, EngineConfig
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import VOCAB_SIZE, load_oracle
-from engine_driver import EngineDriver, Job
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support.checkpoints import VOCAB_SIZE, load_oracle
+from support.engine_driver import EngineDriver, Job
 
 from inflight_backend.engine import Engine
 from inflight_backend.engine.memory_plan import COLUMNS

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import oracle_tokens
-from engine_driver import EngineDriver, Job
 from safetensors.torch import load_file, save_file
+from support.checkpoints import oracle_tokens
+from support.engine_driver import EngineDriver, Job
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.memory_plan import make_plan

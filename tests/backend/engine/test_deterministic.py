@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import EngineDriver, Job
+from support.engine_driver import EngineDriver, Job
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig

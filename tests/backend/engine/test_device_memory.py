@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import oracle_tokens
-from engine_driver import EngineDriver, Job
+from support.checkpoints import oracle_tokens
+from support.engine_driver import EngineDriver, Job
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig

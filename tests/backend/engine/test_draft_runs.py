@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoints import VOCAB_SIZE
-from engine_driver import EngineDriver, Job
-from fake_cuda import on_both_devices
+from support.checkpoints import VOCAB_SIZE
+from support.engine_driver import EngineDriver, Job
+from support.fake_cuda import on_both_devices
 
 from inflight_backend.engine import Engine
 from inflight_scheduler import OutputParams, SamplingParams

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VARIANTS, VOCAB_SIZE, oracle_logits, oracle_tokens
-from engine_driver import EngineDriver, Job
-from fake_cuda import on_both_devices
+from support.checkpoints import VARIANTS, VOCAB_SIZE, oracle_logits, oracle_tokens
+from support.engine_driver import EngineDriver, Job
+from support.fake_cuda import on_both_devices
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_scheduler import (

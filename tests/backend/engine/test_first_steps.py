@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import oracle_tokens
-from engine_driver import EngineDriver, Job
+from support.checkpoints import oracle_tokens
+from support.engine_driver import EngineDriver, Job
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.engine.warmup import max_memory_batch, warm_up
@@ -43,7 +43,7 @@ def results(
     folder = checkpoint("qwen2-window", head_dim=16, intermediate_size=64)
     output = tmp_path_factory.mktemp("keys") / "keys.json"
     done = subprocess.run(
-        [sys.executable, "-m", "step_keys", str(folder), "--output", str(output)],
+        [sys.executable, "-m", "support.step_keys", str(folder), "--output", str(output)],
         env={
             **os.environ,
             "TRITON_INTERPRET": "0",

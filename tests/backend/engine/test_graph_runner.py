@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from replay import Rerun
+from support.graph_replay import Rerun
 from torch import Tensor
 
 from inflight_backend.engine.cuda_graphs import CudaCapture, GraphRunner, bucket_sizes

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE
-from engine_driver import EngineDriver, Job
-from replay import Rerun
+from support.checkpoints import VOCAB_SIZE
+from support.engine_driver import EngineDriver, Job
+from support.graph_replay import Rerun
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_driver import EngineDriver, Job
-from fake_cuda import FREE_BYTES, RESERVED_BYTES, STEP_BYTES, FakeCuda
-from manager_harness import Recorder, request, running
+from support.engine_driver import EngineDriver, Job
+from support.fake_cuda import FREE_BYTES, RESERVED_BYTES, STEP_BYTES, FakeCuda
+from support.manager_harness import Recorder, request, running
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig

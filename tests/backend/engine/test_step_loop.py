@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import VOCAB_SIZE
-from manager_harness import Recorder, request, running
+from support.checkpoints import VOCAB_SIZE
+from support.manager_harness import Recorder, request, running
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE
-from engine_driver import EngineDriver, Job
-from fake_cuda import on_both_devices
-from replay import Rerun
+from support.checkpoints import VOCAB_SIZE
+from support.engine_driver import EngineDriver, Job
+from support.fake_cuda import on_both_devices
+from support.graph_replay import Rerun
 from torch import Tensor
 
 from inflight_backend.engine import Engine, EngineConfig

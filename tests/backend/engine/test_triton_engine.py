@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens
-from engine_driver import EngineDriver, Job
-from replay import Rerun
+from support.checkpoints import VOCAB_SIZE, oracle_logits, oracle_tokens
+from support.engine_driver import EngineDriver, Job
+from support.graph_replay import Rerun
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight_backend.engine import Engine, EngineConfig

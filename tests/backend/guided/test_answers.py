@@ -12,9 +12,9 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from checkpoints import write_checkpoint
 from llguidance import LLParserLimits
-from manager_harness import Recorder, request, running
+from support.checkpoints import write_checkpoint
+from support.manager_harness import Recorder, request, running
 
 from inflight_backend.guided import compiler as compiler_module
 from inflight_backend.guided.guide import Guide, GuideType

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz.fuzzing import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzing
 from tokenizers import Tokenizer
 
 from inflight_backend.errors import CapacityExceeded, InvalidRequest, ServingError

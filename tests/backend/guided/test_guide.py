@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from fuzz.fuzzing import fuzzing
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzzing
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.bounds import MAX_SCHEMA_BYTES, check_schema, unrolled_size

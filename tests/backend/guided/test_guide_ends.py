@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint
-from manager_harness import Recorder, request, running
+from support.checkpoints import write_checkpoint
+from support.manager_harness import Recorder, request, running
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from backend.guided.test_compiler import TOKENIZER, VOCAB_SIZE, compile_guide
-from manager_harness import WAIT, Recorder, request, running
-from triton_harness import wait_until
+from support.manager_harness import WAIT, Recorder, request, running
+from support.triton_harness import wait_until
 
 from inflight_backend.errors import CapacityExceeded, ServingError
 from inflight_backend.guided import compiler as module

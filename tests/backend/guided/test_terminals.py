@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from context_free import CHARACTERS, Grammar, random_rules
-from fuzz.fuzzing import fuzzing
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
+from support.context_free import CHARACTERS, Grammar, random_rules
+from support.fuzzing import fuzzing
 from tokenizers import Tokenizer
 
 from inflight_backend.guided import terminals

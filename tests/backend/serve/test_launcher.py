@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from backend.serve.logs import without_grpc
+from support.server_logs import without_grpc
 
 from inflight_backend.errors import ServingError
 from inflight_backend.status import StatusWriter, stop_file_of

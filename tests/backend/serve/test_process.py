@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from backend.serve.logs import without_grpc
+from support.server_logs import without_grpc
 
 from inflight_backend.errors import ServingError
 from inflight_server.serve import process as process_module

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import CountingEngine, FakePbUtils
+from support.triton_harness import Gate, Server
+from support.triton_stub import CountingEngine, FakePbUtils
 from tokenizers import Tokenizer, models, pre_tokenizers
-from triton_harness import Gate, Server
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.manager import gpt_manager as idle_wait

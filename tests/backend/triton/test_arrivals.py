@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scheduler.world import World
+from support.scheduler_world import World
 
 from inflight_backend.errors import CapacityExceeded, RequestInFlight
 from inflight_backend.guided.compiler import PendingGuide

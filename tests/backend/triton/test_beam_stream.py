@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import FakeSender
-from triton_harness import Server, error_of
+from support.triton_harness import Server, error_of
+from support.triton_stub import FakeSender
 
 import inflight_backend
 from inflight_backend.engine import Engine, EngineConfig

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest
-from triton_harness import WAIT, Server, text_of
+from support.triton_harness import WAIT, Server, text_of
+from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton_io.aliases import with_benchmark_parameters

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeRequest
-from relay_harness import answering, load
-from triton_harness import WAIT, error_of, text_of
+from support.relay_harness import answering, load
+from support.triton_harness import WAIT, error_of, text_of
+from support.triton_stub import FakeRequest
 
 from inflight_backend.triton.relay_wire import RelayedRequest, Tensors
 from inflight_backend.triton_io.inputs import RequestHead

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeRequest
-from triton_harness import error_of
+from support.triton_harness import error_of
+from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.manager.parameters import parse_parameters

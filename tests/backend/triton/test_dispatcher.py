@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeSender
-from triton_harness import error_of, ids_of
+from support.triton_harness import error_of, ids_of
+from support.triton_stub import FakePbUtils, FakeSender
 
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from backend.triton.stories import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.triton_harness import WAIT, Gate, Server, ids_of, wait_until
+from support.triton_stories import (
     KINDS,
     LONGEST,
     NUM_NAMES,
@@ -22,10 +25,7 @@ from backend.triton.stories import (
     sequences_of,
     story,
 )
-from fakes import CountingEngine
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from triton_harness import WAIT, Gate, Server, ids_of, wait_until
+from support.triton_stub import CountingEngine
 
 from inflight_backend.triton import frontend
 from inflight_backend.triton.queue import RequestIds, RequestQueue

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import WAIT, Server, error_of, wait_until, wait_until_queued
+from support.triton_harness import WAIT, Server, error_of, wait_until, wait_until_queued
+from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.engine.interface import MaskSource
 from inflight_backend.guided import compiler

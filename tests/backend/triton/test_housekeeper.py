@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakeSender
-from triton_harness import ids_of, wait_until
+from support.triton_harness import ids_of, wait_until
+from support.triton_stub import CountingEngine, FakeSender
 
 from inflight_backend.triton.watchdog import PeriodicTask, PeriodicTasks
 from inflight_server.serve.settings import DEMO_MODEL
@@ -116,7 +116,7 @@ WATCHER = "from inflight_backend.process_guard import exit_with_parent; exit_wit
 # As Triton does it; that `tensorrt_llm` does so too is seen in tests/e2e/test_supervision.py.
 ADDED_MODEL = f"""
 import importlib, json, sys
-from fakes import FakePbUtils
+from support.triton_stub import FakePbUtils
 sys.modules["triton_python_backend_utils"] = FakePbUtils
 module = importlib.import_module("inflight_backend.triton_models.%s")
 parameters = {{"gpt_model_path": {{"string_value": {str(DEMO_MODEL)!r}}}}}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeResponse, FakeSender
-from triton_harness import WAIT, error_of
+from support.triton_harness import WAIT, error_of
+from support.triton_stub import FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton.dispatcher import ResponseDispatcher

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from fakes import CountingEngine, FakePbUtils
-from triton_harness import Server
+from support.triton_harness import Server
+from support.triton_stub import CountingEngine, FakePbUtils
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.status import read_status

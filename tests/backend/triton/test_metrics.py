@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
-from triton_harness import Gate, Server, error_of, ids_of, wait_until
+from support.triton_harness import Gate, Server, error_of, ids_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.manager.statistics import EventCounter
 from inflight_backend.triton.frontend import _ERROR_CODES

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeSender
-from manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
-from triton_harness import WAIT, error_of, ids_of, wait_until
+from support.manager_harness import GUARANTEED, MAX_UTILIZATION, Recorder, request, running
+from support.triton_harness import WAIT, error_of, ids_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import NamedTensor

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
-from triton_harness import (
+from support.triton_harness import (
     WAIT,
     Gate,
     Server,
@@ -22,6 +21,7 @@ from triton_harness import (
     wait_until,
     wait_until_queued,
 )
+from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 
 from inflight_backend.status import read_status
 from inflight_backend.triton import introspection as inspection

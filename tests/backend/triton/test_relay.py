@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import CountingEngine, FakePbUtils, FakeRequest, FakeSender
-from relay_harness import answering, load
-from triton_harness import WAIT, Server, error_of, ids_of, wait_until
+from support.relay_harness import answering, load
+from support.triton_harness import WAIT, Server, error_of, ids_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSender
 
 from inflight_backend.triton import model as triton_model
 from inflight_backend.triton import relay_server as relay_listener

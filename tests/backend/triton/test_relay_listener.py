@@ -17,9 +17,9 @@ from contextlib import ExitStack
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine
-from relay_harness import answer_on, answer_to, asking, ids_in, packed
-from triton_harness import WAIT, Server, wait_until
+from support.relay_harness import answer_on, answer_to, asking, ids_in, packed
+from support.triton_harness import WAIT, Server, wait_until
+from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.triton import relay_server as relay_listener

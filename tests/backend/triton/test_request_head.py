@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeRequest
-from triton_harness import WAIT, Gate, Server, error_of, ids_of
+from support.triton_harness import WAIT, Gate, Server, error_of, ids_of
+from support.triton_stub import FakePbUtils, FakeRequest
 
 import inflight_protocol as protocol
 from inflight_backend.errors import InvalidRequest

@@ -6,8 +6,8 @@ import threading
 from typing import Any
 
 import pytest
-from fakes import CountingEngine, FakePbUtils
-from triton_harness import WAIT, error_of, ids_of, wait_until
+from support.triton_harness import WAIT, error_of, ids_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils
 
 from inflight_backend.manager.logits_processors import ActiveProcessors
 from inflight_backend.status import read_status

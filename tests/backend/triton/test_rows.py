@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeRequest, FakeSender
-from triton_harness import WAIT, Server, error_of
+from support.triton_harness import WAIT, Server, error_of
+from support.triton_stub import FakeRequest, FakeSender
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.triton_io.request import TritonRequest

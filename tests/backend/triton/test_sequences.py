@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeSender
+from support.triton_harness import WAIT, Server, error_of, ids_of, text_of
+from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 from tokenizers import Tokenizer, models, pre_tokenizers
-from triton_harness import WAIT, Server, error_of, ids_of, text_of
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import InferenceRequest

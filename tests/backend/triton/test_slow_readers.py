@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeSender
-from triton_harness import WAIT, ids_of, wait_until
+from support.triton_harness import WAIT, ids_of, wait_until
+from support.triton_stub import FakePbUtils, FakeSender
 
 from inflight_backend.triton import dispatcher as module
 from inflight_backend.triton.dispatcher import ResponseDispatcher

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine
-from relay_harness import asking, ids_in, packed
-from triton_harness import WAIT, Gate, Server, wait_until
+from support.relay_harness import asking, ids_in, packed
+from support.triton_harness import WAIT, Gate, Server, wait_until
+from support.triton_stub import CountingEngine
 
 from inflight_backend.requests.inference_request import Array
 from inflight_backend.triton import relay_server as relay_listener

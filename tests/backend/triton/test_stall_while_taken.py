@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
-from triton_harness import WAIT, error_of, ids_of
+from support.triton_harness import WAIT, error_of, ids_of
+from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.triton.queue import RequestQueue
 from inflight_backend.triton_io.sender import ResponseSender

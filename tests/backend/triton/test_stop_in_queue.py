@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import FakeSender
-from triton_harness import WAIT, Gate, Server, wait_until_queued
+from support.triton_harness import WAIT, Gate, Server, wait_until_queued
+from support.triton_stub import FakeSender
 
 import inflight_backend
 from inflight_backend.engine import Engine, EngineConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from fakes import FakePbUtils, FakeResponse, FakeSender
-from triton_harness import WAIT, error_of
+from support.triton_harness import WAIT, error_of
+from support.triton_stub import FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.triton.frontend import share
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeResponse, FakeSender
-from triton_harness import WAIT, Server, error_of, ids_of, wait_until
+from support.triton_harness import WAIT, Server, error_of, ids_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeSender
 
 from inflight_backend.status import read_status
 from inflight_backend.triton.dispatcher import MergedResponse, ResponseDispatcher

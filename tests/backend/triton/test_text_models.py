@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeRequest
+from support.triton_stub import FakePbUtils, FakeRequest
 
 from inflight_backend.errors import ConfigurationError, InvalidRequest
 from inflight_backend.text.tokenizer import TextCodec

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_until
+from support.triton_harness import WAIT, Gate, Server, error_of, ids_of, text_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.manager import gpt_manager
 from inflight_backend.status import read_status

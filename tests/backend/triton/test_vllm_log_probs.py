@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from backend.triton.conftest import MakeServer
-from checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
-from fakes import FakeSender
-from relay_harness import Ask, tensors_of, vllm_model
+from support.checkpoints import VOCAB_SIZE, load_oracle, write_checkpoint
+from support.relay_harness import Ask, tensors_of, vllm_model
+from support.triton_harness import Server, error_of
+from support.triton_stub import FakeSender
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from triton_harness import Server, error_of
 
 from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.errors import CheckpointError

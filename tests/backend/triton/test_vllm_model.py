@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakePbUtils, FakeSender
-from relay_harness import Ask, answering, tensors_of, vllm_model
-from triton_harness import Server, error_of
+from support.relay_harness import Ask, answering, tensors_of, vllm_model
+from support.triton_harness import Server, error_of
+from support.triton_stub import FakePbUtils, FakeSender
 
 from inflight_backend.errors import ConfigurationError
 

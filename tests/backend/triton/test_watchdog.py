@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from backend.triton.conftest import MakeServer
-from fakes import CountingEngine, FakePbUtils, FakeSender
-from triton_harness import WAIT, Gate, Server, error_of, full_disk, ids_of, wait_until
+from support.triton_harness import WAIT, Gate, Server, error_of, full_disk, ids_of, wait_until
+from support.triton_stub import CountingEngine, FakePbUtils, FakeSender
 
 from inflight_backend.status import beat_of, read_status
 from inflight_backend.triton.watchdog import Progress, ProgressSource, Watchdog, WatchdogTargets

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from client.conftest import Local
-from client.openai.front import front_of
+from support.openai_front import front_of
 from yarl import URL
 
 from inflight_client.address import parse_address

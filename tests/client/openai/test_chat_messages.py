@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from client.openai.front import DESCRIPTION
 from openai.types.chat import ChatCompletionMessage
+from support.openai_front import DESCRIPTION
 
 from inflight_openai.chat_messages import read_messages
 from inflight_openai.errors import ApiError

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import pytest
-from client.openai.front import DESCRIPTION
+from support.openai_front import DESCRIPTION
 
 from inflight_openai.errors import ApiError
 from inflight_openai.field_table import CHAT, COMPLETION, GROUP_BY_NAME, GROUPS, Action, FieldGroup

@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 from client.conftest import Local
-from client.local_server import GAP_SECONDS, Arrival, LocalTriton
-from client.openai.front import front_of, serving
+from support.local_server import GAP_SECONDS, Arrival, LocalTriton
+from support.openai_front import front_of, serving
 
 from inflight_client.grpc_wire import encode_bytes
 from inflight_openai import app, upstream

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 from client.conftest import Local
-from client.openai.front import front_of
+from support.openai_front import front_of
 
 from inflight_client.errors import InvalidArgument
 from inflight_openai.origins import AllowedOrigins

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client.openai.front import DESCRIPTION
+from support.openai_front import DESCRIPTION
 
 from inflight_client.errors import InvalidArgument, ServerError
 from inflight_openai.errors import TENSOR_TO_FIELD, ApiError, from_upstream

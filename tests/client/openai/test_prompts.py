@@ -6,7 +6,7 @@ import json
 from functools import partial
 
 import pytest
-from client.openai.front import DESCRIPTION
+from support.openai_front import DESCRIPTION
 from tokenizers import Tokenizer
 from tokenizers.decoders import Metaspace
 from tokenizers.models import BPE

@@ -17,8 +17,8 @@ from urllib.error import HTTPError
 
 import pytest
 from client.conftest import Local
-from client.local_server import Arrival, LocalTriton, ModelError
-from client.openai.front import DESCRIPTION
+from support.local_server import Arrival, LocalTriton, ModelError
+from support.openai_front import DESCRIPTION
 
 pytestmark = pytest.mark.slow
 

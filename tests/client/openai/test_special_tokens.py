@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from client.openai.front import DESCRIPTION
+from support.openai_front import DESCRIPTION
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from inflight_openai.errors import ApiError

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import strategies as st
-from scheduler.fake_engine import FakeEngine, draw
-from scheduler.world import make_request
+from support.fake_engine import FakeEngine, draw
+from support.scheduler_world import make_request
 
 from inflight_recorder import likeness, part_log
 from inflight_recorder import recorder as recorder_module

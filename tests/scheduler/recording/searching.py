@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.fake_engine import draw
 from scheduler.recording.recorded import RecordedWorld
-from scheduler.world import make_request
+from support.fake_engine import draw
+from support.scheduler_world import make_request
 
 from inflight_recorder.cost_model import CostModel
 from inflight_recorder.in_force import Lists, scheduler_of

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fuzz.fuzzing import fuzzing
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, play, read, tiny_ring
 from scheduler.recording.searching import SearchingWorld
 from scheduler.recording.test_recorded_drafts import DraftingWorld
+from support.fuzzing import fuzzing
 
 from inflight_recorder import steps
 from inflight_recorder.cost_model import CostModel

@@ -20,7 +20,7 @@ from scheduler.recording.recorded import (
     searching,
 )
 from scheduler.recording.test_recorded_drafts import DraftingWorld
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import page, svg
 from inflight_recorder.errors import RecordingError

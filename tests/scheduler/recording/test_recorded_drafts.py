@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.fake_engine import VOCAB_SIZE, draw
 from scheduler.recording.recorded import (
     GUARANTEED,
     MAX_UTILIZATION,
@@ -18,7 +17,8 @@ from scheduler.recording.recorded import (
     read,
     tiny_ring,
 )
-from scheduler.world import make_request
+from support.fake_engine import VOCAB_SIZE, draw
+from support.scheduler_world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.cost_model import CostModel

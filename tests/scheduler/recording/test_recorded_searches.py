@@ -17,7 +17,7 @@ from scheduler.recording.recorded import (
     tiny_ring,
 )
 from scheduler.recording.searching import SearchingWorld
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.history import build_history

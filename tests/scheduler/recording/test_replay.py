@@ -23,7 +23,7 @@ from scheduler.recording.recorded import (
     small_settings,
     tiny_ring,
 )
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import likeness
 from inflight_recorder import recorder as recorder_module

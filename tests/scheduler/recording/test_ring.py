@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from scheduler.recording.recorded import GUARANTEED, RecordedWorld
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.beams import Moves

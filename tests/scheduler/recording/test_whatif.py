@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from scheduler.recording.recorded import GUARANTEED, MAX_UTILIZATION, RecordedWorld, read
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import whatif
 from inflight_recorder.cost_model import MIN_SAMPLES, CostModel, Load, Sample, fit_cost_model

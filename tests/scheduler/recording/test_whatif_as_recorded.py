@@ -20,7 +20,7 @@ from scheduler.recording.recorded import (
 )
 from scheduler.recording.searching import SearchingWorld as OverlappedSearchingWorld
 from scheduler.recording.test_recorded_drafts import DraftingWorld
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import beams
 from inflight_recorder.cost_model import CostModel

@@ -14,7 +14,7 @@ from scheduler.recording.recorded import (
     play,
     read,
 )
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder.cost_model import CostModel
 from inflight_recorder.history import Activity, build_history

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler.recording.recorded import GUARANTEED, RecordedWorld, read
 from scheduler.recording.test_whatif_as_recorded import PRICES
-from scheduler.world import make_request
+from support.scheduler_world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.latency import Latencies

@@ -1,4 +1,4 @@
-"""What one model family may do differently from the plain decoder, and the table of families."""
+"""The table of model families, and the options in which a family differs from the plain decoder."""
 
 from __future__ import annotations
 

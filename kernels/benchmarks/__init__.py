@@ -1,1 +1,0 @@
-"""Benchmarks of the kernels, each on its own: ``python -m benchmarks.bench_sample``."""

@@ -1,0 +1,124 @@
+"""`GptManager` with recording callbacks around an engine that counts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from support.triton_stub import CountingEngine
+
+from inflight_backend.engine.interface import StepEngine
+from inflight_backend.manager.gpt_manager import GptManager
+from inflight_backend.manager.parameters import TrtGptModelOptionalParams
+from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
+from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch, TrtGptModelType
+
+GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
+MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+WAIT = 120.0  # for what takes milliseconds: a busy machine may not come to it for long
+
+
+class GatedEngine(CountingEngine):
+    """WaitReasons before its first step until the test lets it go."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(before_step=self._wait, **options)
+        self.has_begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def _wait(self, batch: ScheduledBatch) -> None:
+        self.has_begun.set()
+        assert self.go_on.wait(WAIT)
+
+
+class Recorder:
+    """The four callbacks, with everything they were given."""
+
+    def __init__(self, requests: Sequence[InferenceRequest] = ()) -> None:
+        self.pending = list(requests)
+        self.rooms: list[int] = []
+        self.responses: dict[int, list[tuple[list[int], bool, str]]] = {}
+        self.events: list[str] = []
+        self.stops: set[int] = set()
+        self.stats: list[dict[str, Any]] = []
+        self.named_tensors: dict[int, list[dict[str, Any]]] = {}
+        self.done = threading.Condition()
+        self.on_response: Callable[[int, bool], None] = lambda request_id, is_final: None
+
+    def get(self, room: int) -> list[InferenceRequest]:
+        self.rooms.append(room)
+        self.events.append("get")
+        room = max(room, 0)
+        new = self.pending[:room]
+        del self.pending[: len(new)]  # in place: a test may append meanwhile
+        return new
+
+    def send(
+        self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
+    ) -> None:
+        self.events.append("send")
+        ids = [i for t in tensors if t.name == "output_ids" for i in t.tensor.reshape(-1).tolist()]
+        with self.done:
+            self.responses.setdefault(request_id, []).append((ids, is_final, error))
+            self.named_tensors.setdefault(request_id, []).append(
+                {t.name: t.tensor for t in tensors}
+            )
+            self.on_response(request_id, is_final)
+            self.done.notify_all()
+
+    def poll(self) -> set[int]:
+        self.events.append("poll")
+        return self.stops
+
+    def return_stats(self, text: str) -> None:
+        self.events.append("stats")
+        self.stats.append(json.loads(text))
+
+    def finals(self) -> set[int]:
+        return {i for i, sent in self.responses.items() if sent[-1][1]}
+
+    def wait_for_finals(self, *request_ids: int) -> None:
+        with self.done:
+            assert self.done.wait_for(lambda: self.finals() >= set(request_ids), WAIT)
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [token for ids, _, _ in self.responses[request_id] for token in ids]
+
+
+@contextmanager
+def running(
+    recorder: Recorder,
+    engine: StepEngine | Path | None = None,
+    policy: CapacitySchedulerPolicy = GUARANTEED,
+    **options: Any,
+) -> Iterator[GptManager]:
+    params = options.pop("params", TrtGptModelOptionalParams(max_batch_size=8))
+    model_type = options.pop("model_type", TrtGptModelType.InflightFusedBatching)
+    manager = GptManager(
+        engine or CountingEngine(),
+        model_type,
+        options.pop("max_beam_width", 1),
+        policy,
+        recorder.get,
+        recorder.send,
+        recorder.poll,
+        recorder.return_stats,
+        params,
+        **options,
+    )
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+
+
+def request(
+    request_id: int, prompt: Sequence[int], num_new: int, *, streaming: bool = True, **values: Any
+) -> InferenceRequest:
+    return InferenceRequest.from_tokens(
+        request_id, prompt, num_new, is_streaming=streaming, **values
+    )

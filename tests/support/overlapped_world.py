@@ -1,0 +1,107 @@
+"""The world of `world` with a loop that plans a step while the one before it still runs.
+
+The fake engine executes when a step is submitted, so steps run in order, as on a device; what it
+has drawn stays unread until the next step has been submitted.
+"""
+
+from __future__ import annotations
+
+import random
+
+from support.scheduler_world import Decision, World
+
+from inflight_scheduler import NO_CANDIDATES, Candidates, LlmRequest, ScheduledBatch
+
+
+class OverlappedWorld(World):
+    """`World.step` submits a step and reads the one before it."""
+
+    running: tuple[ScheduledBatch, list[int]] | None = None
+    candidates: Candidates = NO_CANDIDATES
+    num_discarded_tokens = 0
+
+    def step(self, decision: Decision | None = None) -> ScheduledBatch:
+        """Decide and submit, then settle the step before; nobody is paused while a step runs.
+
+        A step that says how the next one goes on is settled first.
+        """
+        settled = self.running
+        if settled is not None and self.planner.must_apply_first(settled[0]):
+            self.running = None
+            self._settle(*settled)
+            self.check_invariants()
+        lists = self.decide() if decision is None else decision
+        if lists[2] and self.running is not None:
+            lists = ([], [], [])
+        before = self.running
+        batch = self.plan(lists)
+        self.running = None
+        if not batch.is_empty:
+            self.running = (batch, self.engine.execute(batch))
+            self.candidates = self.engine.candidates
+            self.planner.assume_step(batch)
+            self.check_invariants()
+        if before is not None:
+            self._settle(*before)
+            self.num_running += 1  # that step was on its way
+            self.check_invariants()
+        elif settled is not None:
+            self.num_running += 1
+        return batch if before is None else before[0]
+
+    def fail(self, *, is_running_lost: bool) -> list[LlmRequest]:
+        """The step that is planned now fails; so may the one that runs. Returns who was hurt."""
+        lists = self.decide()
+        batch = self.plan(([], [], []) if lists[2] else lists)
+        hurt: list[LlmRequest] = []
+        if self.running is not None:
+            before, self.running = self.running, None
+            if is_running_lost:
+                hurt += self.planner.discard(before[0])
+            else:
+                self._settle(*before)
+        hurt += [r for r in self.planner.discard(batch) if r not in hurt]
+        return hurt
+
+    def _settle(self, batch: ScheduledBatch, tokens: list[int]) -> None:
+        settled = self.planner.apply_tokens(batch, tokens, self.candidates)
+        self.num_discarded_tokens += len(tokens) - len(settled)
+        for request in settled:
+            if request.is_finished:
+                self.end(request)
+
+
+class MixedWorld(OverlappedWorld):
+    """Changes between both loops: whenever somebody has drafts, as the server does, and by luck.
+
+    ``dice`` None: overlapped as far as possible.
+    """
+
+    dice: random.Random | None = None
+    num_alone = num_overlapped = 0
+
+    def step(self, decision: Decision | None = None) -> ScheduledBatch:
+        """One of either loop; a step that runs alone comes after the end of the one before."""
+        by_luck = self.dice is not None and self.dice.random() < 0.3
+        if self.active.num_with_drafts == 0 and not by_luck:
+            self.num_overlapped += 1
+            return super().step(decision)
+        was_running = self.running is not None
+        self.settle_running()
+        self.num_alone += 1
+        batch = World.step(self, decision)
+        self.num_running += was_running
+        return batch
+
+    def settle_running(self) -> None:
+        """Read the tokens of the step that runs, if one does."""
+        if self.running is not None:
+            before, self.running = self.running, None
+            self._settle(*before)
+            self.check_invariants()
+
+    def drain(self) -> None:
+        """As `World.drain`."""
+        self.settle_running()
+        super().drain()
+        self.settle_running()
