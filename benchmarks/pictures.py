@@ -21,9 +21,9 @@ from typing import Any
 from report import describe_run, write_result
 
 from inflight_recorder.cost_model import CostModel
-from inflight_recorder.files import RecordingFile, open_recording
+from inflight_recorder.storage import RecordingFile, open_recording
 from inflight_recorder.recorder import FlightRecorder
-from inflight_recorder.records import Settings
+from inflight_recorder.settings import Settings
 from inflight_recorder.whatif import Clock, predict
 from inflight_recorder.workload import make_workload
 from inflight_scheduler import CapacitySchedulerPolicy

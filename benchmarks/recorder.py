@@ -28,10 +28,10 @@ from report import describe_run, write_result
 
 from inflight_backend import CapacitySchedulerPolicy
 from inflight_backend.manager import inflight_batcher
-from inflight_recorder.files import RecordingFile, open_recording
-from inflight_recorder.in_force import scheduler_of
+from inflight_recorder.storage import RecordingFile, open_recording
+from inflight_recorder.settings import scheduler_of
 from inflight_recorder.recorder import SEGMENT_ITERATIONS, FlightRecorder
-from inflight_recorder.records import Settings
+from inflight_recorder.settings import Settings
 from inflight_recorder.texts import RecordedTexts
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import ActiveRequests, BatchPlanner, BlockManager, LlmRequest

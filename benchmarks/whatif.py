@@ -25,8 +25,8 @@ from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
 
 from inflight_recorder.cost_model import fit_cost_model
-from inflight_recorder.files import open_recording
-from inflight_recorder.latency import Summary
+from inflight_recorder.storage import open_recording
+from inflight_recorder.workload import Summary
 from inflight_recorder.whatif import predict
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import CapacitySchedulerPolicy

@@ -48,8 +48,8 @@ from inflight_backend.manager.inflight_batcher import InflightBatcher
 from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.manager.user_scheduler import find_scheduler_class
-from inflight_recorder.files import RecordingReader, open_recording
-from inflight_recorder.history import build_history
+from inflight_recorder.storage import RecordingReader, open_recording
+from inflight_recorder.timeline import build_timeline
 from inflight_recorder.replay import replay
 from inflight_scheduler import (
     BlockForecast,
@@ -198,7 +198,7 @@ def record_with(scheduler: type, path: Path) -> dict[str, Any]:
 
 def reasons_in(path: Path) -> set[str]:
     with open_recording(path) as reader:
-        rows = build_history(reader).rows
+        rows = build_timeline(reader).rows
     return {span.first_reason for row in rows for span in row.spans if span.first_reason}
 
 

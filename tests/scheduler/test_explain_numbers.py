@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.recording.recorded import (
+from recorder.recorded import (
     GUARANTEED,
     MAX_UTILIZATION,
     RecordedWorld,
@@ -18,8 +18,8 @@ from scheduler.recording.recorded import (
 )
 from scheduler.world import generating, make_request
 
-from inflight_recorder.in_force import Lists
-from inflight_recorder.records import Settings
+from inflight_recorder.settings import Lists
+from inflight_recorder.settings import Settings
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,

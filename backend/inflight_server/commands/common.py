@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from inflight_recorder.errors import RecordingError
+from inflight_recorder.simulation import MakeScheduler, default_scheduler
 
 from inflight_backend.errors import ConfigurationError, ServingError
 from inflight_backend.manager.user_scheduler import find_scheduler_class, make_guarded
-from inflight_recorder.errors import RecordingError
-from inflight_recorder.simulation import MakeScheduler, default_scheduler
 
 RecordingArgument = Annotated[
     Path,

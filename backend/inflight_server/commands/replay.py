@@ -15,6 +15,7 @@ from inflight_server.commands.common import (
 def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
     """Decide again what a recording says was decided. Tells the first difference, if any."""
     from inflight_recorder.files import open_recording
+
     from inflight_recorder.replay import replay as run_replay
 
     with reported_errors(), open_recording(recording) as reader:

@@ -38,10 +38,11 @@ from inflight_server.commands.whatif_requests import (
 )
 
 if TYPE_CHECKING:
-    from inflight_recorder.cost_model import CostModel
     from inflight_recorder.latency import Summary
     from inflight_recorder.records import Settings
     from inflight_recorder.simulation import MakeScheduler
+
+    from inflight_recorder.cost_model import CostModel
     from inflight_recorder.whatif import Variant
 
 MAX_VARIANTS = 64
@@ -125,8 +126,9 @@ def whatif(
     ] = None,
 ) -> None:
     """Predict throughput and latency under other settings. Of the recorded requests, or others."""
-    from inflight_recorder.cost_model import fit_cost_model
     from inflight_recorder.files import open_recording
+
+    from inflight_recorder.cost_model import fit_cost_model
     from inflight_recorder.workload import read_workload
 
     others = OtherRequests(
@@ -195,6 +197,7 @@ def _variants(
     ``own``: a scheduler of the user to be compared, alone and under all ``sizes``.
     """
     from inflight_recorder.header import check_settings
+
     from inflight_recorder.whatif import Variant
     from inflight_scheduler import CapacitySchedulerPolicy
 
@@ -244,6 +247,7 @@ def _run(
 ) -> list[Prediction]:
     """One prediction per variant, with its recording in ``folder``, and how sure it is."""
     from inflight_recorder.simulation import default_scheduler
+
     from inflight_recorder.whatif import predict
 
     predictions = []
@@ -271,6 +275,7 @@ def _run(
 def _predict_into(path: Path | None, settings: Settings, run: Callable[..., Summary]) -> Summary:
     """The prediction ``run``, recorded where there is a ``path``."""
     from inflight_recorder.files import RecordingFile
+
     from inflight_recorder.recorder import FlightRecorder
     from inflight_recorder.whatif import Clock
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight_recorder.comparison import Table
-    from inflight_recorder.cost_model import CostModel
     from inflight_recorder.latency import Summary
+
+    from inflight_recorder.cost_model import CostModel
 
 TOLERANCE = 0.1
 """How much faster or slower each iteration is taken to be for the range of the first tokens."""

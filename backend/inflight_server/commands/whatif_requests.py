@@ -12,6 +12,7 @@ from inflight_backend.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from inflight_recorder.text_book import TextBook
+
     from inflight_recorder.workload import Job, RecordedWorkload
 
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "64-512", "16-256"

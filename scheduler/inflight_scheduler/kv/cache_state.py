@@ -8,30 +8,27 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress, islice
 from typing import NamedTuple
 
 from inflight_scheduler.kv.blocks import follow_links
-from inflight_scheduler.request import LlmRequest
 
 
 class CacheState(NamedTuple):
-    """A copy of the books. Of block k, ``text_numbers[k]`` and ``places[k]`` tell the content.
+    """A copy of the books. ``hashes[k]`` are the first bytes of the key of what block k holds.
 
-    ``is_kept[k]`` says whether that is still kept. The order of ``beginnings`` means nothing.
-    ``table_blocks`` are the block tables of ``holders`` one after another, ``table_lengths`` long.
-    All are arrays: into lists and tuples, however plain, garbage collections look.
+    ``is_kept[k]`` says whether that is still kept. ``table_blocks`` are the block tables of
+    ``holders`` one after another, ``table_lengths`` long. All are arrays: into lists and tuples,
+    however plain, garbage collections look.
     """
 
     holders: array[int]
     table_lengths: array[int]
     table_blocks: array[int]
     is_kept: bytes
-    text_numbers: array[int]
-    places: array[int]
+    hashes: array[int]
     idle_links: array[int]
-    beginnings: array[int]
 
     @property
     def tables(self) -> dict[int, tuple[int, ...]]:
@@ -45,15 +42,10 @@ class CacheState(NamedTuple):
         """Kept blocks that nobody holds, the one that is given up first in front."""
         return follow_links(self.idle_links)
 
-    def kept_texts(self) -> set[int]:
-        """The texts of kept blocks; a fraction of the time that a look at each block takes."""
-        return set(compress(self.text_numbers, self.is_kept))
-
-    def kept(self) -> Iterator[tuple[int, int, int]]:
-        """Block id, number of its text and place in it, of every kept block."""
-        for block_id, is_kept in enumerate(self.is_kept):
-            if is_kept:
-                yield block_id, self.text_numbers[block_id], self.places[block_id]
+    @property
+    def kept(self) -> list[int]:
+        """The kept blocks, in ascending order."""
+        return list(compress(range(len(self.is_kept)), self.is_kept))
 
 
 def array_of(typecode: str, numbers: Collection[int]) -> array[int]:
@@ -62,9 +54,8 @@ def array_of(typecode: str, numbers: Collection[int]) -> array[int]:
 
 
 class CacheContent(NamedTuple):
-    """What is needed to rebuild it: as `CacheState`, with a request for each kept text."""
+    """What is needed to rebuild it: the tables, key by kept block, and the order of idleness."""
 
     tables: Mapping[int, Sequence[int]]
-    kept: Iterable[tuple[int, LlmRequest, int]]
+    kept: Mapping[int, bytes]
     idle: Sequence[int]
-    beginnings: Sequence[int]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
-from scheduler.recording.test_whatif_ring import ring
+from recorder.test_whatif_ring import ring
 
 from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
 from inflight_server.commands.replay import replay

@@ -1,0 +1,373 @@
+"""Request traces as people publish them: when requests came, and how long they were.
+
+One request a line, JSON objects or CSV with a header; which column says what is known for the
+traces of `KINDS`. Where prompts are told by ids of their blocks (``hash_ids``), as Mooncake does,
+they share what the ids say. Nothing else in a file is looked at.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from inflight_recorder.schema import MAX_TIME
+from inflight_recorder.settings import RecordingError
+from inflight_recorder.workload import MAX_NUM_JOBS, Job
+
+MAX_ROW_BYTES = 2**22
+"""A million tokens have 65,536 ids where a block has 16; an id has up to 20 digits."""
+
+MAX_TOKENS = 2**20
+"""Of a prompt, and of what is generated."""
+
+MAX_NEW_TOKENS = 10**9
+"""Of all requests together: some hours of prediction."""
+
+MAX_HASH_TOKENS = 2**16
+UNITS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
+"""Microseconds in each unit of time."""
+
+MAX_HASHES = 2**27
+"""Blocks of all prompts together that are told by ids: 1 GiB of hashes."""
+
+_MIN_ID, _MAX_ID = -(2**63), 2**64 - 1
+_HASH_IDS = "hash_ids"
+
+
+class Kind(NamedTuple):
+    """One kind of trace: the columns of arrival, prompt and output, and what they count in."""
+
+    columns: tuple[str, str, str]
+    unit: str = "s"
+    hash_tokens: int = 512
+
+
+KINDS = {
+    "Mooncake": Kind(("timestamp", "input_length", "output_length"), "ms"),
+    "Azure": Kind(("TIMESTAMP", "ContextTokens", "GeneratedTokens")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """What a file does not say itself; None: as its kind has it.
+
+    ``columns``: of arrival, prompt and output. ``hash_tokens``: tokens of the block that an id
+    stands for. ``rate``: requests a second that come at random (``seed``), instead of when the file
+    says, which then need not say it. ``speed``: so many times as fast as the file says.
+    ``tokens_per_block``: those of the blocks that the jobs tell.
+    """
+
+    columns: Sequence[str] | None = None
+    unit: str | None = None
+    hash_tokens: int | None = None
+    num_requests: int | None = None
+    rate: float | None = None
+    speed: float = 1.0
+    seed: int = 0
+    tokens_per_block: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRequests:
+    """Jobs in order of arrival, and how many requests had no tokens to run."""
+
+    jobs: list[Job]
+    num_left_out: int
+
+
+def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequests:
+    """Read a trace once, from its beginning.
+
+    `RecordingError` names the line and the field of what cannot be. A row is in memory at a time,
+    and some 300 bytes for each request (and 8 for each block, where ids tell what prompts are).
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
+    with file:
+        lines = _Lines(file)
+        collector = _Collector(options or TraceOptions())
+        try:
+            for row in _rows(lines):
+                if not collector.add(row):
+                    break
+        except RecordingError as error:
+            raise RecordingError(f"{path.name}, line {lines.number}: {error}") from None
+    if not collector.prompts:
+        raise RecordingError(f"{path.name} holds no request")
+    return collector.finish()
+
+
+class _Lines:
+    """The lines of a file as text; ``number`` is that of the last one.
+
+    A row of a CSV has several where its texts have line ends; `end_row` is told of each row.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._row_bytes = 0
+        self.number = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._file.readline(MAX_ROW_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        self._row_bytes += len(line)
+        if self._row_bytes > MAX_ROW_BYTES:
+            raise RecordingError(f"the row is longer than {MAX_ROW_BYTES} bytes")
+        try:
+            return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
+        except UnicodeDecodeError:
+            raise RecordingError(
+                "this is no text: unpack a compressed file, as in --trace <(zcat FILE)"
+            ) from None
+
+    def end_row(self) -> None:
+        """What comes next belongs to another row."""
+        self._row_bytes = 0
+
+
+def _rows(lines: _Lines) -> Iterator[Mapping[str, Any]]:
+    """The columns of each request by name."""
+    first = next((line for line in lines if line.strip()), "")
+    if first.lstrip().startswith(("{", "[")):
+        for line in chain([first], lines):
+            lines.end_row()
+            if line.strip():
+                yield _object(line)
+        return
+    csv.field_size_limit(MAX_ROW_BYTES)  # texts beside the lengths may have more than 131,072
+    reader = csv.reader(chain([first], lines), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        for cells in reader:
+            lines.end_row()
+            if cells:
+                yield dict(zip(header, cells, strict=False))
+    except csv.Error as error:
+        raise RecordingError(f"this is no CSV: {error}") from None
+
+
+def _object(line: str) -> Mapping[str, Any]:
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise RecordingError("one JSON object a line is expected, as `jq -c '.[]'` writes them")
+    return content
+
+
+def _kind_of(row: Mapping[str, Any], options: TraceOptions) -> Kind:
+    """How to read the rows that are like ``row``, the first one."""
+    if options.columns is not None:
+        arrival, prompt, output = options.columns
+        kind = Kind((arrival, prompt, output))
+    else:
+        fitting = (  # some are published without arrivals
+            kind for kind in KINDS.values() if all(name in row for name in kind.columns[1:])
+        )
+        found = next(fitting, None)
+        if found is None:
+            raise RecordingError(
+                f"of no known trace are the columns {_shorten(', '.join(row))}: name those of "
+                "arrival, prompt tokens and generated tokens with --trace-columns"
+            )
+        kind = found
+    return kind._replace(
+        unit=options.unit or kind.unit, hash_tokens=options.hash_tokens or kind.hash_tokens
+    )
+
+
+@dataclass(slots=True)
+class _Collector:
+    """Takes the rows one by one."""
+
+    options: TraceOptions
+    kind: Kind | None = None
+    times_us: array[int] = field(default_factory=lambda: array("q"))
+    prompts: array[int] = field(default_factory=lambda: array("i"))
+    outputs: array[int] = field(default_factory=lambda: array("i"))
+    hashes: list[bytes] = field(default_factory=list)
+    num_left_out: int = 0
+    num_new_tokens: int = 0
+    num_hashes: int = 0
+
+    def add(self, row: Mapping[str, Any]) -> bool:
+        """One request more; False when there are enough."""
+        if self.kind is None:
+            self.kind = _kind_of(row, self.options)
+        arrival, prompt_column, output_column = self.kind.columns
+        time_us = 0 if self.options.rate else _time_us(row, arrival, UNITS[self.kind.unit])
+        prompt, output = _length(row, prompt_column), _length(row, output_column)
+        if not prompt or not output:
+            self.num_left_out += 1
+            return True
+        self.num_new_tokens += output
+        if len(self.prompts) >= MAX_NUM_JOBS or self.num_new_tokens > MAX_NEW_TOKENS:
+            raise RecordingError(
+                f"more than {MAX_NUM_JOBS:,} requests, or {MAX_NEW_TOKENS:,} tokens to generate: "
+                "take the first ones with --num-requests"
+            )
+        self.hashes.append(self._hashes(row, prompt, self.kind.hash_tokens))
+        self.times_us.append(time_us)
+        self.prompts.append(prompt)
+        self.outputs.append(output)
+        return len(self.prompts) != self.options.num_requests
+
+    def _hashes(self, row: Mapping[str, Any], prompt_len: int, hash_tokens: int) -> bytes:
+        ids = row.get(_HASH_IDS)
+        if ids is None or ids == []:  # AIPerf takes both for a prompt like no other
+            return b""
+        _check_ids(ids, prompt_len, hash_tokens)
+        tokens_per_block = self.options.tokens_per_block
+        self.num_hashes += prompt_len // tokens_per_block
+        if self.num_hashes > MAX_HASHES:
+            raise RecordingError(
+                f"more than {MAX_HASHES:,} blocks of {tokens_per_block} tokens in all prompts: "
+                "take the first ones with --num-requests"
+            )
+        return hash_blocks(ids, prompt_len, hash_tokens, tokens_per_block)
+
+    def finish(self) -> TracedRequests:
+        """Everything that was read; the first one comes at 0."""
+        places, times = range(len(self.prompts)), self.times_us
+        if self.options.rate is not None:
+            times = _random_times(self.options.rate, len(places), self.options.seed)
+        first_us = 0 if self.options.rate is not None else min(times)
+        jobs = []
+        for place in sorted(places, key=times.__getitem__):
+            output = self.outputs[place]
+            jobs.append(
+                Job(
+                    int((times[place] - first_us) / self.options.speed),
+                    self.prompts[place],
+                    output,
+                    output,
+                    hashes=self.hashes[place],
+                )
+            )
+        return TracedRequests(jobs, self.num_left_out)
+
+
+def _check_ids(ids: object, prompt_len: int, hash_tokens: int) -> None:
+    """`RecordingError` unless these are the ids of a prompt's blocks.
+
+    The last of them may be of a part of a block.
+    """
+    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
+        raise RecordingError(f"{_HASH_IDS}: a list of whole numbers is expected")
+    if not _MIN_ID <= min(ids) <= max(ids) <= _MAX_ID:
+        raise RecordingError(f"{_HASH_IDS}: numbers of 64 bits are expected")
+    if len(ids) != -(-prompt_len // hash_tokens):
+        raise RecordingError(
+            f"{_HASH_IDS} has {len(ids):,} ids for {prompt_len:,} tokens, which are "
+            f"{-(-prompt_len // hash_tokens):,} blocks of {hash_tokens}: give the size of a block "
+            "with --trace-block"
+        )
+
+
+def hash_blocks(
+    ids: Sequence[int], prompt_len: int, hash_tokens: int, tokens_per_block: int
+) -> bytes:
+    """The hashes (8 bytes each) of the full blocks of a prompt with these ``ids``.
+
+    Those of two prompts are equal where both have the same ids up to the end of the block.
+    """
+    hashes = []
+    parent, last = b"", -1
+    for end in range(tokens_per_block, prompt_len + 1, tokens_per_block):
+        while last < (end - 1) // hash_tokens:
+            last += 1
+            id_bytes = (ids[last] & _MAX_ID).to_bytes(8, "little")
+            parent = blake2b(parent + id_bytes, digest_size=8).digest()
+            number = int.from_bytes(parent, "little")
+        hashes.append((number + end) & _MAX_ID)
+    return array("Q", hashes).tobytes()
+
+
+def _value(row: Mapping[str, Any], name: str, what_then: str = "") -> Any:
+    if row.get(name) is None:
+        raise RecordingError(f"{_shorten(name)} is missing{what_then}")
+    return row[name]
+
+
+def _length(row: Mapping[str, Any], name: str) -> int:
+    """A number of tokens; also 374.0, as a table with gaps is written."""
+    value = _value(row, name)
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if isinstance(value, bool) or not 0 <= number <= MAX_TOKENS or number != int(number):
+        raise RecordingError(
+            f"{name} is {_shorten(value)}: it must be a number of tokens from 0 to {MAX_TOKENS:,}"
+        )
+    return int(number)
+
+
+def _time_us(row: Mapping[str, Any], name: str, unit_us: float) -> int:
+    """A number in the unit of the trace, or a date (UTC, if it does not say)."""
+    value = _value(row, name, ": name another with --trace-columns, or let them come at a --rate")
+    time_us = math.nan
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            time_us = float(value) * unit_us
+        except (ValueError, OverflowError):
+            time_us = _date_us(value)
+    if not -MAX_TIME <= time_us <= MAX_TIME:  # also NaN
+        raise RecordingError(f"{name} is {_shorten(value)}: a time is expected, or a date")
+    return int(time_us)
+
+
+_DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:(Z)|([+-]\d\d:\d\d))?", re.ASCII
+)
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def _date_us(value: object) -> float:
+    """Microseconds since 1970, NaN for what is no date."""
+    match = _DATE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return math.nan
+    day, clock, fraction, _, offset = match.groups()
+    try:
+        date = datetime.fromisoformat(f"{day}T{clock}{offset or '+00:00'}")
+    except ValueError:
+        return math.nan
+    return (date - _EPOCH) // _MICROSECOND + int((fraction or "0").ljust(6, "0")[:6])
+
+
+def _random_times(rate: float, count: int, seed: int) -> array[int]:
+    """Arrivals at random (Poisson), ``rate`` a second, in microseconds."""
+    rng, time_us, times = random.Random(seed), 0.0, array("q")
+    for _ in range(count):
+        time_us += rng.expovariate(rate) * 1e6
+        times.append(int(time_us))
+    return times
+
+
+def _shorten(value: Any) -> str:
+    """``value`` as an error shows it: some 40 characters."""
+    shown = repr(value)
+    return shown if len(shown) <= 40 else shown[:37] + "..."
