@@ -55,7 +55,7 @@ rect { shape-rendering: crispEdges; }
 """
 
 
-def write_svg(timeline: Timeline) -> str:
+def write_svg(timeline: Timeline) -> Iterator[str]:
     """The picture; a few hundred kilobytes for a hundred requests, at most some megabytes."""
     has_rows = len(timeline.lanes) <= MAX_ROWS
     row_height = max(min(_ROWS_HEIGHT / len(timeline.lanes), 17.0), 2.5)
@@ -76,7 +76,7 @@ def write_svg(timeline: Timeline) -> str:
         *_charts(timeline, charts_top),
         "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    yield "\n".join(parts) + "\n"
 
 
 def _x(timeline: Timeline, index: float) -> float:

@@ -158,6 +158,7 @@ class FlightRecorder:
         self._came_ns: dict[int, int] = {}
         self._ends: list[tuple[int, str]] = []
         self._hashes: dict[int, bytes] = {}  # of active requests, as told (block reuse)
+        self._arrived_hashes: dict[int, bytes] = {}
         self._growths: list[tuple[int, bytes]] = []
         self._told_matches: dict[int, int] = {}  # partial ones, of active requests; else 0
         self._matches: tuple[int, ...] = ()
@@ -365,6 +366,7 @@ class FlightRecorder:
                 num_blocks = request.prompt_len // self.settings.tokens_per_block
                 hashes = self._block_manager.block_hashes(request, 0, num_blocks)
                 self._hashes[request.request_id] = hashes
+                self._arrived_hashes[request.request_id] = hashes
 
     def _grow(self, request: LlmRequest, num_tokens: int) -> None:
         """The full blocks of so many tokens may be kept now that ``request`` gives them back.
@@ -464,7 +466,7 @@ class FlightRecorder:
             float(request.priority),
             request.beam_width,
             self._places.get(request_id),
-            self._hashes.get(request_id, b""),
+            self._arrived_hashes.pop(request_id, b""),
         )
 
     def _open_chunk(self, active_requests: Sequence[LlmRequest]) -> None:

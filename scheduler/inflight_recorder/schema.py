@@ -246,8 +246,8 @@ class Header(_Record):
     ``cache``: with block reuse, what was cached then; None if the recording begins with the server.
     """
 
-    settings: SettingsRecord
     version: Literal[2] = field(name="inflight_recording")
+    settings: SettingsRecord
     software: Text = ""
     started: Text = ""
     active: Annotated[tuple[RequestState, ...], _Rows] = ()

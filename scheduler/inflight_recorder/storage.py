@@ -60,8 +60,8 @@ def format_header(settings: Settings, software: str, started: str, start: StartS
         for row, hashes in zip(rows, start.hashes, strict=True)
     ]
     header = schema.Header(
-        schema.SettingsRecord.of(settings),
         schema.FORMAT_VERSION,
+        schema.SettingsRecord.of(settings),
         software,
         started,
         tuple(active),

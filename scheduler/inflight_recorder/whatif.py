@@ -47,14 +47,6 @@ STEPS_PER_STEP = 100
 """So many more it may take for each step of the recording."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Settings with a name for the table."""
-
-    name: str
-    settings: Settings
-
-
 class Clock:
     """Time that stands still unless told; nanoseconds, as `time.monotonic_ns`."""
 

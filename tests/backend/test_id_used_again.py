@@ -11,8 +11,8 @@ from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
 from inflight_backend.requests.request_validation import PROCESSOR_FIELD
-from inflight_recorder.storage import RecordingReader
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import ScheduledBatch
 
 

@@ -13,9 +13,9 @@ from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader
 from inflight_recorder.timeline import build_timeline
-from inflight_recorder.replay import replay
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import ScheduledBatch
 

@@ -18,10 +18,10 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.text.tokenizer import TextCodec
 from inflight_recorder.cost_model import fit_cost_model
-from inflight_recorder.storage import RecordingReader, open_recording
-from inflight_recorder.settings import Lists
 from inflight_recorder.recorder import FlightRecorder
 from inflight_recorder.replay import ReplayResult, replay
+from inflight_recorder.settings import Lists
+from inflight_recorder.storage import RecordingReader, open_recording
 from inflight_recorder.whatif import Clock, predict
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import (

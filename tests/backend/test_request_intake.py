@@ -26,9 +26,9 @@ from inflight_backend.manager.output_gatherer import OutputGatherer
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.stop_words import StopWordWatch
-from inflight_recorder.storage import open_recording
 from inflight_recorder.recorder import FlightRecorder
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import open_recording
 from inflight_scheduler import ActiveRequests, BatchPlanner
 
 NOT_TAKEN = "the request could not be taken"

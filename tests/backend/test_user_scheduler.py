@@ -48,9 +48,9 @@ from inflight_backend.manager.inflight_batcher import InflightBatcher
 from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.manager.user_scheduler import find_scheduler_class
+from inflight_recorder.replay import replay
 from inflight_recorder.storage import RecordingReader, open_recording
 from inflight_recorder.timeline import build_timeline
-from inflight_recorder.replay import replay
 from inflight_scheduler import (
     BlockForecast,
     BlockManager,
@@ -58,7 +58,7 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     LlmRequest,
 )
-from inflight_server.commands.common import scheduler_maker
+from inflight_server.commands.recordings import scheduler_maker
 
 
 def params_for(scheduler: type) -> TrtGptModelOptionalParams:

@@ -11,7 +11,7 @@ from backend.commands.harness import run
 from manager_harness import Recorder, request, running
 
 from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_server.commands.replay import replay
+from inflight_server.commands.recordings import replay
 
 PAGE = Path(__file__).parents[3] / "docs/scheduling.md"
 

@@ -10,7 +10,7 @@ from backend.commands.harness import piped, run
 from manager_harness import MAX_UTILIZATION, Recorder, request, running
 
 from inflight_backend.manager.optional_params import KvCacheConfig, TrtGptModelOptionalParams
-from inflight_server.commands.timeline import timeline
+from inflight_server.commands.recordings import timeline
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from manager_harness import MAX_UTILIZATION, Recorder, request, running
 from recorder.test_whatif_ring import ring
 
 from inflight_backend.manager.optional_params import TrtGptModelOptionalParams
-from inflight_server.commands.replay import replay
+from inflight_server.commands.recordings import replay
 from inflight_server.commands.whatif import MAX_VARIANTS, whatif
 
 

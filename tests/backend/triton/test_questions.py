@@ -26,8 +26,8 @@ from triton_harness import (
 from inflight_backend.status import read_status
 from inflight_backend.triton import inspection
 from inflight_protocol.tensors import make_inputs
-from inflight_recorder.storage import RecordingReader
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import ScheduledBatch
 
 

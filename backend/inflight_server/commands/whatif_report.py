@@ -1,20 +1,15 @@
-"""What ``inflight whatif`` answers: a table, JSON, or one page with the timelines."""
+"""What ``inflight whatif`` answers: a table or JSON."""
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight_recorder.comparison import Table
-    from inflight_recorder.latency import Summary
-
     from inflight_recorder.cost_model import CostModel
+    from inflight_recorder.workload import Summary
 
 TOLERANCE = 0.1
 """How much faster or slower each iteration is taken to be for the range of the first tokens."""
@@ -44,7 +39,6 @@ class Prediction:
     name: str
     summary: Summary
     ttft_range: tuple[float, float] | None = None
-    recording: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +75,20 @@ class Answer:
         }
         return json.dumps({**content, "rows": rows}, indent=1)
 
-    def table(self) -> Table:
-        """For people."""
-        from inflight_recorder.comparison import Table
-
+    def to_text(self) -> str:
+        """For people: columns of text, the notes underneath."""
         titles = ["setting", *(title for title, _, _ in _COLUMNS)]
         titles.insert(_RANGE_COLUMN, f"±{100 * TOLERANCE:.0f} %")
-        return Table(titles, [self._texts(row) for row in self.predictions], self._notes())
+        lines = [titles, *map(self._texts, self.predictions)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        shown = [
+            "  ".join(
+                text.rjust(width) if column else text.ljust(width)
+                for column, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([*shown, "", *self._notes()])
 
     def _texts(self, row: Prediction) -> list[str]:
         texts = [shape.format(getattr(row.summary, field)) for _, field, shape in _COLUMNS]
@@ -100,7 +101,7 @@ class Answer:
         return row.summary.max_batch > self.recorded_batch
 
     def _notes(self) -> list[str]:
-        from inflight_recorder.palette import count
+        from inflight_recorder.timeline import count
 
         notes = [
             f"{self.num_jobs:,} requests; an iteration is predicted within "
@@ -138,44 +139,3 @@ class Answer:
                 "iterations take is extrapolated."
             )
         return notes
-
-
-def format_table(table: Table) -> str:
-    """Columns of text, the notes underneath."""
-    lines = [table.titles, *table.rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    shown = [
-        "  ".join(
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join([*shown, "", *table.notes])
-
-
-@contextmanager
-def recordings_folder(save: Path | None, *, is_needed: bool) -> Iterator[Path | None]:
-    """Where the predictions are recorded: the folder asked for, one for a while, or none."""
-    if save is not None or not is_needed:
-        yield save
-        return
-    with tempfile.TemporaryDirectory(prefix="inflight-whatif-") as folder:
-        yield Path(folder)
-
-
-def write_timelines(path: Path, answer: Answer) -> None:
-    """One page with all timelines; `OSError` if it cannot be written."""
-    from inflight_recorder.comparison import write_comparison
-    from inflight_recorder.files import open_recording
-    from inflight_recorder.history import build_history
-
-    histories = []
-    for prediction in answer.predictions:
-        if prediction.recording is not None and prediction.summary.num_requests > 0:
-            with open_recording(prediction.recording) as reader:
-                histories.append((prediction.name, build_history(reader)))
-    title = f"what if: {answer.num_jobs:,} requests under {len(histories)} settings"
-    page = write_comparison(title, answer.table(), histories)
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(page)
