@@ -23,16 +23,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from inflight_recorder.texts import RecordedTexts
 from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
 
 from inflight_backend import CapacitySchedulerPolicy
 from inflight_backend.manager import inflight_batcher
-from inflight_recorder.storage import RecordingFile, open_recording
-from inflight_recorder.settings import scheduler_of
 from inflight_recorder.recorder import SEGMENT_ITERATIONS, FlightRecorder
-from inflight_recorder.settings import Settings
-from inflight_recorder.texts import RecordedTexts
+from inflight_recorder.settings import Settings, scheduler_of
+from inflight_recorder.storage import RecordingFile, open_recording
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import ActiveRequests, BatchPlanner, BlockManager, LlmRequest
 

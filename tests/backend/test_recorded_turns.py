@@ -91,7 +91,7 @@ def test_the_tokens_of_a_step_come_to_nobody(fault: str, has_drafts: bool) -> No
     result = replay(read())
     assert result.divergence is None, str(result)
     assert result.num_requests == 3
-    assert len(build_timeline(read()).rows) == len(read_workload(read()).jobs) == 3
+    assert len(build_timeline(read()).lanes) == len(read_workload(read()).jobs) == 3
 
 
 class EngineThatLeavesOnce(CountingEngine):

@@ -198,8 +198,8 @@ def record_with(scheduler: type, path: Path) -> dict[str, Any]:
 
 def reasons_in(path: Path) -> set[str]:
     with open_recording(path) as reader:
-        rows = build_timeline(reader).rows
-    return {span.first_reason for row in rows for span in row.spans if span.first_reason}
+        lanes = build_timeline(reader).lanes
+    return {each.first_reason for lane in lanes for each in lane.intervals if each.first_reason}
 
 
 def test_whoever_is_left_out_hears_the_numbers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from recorder.recorded import (
+from recorder.worlds import (
     GUARANTEED,
     MAX_UTILIZATION,
     RecordedWorld,

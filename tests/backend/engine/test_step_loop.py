@@ -101,7 +101,7 @@ def test_both_loops_give_the_same_answers_and_replay(
         settings = replace(params, overlap_scheduler=choice, record_file=str(file))
         given.append(answers(checkpoint(), policy, settings))
         with open_recording(file) as reader:
-            assert reader.header.settings.is_overlapped == (choice is OverlapScheduler.ON)
+            assert reader.settings.is_overlapped == (choice is OverlapScheduler.ON)
             assert replay(reader).divergence is None
     (plain, plain_log_probs), (overlapped, log_probs) = given
     assert plain == overlapped

@@ -1,4 +1,4 @@
-"""Worlds whose decisions are recorded, and the way from a recording to its readers."""
+"""Worlds whose decisions are recorded: plain requests, beam searches and drafts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 from hypothesis import strategies as st
-from scheduler.fake_engine import FakeEngine, draw
+from scheduler.fake_engine import VOCAB_SIZE, FakeEngine, draw
 from scheduler.world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.cost_model import CostModel, Load
-from inflight_recorder.recorder import FlightRecorder
+from inflight_recorder.recorder import FlightRecorder, StartState
 from inflight_recorder.settings import Lists, Settings, scheduler_of
-from inflight_recorder.storage import RecordingReader
+from inflight_recorder.storage import RecordingReader, format_header, format_iteration
 from inflight_recorder.whatif import Clock
 from inflight_scheduler import (
     ActiveRequests,
@@ -32,9 +32,14 @@ from inflight_scheduler import (
     RequestScheduler,
     ScheduledBatch,
 )
+from inflight_scheduler.beam_search import Candidate
 
+MAX_BEAMS = 3
 GUARANTEED = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
+
+PRICES = CostModel(900.0, 120.0, 40.0, 25.0, 1.0)  # whole microseconds, as recorded times are
+BASE = Settings(MAX_UTILIZATION, 24, 4, 8, 40, enable_reuse=True, may_copy_blocks=True)
 
 chunkings = st.none() | st.builds(
     ContextChunking, st.sampled_from(ContextChunkingPolicy), st.integers(1, 4)
@@ -206,8 +211,8 @@ class RecordedWorld:
         return "".join(self.recorder.lines())
 
 
-class SearchingWorld(RecordedWorld):
-    """Its requests search; a fake engine tells the candidates."""
+class EngineSearchingWorld(RecordedWorld):
+    """Its requests search with beams; a fake engine tells the candidates."""
 
     def __init__(self, settings: Settings, prices: CostModel | None = None) -> None:
         super().__init__(settings, prices=prices)
@@ -218,6 +223,149 @@ class SearchingWorld(RecordedWorld):
     def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
         tokens = self.engine.execute(batch)
         return self.planner.update(batch, tokens, self.engine.candidates), []
+
+
+class SearchingWorld(RecordedWorld):
+    """Every request searches with 1 to 3 beams, or fewer where these do not fit.
+
+    As in `OverlappedSteps` a step of searches is settled before the next decision, in an iteration
+    of its own if it ends somebody.
+    """
+
+    def __init__(self, settings: Settings, prices: CostModel | None = None) -> None:
+        super().__init__(settings, prices=prices)
+        self.planner = BatchPlanner(
+            self.manager, settings.max_batch_size, self.active, max_beam_width=MAX_BEAMS
+        )
+        self.scheduler = scheduler_of(settings.policy, settings, self.planner)
+
+    def arrive(self, request: LlmRequest, came_ns: int | None = None) -> None:
+        for width in range(1 + request.request_id % MAX_BEAMS, 1, -1):
+            search = make_request(
+                request.request_id,
+                request.prompt_len,
+                request.max_new_tokens,
+                end_id=request.end_id,
+                family=request.request_id % 3,
+                beam_width=width,
+                search=BeamParams(width, 1),
+                priority=request.priority,
+            )
+            if self.manager.can_ever_fit(search):
+                request = search
+                break
+        super().arrive(request, came_ns)
+
+    def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
+        before = self.running
+        if before is not None and self.planner.must_settle_first(before):
+            self.running = None
+            if self._settle_first(before, fault):
+                return [], [], []
+        return super().iterate(stops, fault)
+
+    def _settle_first(self, before: ScheduledBatch, fault: str) -> bool:
+        """Whether this has ended somebody; then it was an iteration."""
+        self.clock.time_us += self._price_of_running
+        self._price_of_running = 0.0
+        if fault == "lost":
+            self.recorder.lost()
+            ended = [(request, "failed") for request in self.planner.discard(before)]
+        else:
+            tokens, candidates = self._draw(before, fault), self._candidates(before, fault)
+            settled = self.planner.settle(before, tokens, candidates)
+            ended = [
+                (request, "no token" if request.tokens[-1] < 0 else "")
+                for request in settled
+                if request.is_finished or request.tokens[-1] < 0
+            ]
+            if self.planner.has_forgotten:
+                self.recorder.forgot()
+        if ended:
+            self.recorder.settled(self.active)
+            for request, error in ended:
+                if self.active.get(request.request_id) is request:
+                    self.end(request, error)
+            self.recorder.finish_iteration()
+        return bool(ended)
+
+    def _run(self, batch: ScheduledBatch, fault: str) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        if batch.is_empty or fault in ("failed", "lost"):
+            return super()._run(batch, fault)
+        tokens, candidates = self._draw(batch, fault), self._candidates(batch, fault)
+        return self.planner.update(batch, tokens, candidates), []
+
+    def _candidates(self, batch: ScheduledBatch, fault: str) -> dict[int, list[Candidate]]:
+        """Of every row; in most steps all go on from one that is far better than the others."""
+        found = {}
+        owners = self.planner.token_owners(batch)
+        for request in owners:
+            if fault == "broken" and request is owners[0]:
+                continue
+            if request.seq_slot is None:  # it has left while the step ran
+                continue
+            best = draw([request.request_id, request.num_tokens], -1, 0) % 4
+            for row in range(request.num_rows):
+                lead = 20.0 if row == best else 0.0
+                found[request.seq_slot + row] = [
+                    (token, lead - 30.0 - token) for token in range(2 * MAX_BEAMS)
+                ]
+        return found
+
+
+class DraftingWorld(RecordedWorld):
+    """Some requests get drafts, right and wrong ones; then no step overlaps another."""
+
+    def __init__(self, settings: Settings, seed: int, prices: CostModel | None = None) -> None:
+        super().__init__(settings, prices=prices)
+        self.dice = random.Random(seed)
+        self.num_accepted = 0
+
+    def iterate(self, stops: Iterable[LlmRequest] = (), fault: str = "") -> Lists:
+        if self.dice.random() < 0.4:
+            self._guess()
+        if not self.active.num_with_drafts:
+            return super().iterate(stops, fault)
+        self.recorder.settled(self.active)
+        if self.running is not None:
+            before, self.running = self.running, None
+            for request in self.planner.settle(before, self._draw(before)):
+                if request.is_finished:
+                    self.end(request)
+            self.recorder.finish_iteration()
+            return [], [], []
+        is_overlapped, self.is_overlapped = self.is_overlapped, False
+        lists = super().iterate(stops, "failed" if fault else "")
+        self.is_overlapped = is_overlapped
+        return lists
+
+    def end(self, request: LlmRequest, error: str = "") -> None:
+        self.num_accepted += request.num_accepted_drafts
+        super().end(request, error)
+
+    def _guess(self) -> None:
+        budget = self.scheduler.micro_batch_scheduler.max_num_tokens or 2**20  # type: ignore[attr-defined]
+        for request in self.active:
+            is_fresh = request.is_context_init_state and request.seq_slot is None
+            if request.num_pending_tokens or not (
+                is_fresh or request.is_generation_in_progress_state
+            ):
+                continue
+            limit = budget - (request.prompt_len if is_fresh else 1)
+            text = list(request.tokens)
+            for _ in range(self.dice.randint(0, max(0, min(4, limit)))):
+                is_right = self.dice.random() < 0.7
+                text.append(draw(text, -1, 0) if is_right else self.dice.randrange(VOCAB_SIZE))
+            request.set_draft_tokens(text[request.num_tokens :])
+
+    def _draw(self, batch: ScheduledBatch, fault: str = "") -> list[int]:
+        owners, tokens = self.planner.token_owners(batch), list[int]()
+        for run in (run for run in batch.runs if run.is_last):
+            text = owners[len(tokens)].tokens[: run.start + len(run.tokens)]
+            ends = range(len(run.drafts) + 1)
+            tokens += [draw([*text, *run.drafts[:end]], -1, 0) for end in ends]
+        plain = owners[len(tokens) :]
+        return tokens + [draw(r.tokens[: r.num_drawn_tokens], -1, 0) for r in plain]
 
 
 def searching(number: int, width: int = 3, priority: float = 0.5) -> LlmRequest:
@@ -231,6 +379,22 @@ def searching(number: int, width: int = 3, priority: float = 0.5) -> LlmRequest:
         priority=priority,
         search=BeamParams(width, 1),
     )
+
+
+class TextSink:
+    """A sink that keeps the recording in memory, as ``text``."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def begin(self, settings: Settings, software: str, started: str) -> None:
+        self.text = format_header(settings, software, started, StartState())
+
+    def add(self, iteration: bytes) -> None:
+        self.text += format_iteration(iteration)
+
+    def close(self) -> None:
+        pass
 
 
 def read(text: str) -> RecordingReader:
@@ -297,3 +461,22 @@ def tiny_ring() -> Iterator[None]:
         patch.setattr(recorder_module, "CHUNK_ITERATIONS", 5)
         patch.setattr(recorder_module, "NUM_CHUNKS", 3)
         yield
+
+
+def long_ring() -> str:
+    """A ring that has dropped its beginning: 20 requests are in flight when it begins, three when
+    it ends, and six come near its end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder_module, "CHUNK_ITERATIONS", 30)
+        patch.setattr(recorder_module, "NUM_CHUNKS", 3)
+        world = RecordedWorld(Settings(GUARANTEED, 3000, 4, 40, 640), prices=PRICES)
+        for number in range(1, 21):
+            world.arrive(make_request(number, 10, 300))
+        for _ in range(120):
+            world.iterate()
+        for number in range(21, 27):
+            request = make_request(number, 10, 400 if number % 2 else 5)
+            world.arrive(request, int(world.clock.time_us) * 1000)
+            for _ in range(5):
+                world.iterate()
+        return world.text

@@ -1,16 +1,19 @@
-"""Traces as people publish them become jobs: who came when, how long, and who begins like whom."""
+"""Published request traces become jobs: arrivals, lengths and shared prompt blocks."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
-from inflight_recorder import request_trace
+from inflight_recorder import request_traces
 from inflight_recorder.cost_model import CostModel
 from inflight_recorder.request_traces import TracedRequests, TraceOptions, read_trace
 from inflight_recorder.settings import RecordingError, Settings
+from inflight_recorder.simulator import split_hashes
 from inflight_recorder.whatif import predict
 from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
 
@@ -45,43 +48,27 @@ def lines(*rows: object) -> str:
             [(0, 2, 10), (3_602_490_070, 4, 7), (7_200_990_070, 3, 8)],
         ),
         (
-            "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-            '5,ChatGPT,472,18,490,Conversation log\n45.5,"GPT-4, ""x""",1087,230.0,1317,API log\n',
-            [(0, 472, 18), (40_500_000, 1087, 230)],
-        ),
-        (
-            "arrived_at,num_prefill_tokens,num_decode_tokens\n0.125,591,140\n\n0.0,3,2\n",
-            [(0, 3, 2), (125_000, 591, 140)],
-        ),
-        (
-            "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,"
-            "token_size\n0,2,0,1.5,1,7,9\n",
-            [(0, 7, 9)],
-        ),
-        (
             lines(MOONCAKE, {**MOONCAKE, "timestamp": 5999.5, "session_id": "a"}),
             [(0, 6758, 500), (2_999_500, 6758, 500)],
         ),
-        (lines({**MOONCAKE, "chat_id": 1}, {**MOONCAKE, "timestamp": 3001.25}), [0, 1_250_000]),
     ],
-    ids=["azure 2023", "azure 2024", "burstgpt", "vidur", "splitwise", "mooncake", "bailian"],
+    ids=["azure 2023", "azure 2024", "mooncake"],
 )
 def test_published_ones(path: Path, text: str, wanted: list[object]) -> None:
     """Heads of the files, or rows of the pages that describe them."""
     found = traced(path, text)
     jobs = [(job.arrival_us, job.prompt_len, job.num_new_tokens) for job in found.jobs]
-    assert wanted in (jobs, [job[0] for job in jobs])
+    assert jobs == wanted
     assert all(job.max_new_tokens == job.num_new_tokens for job in found.jobs)
-    assert found.book is None
 
 
 def test_texts_beside_the_lengths_may_be_long_and_have_lines(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are not looked at; several rows may have more than one may."""
-    monkeypatch.setattr(request_trace, "MAX_ROW_BYTES", 250_000)
+    monkeypatch.setattr(request_traces, "MAX_ROW_BYTES", 250_000)
     text = '"' + "One line\nand another, " * 10_000 + '"'
-    head = "arrived_at,prompt,num_prefill_tokens,num_decode_tokens\n"
+    head = "TIMESTAMP,prompt,ContextTokens,GeneratedTokens\n"
     found = traced(path, head + "".join(f"{n},{text},{70_000 + n},5\n" for n in range(3)))
     assert [job.prompt_len for job in found.jobs] == [70_000, 70_001, 70_002]
     rows = [{**MOONCAKE, "text_input": text} for _ in range(3)]
@@ -124,8 +111,17 @@ def chat(ids: list[int], prompt_len: int) -> dict[str, object]:
     return {**MOONCAKE, "input_length": prompt_len, "output_length": 1, "hash_ids": ids}
 
 
-def test_prompts_share_what_their_ids_say(path: Path) -> None:
-    """In tokens of the book, and not by more than the shorter of the two has."""
+def num_shared(one: bytes, other: bytes) -> int:
+    """Blocks that two prompts share from their beginning."""
+    pairs = zip(split_hashes(one), split_hashes(other), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+@pytest.mark.parametrize("tokens_per_block", [16, 100, 512, 1024])
+def test_prompts_share_the_full_blocks_that_their_ids_say(
+    path: Path, tokens_per_block: int
+) -> None:
+    """A block is shared if all ids up to its end are the same, whatever the size of the blocks."""
     rows = [
         chat([0, 1, 2], 1400),
         chat([0, 1, 3], 1400),
@@ -135,49 +131,28 @@ def test_prompts_share_what_their_ids_say(path: Path) -> None:
         chat([9, 1], 600),  # ids behind another beginning
         {**MOONCAKE, "output_length": 1},
         chat([], 600),
-        chat([0, 1, 2], 1300),
         chat([-1, 2**64 - 2], 600),
         chat([-1, -2], 600),  # as numbers with a sign, or without one
     ]
-    found = traced(path, lines(*rows))
-    numbers = [job.text_number for job in found.jobs]
-    assert numbers == [0, 1, 2, 3, 4, 5, None, None, 6, 7, 8]
-    book = found.book
-    assert book is not None
-
-    def alike(one: int, other: int) -> int:
-        assert book is not None
-        texts = [book.tokens(number, 0, 1600) for number in (one, other)]
-        return next(
-            (n for n, pair in enumerate(zip(*texts, strict=True)) if len({*pair}) > 1), 1600
-        )
-
-    assert [alike(0, other) for other in (1, 2, 3, 4, 5)] == [1024, 1400, 0, 512, 0]
-    assert alike(1, 2) == 1024
-    assert (alike(0, 6), alike(7, 8)) == (1300, 600)
-    rows = [{**chat([1, 2, 3 + n], 48), "chat_id": n} for n in range(2)]
-    book = traced(path, lines(*rows)).book  # of Bailian's, an id stands for 16
-    assert book is not None
-    assert alike(0, 1) == 32
+    jobs = traced(path, lines(*rows), tokens_per_block=tokens_per_block).jobs
+    shared = [num_shared(jobs[0].hashes, job.hashes) * tokens_per_block for job in jobs[:6]]
+    expected = [1400, 1024, 1400, 0, 512, 0]
+    assert shared == [length // tokens_per_block * tokens_per_block for length in expected]
+    assert jobs[6].hashes == jobs[7].hashes == b""
+    assert jobs[8].hashes == jobs[9].hashes
+    assert len(jobs[8].hashes) == 8 * (600 // tokens_per_block)
 
 
 def test_the_cache_finds_what_prompts_share(path: Path) -> None:
     """Six prompts of 64 tokens, of which 48 are the same: with reuse they are computed once."""
     rows = [chat([1, 2, 3, 10 + n], 64) for n in range(6)]
-    found = traced(path, lines(*rows), hash_tokens=16, speed=0.001)
+    jobs = traced(path, lines(*rows), hash_tokens=16, speed=0.001, tokens_per_block=8).jobs
     prices = CostModel(1000.0, 100.0, 0.0, 10.0, 0.0)
-    firsts = []
-    for enable_reuse in (False, True):
-        settings = Settings(
-            CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, 64, 16, 8, 512, enable_reuse=enable_reuse
-        )
-        book = found.book if enable_reuse else None
-        jobs = (
-            found.jobs if enable_reuse else [job._replace(text_number=None) for job in found.jobs]
-        )
-        firsts.append(predict(settings, jobs, prices, book=book))
-    assert firsts[0].num_requests == firsts[1].num_requests == 6
-    assert firsts[1].ttft_p50 < firsts[0].ttft_p50
+    settings = Settings(CapacitySchedulerPolicy.GUARANTEED_NO_EVICT, 64, 8, 8, 512)
+    alone = predict(settings, jobs, prices, hash_tokens=8)
+    sharing = predict(replace(settings, enable_reuse=True), jobs, prices, hash_tokens=8)
+    assert alone.num_requests == sharing.num_requests == 6
+    assert sharing.ttft_p50 < alone.ttft_p50 / 2
 
 
 @pytest.mark.parametrize(
@@ -187,21 +162,21 @@ def test_the_cache_finds_what_prompts_share(path: Path) -> None:
         ("\n \n", "trace holds no request"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "trace holds no request"),
         ("a,b\n1,2\n", "line 2: of no known trace are the columns 'a, b': name those of arrival"),
-        ("Timestamp,Request tokens,Response tokens\n5,1,1\n6,2\n", "line 3: 'Response tokens' is"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,1,1\n6,2\n", "line 3: 'GeneratedTokens' is"),
         (
-            "Timestamp,Request tokens,Response tokens\n5,1,1\n6,x,2\n",
-            "line 3: Request tokens is 'x'",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n5,1,1\n6,x,2\n",
+            "line 3: ContextTokens is 'x'",
         ),
-        ("Timestamp,Request tokens,Response tokens\n5,-1,1\n", "from 0 to 1,048,576"),
-        ("Timestamp,Request tokens,Response tokens\n5,1.5,1\n", "Request tokens is '1.5'"),
-        ("Timestamp,Request tokens,Response tokens\n5,1,inf\n", "Response tokens is 'inf'"),
-        ("Timestamp,Request tokens,Response tokens\n5,1048577,1\n", "is '1048577'"),
-        ("Timestamp,Request tokens,Response tokens\nnan,1,1\n", "Timestamp is 'nan': a time"),
-        ("Timestamp,Request tokens,Response tokens\n1e300,1,1\n", "Timestamp is '1e300'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,-1,1\n", "from 0 to 1,048,576"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,1.5,1\n", "ContextTokens is '1.5'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,1,inf\n", "GeneratedTokens is 'inf'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n5,1048577,1\n", "is '1048577'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nnan,1,1\n", "TIMESTAMP is 'nan': a time"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n1e300,1,1\n", "TIMESTAMP is '1e300'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-13-16 18:15:46,1,1\n", "'2023-13-16 18:15"),
-        ('Timestamp,Request tokens,Response tokens\n"5,1,1\n', "this is no CSV"),
+        ('TIMESTAMP,ContextTokens,GeneratedTokens\n"5,1,1\n', "this is no CSV"),
         (
-            b"Timestamp,Request tokens,Response tokens\n\xff,1,1\n",
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n\xff,1,1\n",
             "line 2: this is no text: unpack",
         ),
         (b"\x1f\x8b\x08\x00", "line 1: this is no text: unpack a compressed file"),
@@ -213,8 +188,8 @@ def test_the_cache_finds_what_prompts_share(path: Path) -> None:
             "'timestamp' is missing: name another with --trace-columns, or let them",
         ),
         (
-            "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n3772,54,3826,69.85\n",
-            "line 2: 'arrived_at' is missing: name another with --trace-columns, or let them come",
+            "ContextTokens,GeneratedTokens,Total\n3772,54,3826\n",
+            "line 2: 'TIMESTAMP' is missing: name another with --trace-columns, or let them come",
         ),
         (lines({**MOONCAKE, "timestamp": True}), "timestamp is True"),
         (lines({**MOONCAKE, "input_length": [1]}), "input_length is [1]"),
@@ -241,13 +216,13 @@ def test_a_bad_file_is_refused_by_line_and_field(
 
 def test_what_is_too_much_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(request_trace, "MAX_NUM_JOBS", 2)
+        patch.setattr(request_traces, "MAX_NUM_JOBS", 2)
         with pytest.raises(
             RecordingError, match=r"line 3: more than 2 requests, or 1,000,000,000 to"
         ):
             traced(path, lines(*[MOONCAKE] * 3))
-    monkeypatch.setattr(request_trace, "MAX_NEW_TOKENS", 1200)
-    monkeypatch.setattr(request_trace, "MAX_ROW_BYTES", 100)
+    monkeypatch.setattr(request_traces, "MAX_NEW_TOKENS", 1200)
+    monkeypatch.setattr(request_traces, "MAX_ROW_BYTES", 100)
     text = lines(*[MOONCAKE] * 3)
     with pytest.raises(RecordingError, match=r"line 3: more than .* with --num-requests"):
         traced(path, text)
