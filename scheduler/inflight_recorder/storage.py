@@ -284,5 +284,7 @@ def _decoded(decode: Callable[[bytes], _T], line: bytes) -> _T:
         return decode(line)
     except msgspec.MsgspecError as error:
         raise RecordingError(explain(error)) from None
+    except UnicodeDecodeError:
+        raise RecordingError("this is no JSON: some bytes are no text (damaged?)") from None
     except RecursionError:
         raise RecordingError("this is no recording: it is nested too deeply") from None

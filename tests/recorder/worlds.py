@@ -397,9 +397,10 @@ class TextSink:
         pass
 
 
-def read(text: str) -> RecordingReader:
+def read(text: str | bytes | bytearray) -> RecordingReader:
     """A reader of a recording in memory."""
-    return RecordingReader(io.BytesIO(text.encode()), "test.jsonl")
+    content = text.encode() if isinstance(text, str) else text
+    return RecordingReader(io.BytesIO(content), "test.jsonl")
 
 
 def play(

@@ -73,7 +73,7 @@ def test_the_recording_is_not_overwritten(recording: Path, tmp_path: Path) -> No
 def test_a_picture_needs_no_scheduler_of_the_user(recording: Path, tmp_path: Path) -> None:
     """Only the reasons are missing."""
     text = recording.read_text().replace(
-        '"scheduler_class":null', '"scheduler_class":"nobody:HasThis"'
+        '"settings":{', '"settings":{"scheduler_class":"nobody:HasThis",'
     )
     path = tmp_path / "own.jsonl"
     path.write_text(text)
