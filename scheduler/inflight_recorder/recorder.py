@@ -70,16 +70,16 @@ _Step: TypeAlias = tuple[tuple[int, ...], Sequence[LlmRequest]]
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """Where everything stood when a chunk began; see `storage.format_recording`.
+    """Where everything stood when a chunk began; see `storage.format_header`.
 
     ``requests`` are the fields of each `RequestState` up to its hashes, packed, and ``hashes`` are
     those of each of these requests. ``cache`` None: without block reuse.
     """
 
-    requests: bytes = marshal.dumps((), _MARSHAL_VERSION)
-    hashes: tuple[bytes, ...] = ()
-    is_running: bool = False
-    cache: CacheState | None = None
+    requests: bytes
+    hashes: tuple[bytes, ...]
+    is_running: bool
+    cache: CacheState | None
 
 
 @dataclass(slots=True)
@@ -304,8 +304,7 @@ class FlightRecorder:
         Call it on the thread that records; the lines may be taken on another one.
         """
         packed = [iteration for chunk in self._ring for iteration in chunk.packed]
-        has_all = self._number == len(packed)
-        start = StartState() if has_all else self._ring[0].start
+        start = None if self._number == len(packed) else self._ring[0].start
         return self._format(start, packed)
 
     def close(self) -> None:
@@ -313,10 +312,14 @@ class FlightRecorder:
         if self._sink is not None:
             self._sink.close()
 
-    def _format(self, start: StartState, packed: Sequence[bytes]) -> Iterator[str]:
-        from inflight_recorder.storage import format_recording
+    def _format(self, start: StartState | None, packed: Sequence[bytes]) -> Iterator[str]:
+        from inflight_recorder.storage import format_header, format_iteration
 
-        yield from format_recording(self.settings, self._software, self._started, start, packed)
+        facts: tuple[Any, ...] = ()
+        if start is not None:
+            facts = start.requests, start.hashes, start.is_running, start.cache
+        yield format_header(self.settings, self._software, self._started, *facts)
+        yield from map(format_iteration, packed)
 
     def _note_places(self, active_requests: Sequence[LlmRequest]) -> None:
         """Where the arrivals stand, who are recorded in that order."""

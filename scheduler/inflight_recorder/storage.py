@@ -10,13 +10,13 @@ import logging
 import marshal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from inflight_recorder.recorder import StartState
 from inflight_recorder.settings import RecordingError, Settings
+from inflight_scheduler.kv.cache_state import CacheState
 
 if TYPE_CHECKING:
     from inflight_recorder.schema import Header, Iteration
@@ -37,27 +37,27 @@ MAX_KEPT = 9
 _T = TypeVar("_T")
 
 
-def format_recording(
-    settings: Settings, software: str, started: str, start: StartState, packed: Iterable[bytes]
-) -> Iterator[str]:
-    """A recording of ``packed`` iterations, which follow ``start``, line by line."""
-    yield format_header(settings, software, started, start)
-    yield from map(format_iteration, packed)
-
-
-def format_header(settings: Settings, software: str, started: str, start: StartState) -> str:
-    """The first line."""
+def format_header(
+    settings: Settings,
+    software: str,
+    started: str,
+    requests: bytes | None = None,
+    hashes: Sequence[bytes] = (),
+    is_running: bool = False,
+    cached: CacheState | None = None,
+) -> str:
+    """The first line: of a recording from the start, or from a `recorder.StartState` on."""
     from inflight_recorder import schema
 
     cache, tables = None, {}
-    if start.cache is not None:
-        kept, tables = start.cache.kept, start.cache.tables
-        hashes = b"".join([start.cache.hashes[k].to_bytes(8, "little") for k in kept])
-        cache = schema.CacheStart(tuple(kept), hashes, tuple(start.cache.idle))
-    rows = schema.rows(marshal.loads(start.requests), 11)
+    if cached is not None:
+        kept, tables = cached.kept, cached.tables
+        kept_hashes = b"".join([cached.hashes[k].to_bytes(8, "little") for k in kept])
+        cache = schema.CacheStart(tuple(kept), kept_hashes, tuple(cached.idle))
+    rows = schema.rows(marshal.loads(requests) if requests else (), 11)
     active = [
-        schema.RequestState(*(*row, hashes, tables.get(row[0], ())))
-        for row, hashes in zip(rows, start.hashes, strict=True)
+        schema.RequestState(*(*row, own, tables.get(row[0], ())))
+        for row, own in zip(rows, hashes, strict=True)
     ]
     header = schema.Header(
         schema.FORMAT_VERSION,
@@ -65,7 +65,7 @@ def format_header(settings: Settings, software: str, started: str, start: StartS
         software,
         started,
         tuple(active),
-        start.is_running,
+        is_running,
         cache,
     )
     return _encode(header)
@@ -100,7 +100,7 @@ class RecordingFile:
 
     def begin(self, settings: Settings, software: str, started: str) -> None:
         """Write the first line at once."""
-        self._write(format_header(settings, software, started, StartState()))
+        self._write(format_header(settings, software, started))
         self._flush()  # a process that is killed young leaves a recording, not an empty file
         self._thread.start()
 

@@ -119,7 +119,7 @@ def assert_nothing_stays(manager: GptManager) -> None:
         flight_recorder = manager._batcher.recorder
         assert flight_recorder._came_ns == {}
         assert flight_recorder._arrivals == []
-        assert flight_recorder._move_watch._searches == {}
+        assert flight_recorder._searches == {}
 
     manager._questions.ask(check).result(WAIT)
 

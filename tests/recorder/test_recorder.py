@@ -38,7 +38,8 @@ def make_recorder(settings: Settings) -> FlightRecorder:
 
 def noted_generations(recorder: FlightRecorder) -> list[tuple[int, ...]]:
     """The requests that generate, in each decision of the ring."""
-    noted, generation = list[tuple[int, ...]](), ()
+    noted: list[tuple[int, ...]] = []
+    generation: tuple[int, ...] = ()
     for chunk in recorder._ring:
         for decision in (unpack_iteration(packed).decision for packed in chunk.packed):
             if decision is not None:

@@ -15,7 +15,7 @@ from scheduler.world import make_request
 
 from inflight_recorder import recorder as recorder_module
 from inflight_recorder.cost_model import CostModel, Load
-from inflight_recorder.recorder import FlightRecorder, StartState
+from inflight_recorder.recorder import FlightRecorder
 from inflight_recorder.settings import Lists, Settings, scheduler_of
 from inflight_recorder.storage import RecordingReader, format_header, format_iteration
 from inflight_recorder.whatif import Clock
@@ -388,7 +388,7 @@ class TextSink:
         self.text = ""
 
     def begin(self, settings: Settings, software: str, started: str) -> None:
-        self.text = format_header(settings, software, started, StartState())
+        self.text = format_header(settings, software, started)
 
     def add(self, iteration: bytes) -> None:
         self.text += format_iteration(iteration)

@@ -18,8 +18,7 @@ from recorder.worlds import (
 )
 from scheduler.world import generating, make_request
 
-from inflight_recorder.settings import Lists
-from inflight_recorder.settings import Settings
+from inflight_recorder.settings import Lists, Settings
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,
