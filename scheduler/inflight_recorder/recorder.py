@@ -99,7 +99,7 @@ class RingChunk:
     packed: list[bytes] = field(default_factory=list)
 
     def add(self, iteration: bytes) -> None:
-        """One more, which `pack_iteration` has made; the first one must tell who generates."""
+        """One more, which `pack_iteration` has made; the first one must tell all that generate."""
         self.num_bytes += len(iteration) + _OBJECT_BYTES
         self.packed.append(iteration)
 
@@ -113,8 +113,8 @@ def pack_iteration(fields: tuple[Any, ...]) -> bytes:
     """``fields`` are those of an `Iteration`, in its order.
 
     Of each list the fields of all entries, one after another. The decision, if there is one, is its
-    context chunks in such a list, who generates (None for who did before, packed ids, or changes as
-    `GenerationLine.changes_since` tells them), and the paused ids.
+    context chunks in such a list, the requests that generate (None for those before, packed ids, or
+    changes as `GenerationLine.changes_since` tells them), and the paused ids.
     """
     return marshal.dumps(fields, _MARSHAL_VERSION)
 
@@ -168,7 +168,7 @@ class FlightRecorder:
         self._paused: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
         self._generation: Sequence[LlmRequest] = ()
-        self._told: bytes | tuple[int, ...] | None = None  # of who generates; None: as before
+        self._told: bytes | tuple[int, ...] | None = None  # generating requests; None: as before
         self._must_tell_all = True  # of them, in the next iteration with a decision
         self._num_free_blocks = settings.num_blocks
         self._decided_ns = 0
@@ -322,7 +322,7 @@ class FlightRecorder:
         yield from map(format_iteration, packed)
 
     def _note_places(self, active_requests: Sequence[LlmRequest]) -> None:
-        """Where the arrivals stand, who are recorded in that order."""
+        """Where the arrivals stand; they are recorded in that order."""
         self._places = _places(active_requests, self._arrivals)
         if self._places:  # each is inserted behind those before it
             self._arrivals.sort(key=lambda request: self._places[request.request_id])

@@ -70,7 +70,7 @@ def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestSched
 
 
 class Plan(NamedTuple):
-    """A decision that has its slots and blocks; ``load`` None: nobody knows any more."""
+    """A decision that has its slots and blocks; ``load`` None: not known any more."""
 
     batch: ScheduledBatch
     load: Load | None
@@ -88,7 +88,7 @@ NO_PLAN = Plan(ScheduledBatch(iteration=0), None)
 
 
 class Step(NamedTuple):
-    """What running a plan did: who got a token, who ended, and the work that was waited for.
+    """What running a plan did: requests that got a token, that ended, and the work waited for.
 
     Overlapped, all of it is of the step before. ``load`` None: there was none, or it was lost, or
     it was waited for before the decision (`Simulation.load_before`).
@@ -151,7 +151,7 @@ class Simulation:
             self._restore(state, has_table=cache is not None)
         # Overlapped: the step whose tokens come next.
         self._running = self._resume(active, is_running)
-        self._settled: list[LlmRequest] = []  # who got them before the decision
+        self._settled: list[LlmRequest] = []  # requests that got them before the decision
         if cache is not None:
             self._restore_cache(cache, active)
 
@@ -272,7 +272,7 @@ class Simulation:
             lists = self.scheduler.schedule_request(self.active, ())
         except SchedulerError as error:
             raise RecordingError(f"this cannot be scheduled: {error}") from None
-        is_put_off = lists[2] and self._running is not None  # nobody is paused while a step runs
+        is_put_off = lists[2] and self._running is not None  # no pause while a step runs
         return ([], [], []) if is_put_off else lists
 
     def follow(self, decision: Decision) -> Lists:
@@ -303,8 +303,8 @@ class Simulation:
     def run(self, plan: Plan, iteration: Iteration) -> Step:
         """Run what was planned.
 
-        Whoever has all its tokens ends, and of ``iteration`` those that a token ended; requests end
-        in the order in which they got their tokens. A step that failed gives no tokens.
+        A request ends with its last token, or with the token that ended it in ``iteration``;
+        requests end in the order of their tokens. A step that failed gives no tokens.
         """
         batch = plan.batch
         ends: Ends = dict(iteration.ends)
@@ -345,7 +345,7 @@ class Simulation:
         return advanced, ended
 
     def _run(self, plan: Plan, iteration: Iteration, ends: Ends) -> list[LlmRequest]:
-        """Who got a token of the step."""
+        """The requests that got a token of the step."""
         batch = plan.batch
         if iteration.has_failed:
             self._discard(batch, ends)
@@ -356,7 +356,7 @@ class Simulation:
         )
 
     def _run_overlapped(self, plan: Plan, iteration: Iteration, ends: Ends) -> list[LlmRequest]:
-        """Who got a token of the step before, which ran until now."""
+        """The requests that got a token of the step before, which ran until now."""
         batch = plan.batch
         before, self._running = self._running, None
         has_failed = iteration.has_failed

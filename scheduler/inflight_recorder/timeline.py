@@ -113,7 +113,7 @@ class Timeline:
     """The others that were computed: of each beam one, and all drafts."""
     num_free_blocks: array[int] = field(default_factory=lambda: array("q"))
     is_last_busy: array[int] = field(default_factory=lambda: array("b"))
-    """1 for an iteration after which nobody was in flight: time passes before the next one."""
+    """1 for an iteration after which no request was in flight: time passes before the next one."""
 
     def end_us(self, index: int) -> int:
         """When iteration ``index`` was over: at once the next one begins, or nothing happens."""
@@ -217,7 +217,7 @@ class _Follower:
     def _note(
         self, index: int, lists: Lists, reasons: dict[int, WaitReason], batch: ScheduledBatch
     ) -> None:
-        """A interval, or one iteration more of the last one, for everybody active.
+        """An interval, or one iteration more of the last one, for each active request.
 
         ``batch`` is the decision, planned: sizes of chunks are what is computed.
         """
@@ -246,17 +246,17 @@ class _Follower:
             self._lanes[request.request_id].num_pauses += 1
 
     def _wait_on(self, index: int) -> None:
-        """Nothing is decided, as when somebody expires: who does not run goes on waiting."""
+        """Nothing is decided, as when a request expires: the idle ones go on waiting."""
         for request in self._simulation.active:
             intervals = self._lanes[request.request_id].intervals
             if intervals and intervals[-1].end == index and intervals[-1].activity in _WAITS:
                 intervals[-1].end = index + 1
 
     def _reasons(self, lists: Lists, iteration: Iteration) -> dict[int, WaitReason]:
-        """Why those who do not run do not; to be asked before anything is carried out."""
+        """Why requests that wait do not run; to be asked before anything is carried out."""
         simulation, settings = self._simulation, self._history.settings
-        does_everybody_run = len(lists[0]) + len(lists[1]) == len(simulation.active)
-        if not self._with_reasons or simulation.scheduler is None or does_everybody_run:
+        do_all_run = len(lists[0]) + len(lists[1]) == len(simulation.active)
+        if not self._with_reasons or simulation.scheduler is None or do_all_run:
             return {}
         if settings.scheduler_class is None or iteration.is_by_default:
             return explain(simulation.scheduler, simulation.active, (), lists)

@@ -113,7 +113,7 @@ class _Run:
             )
         self._coming = deque(enumerate(jobs, start=1))
         self._queue: list[tuple[float, int, Job]] = []  # a heap: rank, number
-        self._jobs: dict[int, Job] = {}  # of those who are active
+        self._jobs: dict[int, Job] = {}  # of active requests
         self._recorded = _RecordedOutputs(simulation)
         self._patience: list[tuple[int, int]] = []  # a heap: until when, request
         self._latencies = Latencies()
@@ -141,7 +141,7 @@ class _Run:
         return bool(self._simulation.active) or self._simulation.is_running
 
     def _arrive(self) -> None:
-        """Everybody who has come by now joins the queue, or is refused."""
+        """Requests that have come by now join the queue, or are refused."""
         while self._coming and self._coming[0][1].arrival_us <= self._clock.time_us:
             number, job = self._coming.popleft()
             if self._is_refused(_arrival(number, job)):
@@ -162,7 +162,7 @@ class _Run:
         return reason is not None
 
     def _admit(self) -> None:
-        """Make active whom there are places for, each at its place in the order."""
+        """Make as many active as there are places, each at its place in the order."""
         simulation = self._simulation
         while self._queue and len(simulation.active) < self._settings.max_batch_size:
             rank, number, job = heapq.heappop(self._queue)
@@ -184,7 +184,7 @@ class _Run:
                 self._recorder.arrived(request, job.arrival_us * 1000)
 
     def _give_up(self) -> None:
-        """End those whose patience is over and who have no token."""
+        """End the requests that had no token in time."""
         while self._patience and self._patience[0][0] <= self._clock.time_us:
             request = self._simulation.find(heapq.heappop(self._patience)[1])
             if request is not None and not self._latencies.has_token(request.request_id):
@@ -203,7 +203,7 @@ class _Run:
         simulation.draft(told)
         lists = simulation.decide()
         if not lists[0] and not lists[1] and not simulation.is_running:
-            raise RecordingError("nobody runs under these settings, though requests wait")
+            raise RecordingError("no request can run under these settings, though some wait")
         if recorder is not None:
             if is_alone:
                 recorder.settled(simulation.active)
@@ -219,7 +219,7 @@ class _Run:
 
     @property
     def _has_search_ended(self) -> bool:
-        """True where the tokens that come before the decision end somebody, who leaves first."""
+        """True where tokens that come before the decision end a request, which leaves first."""
         active = self._simulation.active if self._simulation.must_settle else ()
         return any(
             _num_expected_tokens(request) >= self._jobs[request.request_id].num_new_tokens
@@ -241,8 +241,8 @@ class _Run:
             raise RecordingError(
                 f"this prediction takes more than {self.max_steps:,} steps (iterations, and "
                 f"requests in each), which is {MIN_STEPS:,} and {STEPS_PER_STEP} for each of the "
-                "recording; who has not ended there is taken to use all its tokens: record for "
-                "longer, or make up requests (--rate)"
+                "recording; requests that had not ended are taken to use all their tokens: record "
+                "for longer, or make up requests (--rate)"
             )
 
     def _apply(self, step: Step) -> None:
@@ -342,7 +342,7 @@ class _RecordedOutputs:
         return tuple(beams)
 
     def drafts(self) -> tuple[Drafts, ...]:
-        """Who has drafts at the decision that comes now."""
+        """The requests with drafts at the decision that comes now."""
         if not self._known:
             return ()
         contexts = [k for k in self._known.values() if k.request.is_context_init_state]

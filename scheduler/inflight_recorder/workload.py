@@ -114,7 +114,7 @@ class Latencies:
         for request in context:
             start = request.context_current_position
             end = start + request.context_chunk_size
-            # Who was paused before this run began had computed all, for all that is known.
+            # A request that was paused before this run began had computed all, as far as is known.
             before = self._computed.get(request.request_id, _WHOLE if request.num_pauses else 0)
             if request.num_pauses:
                 self._num_recomputed += max(min(end, before) - start, 0)
@@ -276,7 +276,7 @@ class _Collector:
         """One iteration more."""
         simulation, latencies = self._simulation, self._workload.latencies
         start_us = iteration.start_us
-        for request in self._found:  # until the first iteration nobody knows when that was
+        for request in self._found:  # the first iteration says when that was
             latencies.found(request.request_id, request.num_generated_tokens, start_us)
         self._found = []
         self._workload.num_steps += 1
@@ -343,11 +343,11 @@ class _Collector:
 
     def _num_generated(self, request_id: int) -> int:
         request = self._simulation.find(request_id)
-        assert request is not None, "somebody moves or drafts who is not active"
+        assert request is not None, "a request has beams or drafts and is not active"
         return request.num_generated_tokens
 
     def _apply(self, step: Step, end_us: int) -> None:
-        """What a step has brought, and whom it has ended."""
+        """What a step has brought, and the requests that it has ended."""
         for request in step.advanced:
             num_generated = request.num_generated_tokens
             self._workload.latencies.advanced(request.request_id, end_us, num_generated)
@@ -381,7 +381,7 @@ class _Collector:
 
 
 def check_jobs(jobs: Sequence[Job], hash_tokens: int, tokens_per_block: int) -> None:
-    """`RecordingError` if there is nothing to run, or nobody knows which blocks are equal.
+    """`RecordingError` if there is nothing to run, or equal blocks are not known.
 
     ``hash_tokens``: those that each hash of the jobs stands for.
     """

@@ -287,7 +287,7 @@ def check_rows(data: dict[str, Any], timeline: Timeline) -> None:
             assert num_tokens == interval.num_tokens
 
 
-def test_who_is_in_flight_at_the_end_has_no_end_in_the_page() -> None:
+def test_request_in_flight_at_the_end_has_no_end_in_the_page() -> None:
     world = RecordedWorld(SETTINGS)
     world.arrive(make_request(1, 3, 9))
     world.iterate()
@@ -308,7 +308,7 @@ def test_who_is_in_flight_at_the_end_has_no_end_in_the_page() -> None:
         ("not_finite", True),
     ],
 )
-def test_who_did_not_end_well_is_crossed_out(reason: str, is_bad: bool) -> None:
+def test_request_that_did_not_end_well_is_crossed_out(reason: str, is_bad: bool) -> None:
     world = RecordedWorld(SETTINGS)
     request = make_request(1, 3, 9)
     world.arrive(request)
@@ -400,7 +400,7 @@ def check_trace_events(events: list[dict[str, Any]]) -> None:
         ends[lane] = event["ts"] + event["dur"]
 
 
-def test_nothing_is_drawn_while_nobody_is_in_flight() -> None:
+def test_nothing_is_drawn_while_no_request_is_in_flight() -> None:
     """A minute passes between two requests: neither of them lasts a minute."""
     clock = Clock()
     settings = Settings(GUARANTEED, 12, 4, 6)

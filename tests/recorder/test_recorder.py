@@ -88,7 +88,7 @@ def test_the_ring_is_no_shorter_with_thousands_of_requests() -> None:
     assert len(chunks) <= 2
 
 
-def test_the_ring_is_bounded_though_who_generates_always_changes(
+def test_the_ring_is_bounded_though_generation_always_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A list of thousands for each of 8,192 iterations would be hundreds of megabytes."""
@@ -116,7 +116,7 @@ def test_of_many_requests_the_ring_holds_what_garbage_collections_pass_over() ->
     assert {type(packed) for chunk in chunks for packed in chunk.packed} == {bytes}
 
 
-def test_of_who_generates_only_the_changes_are_held() -> None:
+def test_only_changes_of_generating_requests_are_held() -> None:
     """All ids of thousands in each iteration were most of the ring, which held a tenth as many."""
     num_requests = 1000
     world = RecordedWorld(Settings(GUARANTEED, 2**15, 32, num_requests))

@@ -190,7 +190,7 @@ def test_a_pause_that_is_not_told_is_found() -> None:
 
 
 @pytest.mark.parametrize(("key", "what"), [("c", "context requests"), ("g", "generation requests")])
-def test_another_order_of_those_who_run_is_found(key: str, what: str) -> None:
+def test_another_order_of_running_requests_is_found(key: str, what: str) -> None:
     """Nothing else differs then, neither blocks nor who is paused."""
     settings = replace(SMALL, num_blocks=60)
     lines = play(settings, num_requests=60, seed=5).text.splitlines(keepends=True)
@@ -240,7 +240,7 @@ def test_a_scheduler_of_the_user_is_needed_again() -> None:
 
 
 @pytest.mark.parametrize("num_iterations", [None, 30])
-def test_numbers_that_failed_of_those_who_have_left_empty_the_cache_in_a_replay_too(
+def test_failed_logits_of_a_request_that_left_empty_the_cache_in_a_replay_too(
     num_iterations: int | None,
 ) -> None:
     """Of whole recordings, and of rings that end in the middle of things."""
@@ -265,7 +265,7 @@ def test_numbers_that_failed_of_those_who_have_left_empty_the_cache_in_a_replay_
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_prompt_without_numbers_is_not_cached_in_a_replay_either(
+def test_a_prompt_with_failed_logits_is_not_cached_in_a_replay_either(
     is_overlapped: bool, num_drafts: int
 ) -> None:
     """So of two that begin like it one waits for the other, as it did."""
@@ -286,7 +286,7 @@ def test_a_prompt_without_numbers_is_not_cached_in_a_replay_either(
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_that_drafts_are_recorded_at_all(is_overlapped: bool) -> None:
+def test_drafts_are_recorded(is_overlapped: bool) -> None:
     settings = Settings(MAX_UTILIZATION, 12, 4, 5, is_overlapped=is_overlapped)
     world = DraftingWorld(settings, 3)
     play(settings, num_requests=20, seed=3, world=world)
@@ -322,7 +322,7 @@ def end(world: RecordedWorld, request_id: int) -> None:
     world.end(request)
 
 
-def test_a_search_is_lost_in_the_turn_in_which_somebody_has_left_before() -> None:
+def test_a_search_is_lost_in_the_turn_in_which_another_request_has_left() -> None:
     """Who left has nothing to do with it: all that was cached is lost behind that."""
     world = SearchingWorld(REUSE)
     world.arrive(make_request(1, 8, 9))
@@ -336,7 +336,7 @@ def test_a_search_is_lost_in_the_turn_in_which_somebody_has_left_before() -> Non
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_nothing_of_a_search_without_numbers_is_kept_in_a_replay_either(
+def test_nothing_of_a_search_with_failed_logits_is_kept_in_a_replay_either(
     is_overlapped: bool,
 ) -> None:
     world = SearchingWorld(replace(REUSE, is_overlapped=is_overlapped))
@@ -350,7 +350,7 @@ def test_nothing_of_a_search_without_numbers_is_kept_in_a_replay_either(
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_a_search_that_had_answers_ends_well_without_numbers(is_overlapped: bool) -> None:
+def test_a_search_that_had_answers_ends_well_with_failed_logits(is_overlapped: bool) -> None:
     """What was computed before is kept as it was, whichever loop it is."""
     world = SearchingWorld(replace(REUSE, is_overlapped=is_overlapped))
     world.arrive(make_request(10, 8, 1))

@@ -214,7 +214,7 @@ def test_a_bad_file_is_refused_by_line_and_field(
     assert len(str(caught.value)) < 250
 
 
-def test_what_is_too_much_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_beyond_the_bounds_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(request_traces, "MAX_NUM_JOBS", 2)
         with pytest.raises(

@@ -85,7 +85,7 @@ BEAMS = {"a": [arrival(1, 5, 8, beam_width=3)], "s": {"c": [[1, 5]]}}
     ],
 )
 @pytest.mark.case(111, 112)
-def test_what_cannot_have_happened_is_refused(
+def test_an_impossible_recording_is_refused(
     settings: Settings, iterations: list[dict[str, object]], message: str
 ) -> None:
     with pytest.raises(RecordingError) as caught:

@@ -81,7 +81,7 @@ def test_a_full_disk_ends_the_recording_with_one_warning(
 
 
 @pytest.mark.case(95)
-def test_a_disk_that_hangs_keeps_nobody_who_closes(
+def test_a_disk_that_hangs_does_not_block_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pipe that nobody reads takes a page, then a write into it does not return."""
@@ -204,7 +204,7 @@ def test_no_text_of_the_user_is_in_a_recording() -> None:
     ],
 )
 @pytest.mark.case(111, 112)
-def test_what_is_no_recording_gets_one_clear_line(text: str, message: str) -> None:
+def test_a_file_that_is_no_recording_gets_one_clear_line(text: str, message: str) -> None:
     with pytest.raises(RecordingError) as caught:
         replay(read(text))
     assert message in str(caught.value)

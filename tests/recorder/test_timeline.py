@@ -59,7 +59,7 @@ def test_intervals_cover_each_life_without_gap_or_overlap(timeline: Timeline) ->
                 assert before.activity is Activity.WAITING
 
 
-def test_who_waits_goes_on_waiting_while_another_expires() -> None:
+def test_a_waiting_request_goes_on_waiting_while_another_expires() -> None:
     """An end before a decision is an iteration of its own, in which nothing is decided."""
     world = RecordedWorld(Settings(GUARANTEED, 4, 4, 6))
     requests = [make_request(number, 4, 8) for number in (1, 2, 3)]
@@ -95,7 +95,7 @@ def test_intervals_add_up_to_the_iterations(timeline: Timeline) -> None:
         assert contexts == timeline.num_context[index]
 
 
-def test_whoever_waits_has_a_reason_in_the_picture(timeline: Timeline) -> None:
+def test_every_waiting_request_has_a_reason(timeline: Timeline) -> None:
     idle = (Activity.WAITING, Activity.PAUSED, Activity.IDLE)
     for lane in timeline.lanes:
         for interval in lane.intervals:

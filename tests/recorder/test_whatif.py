@@ -128,7 +128,7 @@ def starts(text: str) -> list[int]:
 @pytest.mark.parametrize("span", [0, 5, 1000])
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION])
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_the_urgent_start_first_as_they_did(
+def test_urgent_requests_start_first_as_they_did(
     policy: object, span: float, max_batch_size: int, is_overlapped: bool
 ) -> None:
     """Some wait for a place, others for blocks: the order is one."""
@@ -250,7 +250,7 @@ def test_drafts_of_a_client_are_not_sent_again_after_a_pause() -> None:
     assert any(each.num_gained > 1 for each in drafts)
 
 
-def test_nobody_is_paused_for_drafts() -> None:
+def test_no_request_is_paused_for_drafts() -> None:
     """Two requests fill the pool and end before they need more; eight drafts would."""
     settings = Settings(MAX_UTILIZATION, 4, 4, 2, max_drafting_batch=2)
     jobs = [Job(0, 4, 12, 4, drafts={1: (8, 2)}), Job(0, 4, 4, 4)]
@@ -281,7 +281,7 @@ def test_drafts_under_other_settings() -> None:
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])
-def test_who_expired_expires_again_and_runs_where_there_is_room(is_overlapped: bool) -> None:
+def test_an_expired_request_expires_again_and_runs_where_there_is_room(is_overlapped: bool) -> None:
     settings = replace(ORDERED, is_overlapped=is_overlapped)
     requests = [make_request(i, 8, 20) for i in range(1, 41)]
     world = serve(RecordedWorld(settings, prices=PRICES), requests, patience_us=30_000)

@@ -37,7 +37,7 @@ def test_percentiles_are_the_nearest_rank() -> None:
     assert summary.seconds == pytest.approx(0.110)
 
 
-def test_all_who_run_are_the_batch_and_all_who_are_paused_count() -> None:
+def test_running_requests_are_the_batch_and_paused_ones_count() -> None:
     latencies = Latencies()
     one, two, three, four = (make_request(number) for number in range(4))
     latencies.decided(([one], [two, three], []))
@@ -60,7 +60,7 @@ def test_tokens_that_come_at_once_share_the_time() -> None:
     assert (summary.itl_p99, summary.seconds) == (2.0, 0.006)
 
 
-def test_who_was_in_flight_before_counts_from_there() -> None:
+def test_a_request_in_flight_before_counts_from_there() -> None:
     latencies = Latencies()
     latencies.found(7, 100, 500)
     latencies.advanced(7, 1000, 101)
@@ -69,7 +69,7 @@ def test_who_was_in_flight_before_counts_from_there() -> None:
     assert (latencies.summary().seconds, latencies.summary().itl_p99) == (0.001, 0.5)
 
 
-def test_no_time_has_passed_where_nobody_got_a_token() -> None:
+def test_no_time_has_passed_where_no_token_came() -> None:
     latencies = Latencies()
     latencies.arrived(1, 5_000_000)
     latencies.ended(1)
@@ -122,7 +122,7 @@ def test_what_was_measured_is_measured_from_where_the_ring_begins() -> None:
     assert measured.tokens_per_second == pytest.approx(num_tokens / span)
 
 
-def test_it_is_known_of_whom_a_prediction_knows_nothing_or_not_the_end() -> None:
+def test_requests_before_and_behind_the_ring_are_counted() -> None:
     workload = read_workload(read(long_ring()))
     assert (workload.num_found, workload.num_unended) == (20, 3)
     assert [job.num_new_tokens for job in workload.jobs] == [400, 5, 400, 5, 400, 5]

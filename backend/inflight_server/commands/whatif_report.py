@@ -130,7 +130,7 @@ class Answer:
             )
         if any(row.summary.num_unanswered for row in self.predictions):
             notes.append(
-                "unanswered: ended without a token. Whoever was recorded so (expired, stopped, "
+                "unanswered: ended without a token. A request recorded so (expired, stopped, "
                 "failed) ends so again as long after its arrival, unless it has a token by then."
             )
         if any(self._is_beyond(row) for row in self.predictions):
