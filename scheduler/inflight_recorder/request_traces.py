@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from hashlib import blake2b
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from inflight_recorder.schema import MAX_TIME
 from inflight_recorder.settings import RecordingError
-from inflight_recorder.workload import MAX_NUM_JOBS, Job
+from inflight_recorder.workload import MAX_NUM_JOBS, Job, random_arrivals
 
 MAX_ROW_BYTES = 2**22
 """A million tokens have 65,536 ids where a block has 16; an id has up to 20 digits."""
@@ -79,12 +78,12 @@ class TraceOptions:
     tokens_per_block: int = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TracedRequests:
     """Jobs in order of arrival, and how many requests had no tokens to run."""
 
-    jobs: list[Job]
-    num_left_out: int
+    jobs: list[Job] = field(default_factory=list)
+    num_left_out: int = 0
 
 
 def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequests:
@@ -93,77 +92,59 @@ def read_trace(path: Path, options: TraceOptions | None = None) -> TracedRequest
     `RecordingError` names the line and the field of what cannot be. A row is in memory at a time,
     and some 300 bytes for each request (and 8 for each block, where ids tell what prompts are).
     """
+    collector = _Collector(options or TraceOptions())
     try:
         file = path.open("rb")
     except OSError as error:
         raise RecordingError(f"{path} cannot be read: {error.strerror}") from None
     with file:
-        lines = _Lines(file)
-        collector = _Collector(options or TraceOptions())
+        rows = _Rows(file)
         try:
-            for row in _rows(lines):
+            for row in rows:
                 if not collector.add(row):
                     break
         except RecordingError as error:
-            raise RecordingError(f"{path.name}, line {lines.number}: {error}") from None
-    if not collector.prompts:
+            raise RecordingError(f"{path.name}, line {rows.line_number}: {error}") from None
+    if not collector.jobs:
         raise RecordingError(f"{path.name} holds no request")
     return collector.finish()
 
 
-class _Lines:
-    """The lines of a file as text; ``number`` is that of the last one.
-
-    A row of a CSV has several where its texts have line ends; `end_row` is told of each row.
-    """
+class _Rows:
+    """The columns of each request by name, from JSON lines or CSV; a row is a line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._row_bytes = 0
-        self.number = 0
+        self.line_number = 0
 
-    def __iter__(self) -> _Lines:
-        return self
-
-    def __next__(self) -> str:
-        line = self._file.readline(MAX_ROW_BYTES + 1)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        self._row_bytes += len(line)
-        if self._row_bytes > MAX_ROW_BYTES:
-            raise RecordingError(f"the row is longer than {MAX_ROW_BYTES} bytes")
-        try:
-            return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
-        except UnicodeDecodeError:
-            raise RecordingError(
-                "this is no text: unpack a compressed file, as in --trace <(zcat FILE)"
-            ) from None
-
-    def end_row(self) -> None:
-        """What comes next belongs to another row."""
-        self._row_bytes = 0
-
-
-def _rows(lines: _Lines) -> Iterator[Mapping[str, Any]]:
-    """The columns of each request by name."""
-    first = next((line for line in lines if line.strip()), "")
-    if first.lstrip().startswith(("{", "[")):
-        for line in chain([first], lines):
-            lines.end_row()
-            if line.strip():
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        csv.field_size_limit(MAX_ROW_BYTES)  # texts beside the lengths may have more than 131,072
+        header: list[str] | None = None
+        is_json: bool | None = None
+        for line in self._lines():
+            if is_json is None:
+                is_json = line.lstrip().startswith(("{", "["))
+            if is_json:
                 yield _object(line)
-        return
-    csv.field_size_limit(MAX_ROW_BYTES)  # texts beside the lengths may have more than 131,072
-    reader = csv.reader(chain([first], lines), strict=True)
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        for cells in reader:
-            lines.end_row()
-            if cells:
-                yield dict(zip(header, cells, strict=False))
-    except csv.Error as error:
-        raise RecordingError(f"this is no CSV: {error}") from None
+            elif header is None:
+                header = _cells(line)
+            else:
+                yield dict(zip(header, _cells(line), strict=False))
+
+    def _lines(self) -> Iterator[str]:
+        """Those that are not empty."""
+        while line := self._file.readline(MAX_ROW_BYTES + 1):
+            self.line_number += 1
+            if len(line) > MAX_ROW_BYTES:
+                raise RecordingError(f"the row is longer than {MAX_ROW_BYTES} bytes")
+            try:
+                text = line.decode("utf-8-sig" if self.line_number == 1 else "utf-8")
+            except UnicodeDecodeError:
+                raise RecordingError(
+                    "this is no text: unpack a compressed file, as in --trace <(zcat FILE)"
+                ) from None
+            if text.strip():
+                yield text
 
 
 def _object(line: str) -> Mapping[str, Any]:
@@ -174,6 +155,13 @@ def _object(line: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise RecordingError("one JSON object a line is expected, as `jq -c '.[]'` writes them")
     return content
+
+
+def _cells(line: str) -> list[str]:
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], strict=True))]
+    except csv.Error as error:
+        raise RecordingError(f"this is no CSV: {error}") from None
 
 
 def _kind_of(row: Mapping[str, Any], options: TraceOptions) -> Kind:
@@ -199,14 +187,11 @@ def _kind_of(row: Mapping[str, Any], options: TraceOptions) -> Kind:
 
 @dataclass(slots=True)
 class _Collector:
-    """Takes the rows one by one."""
+    """Takes the rows one by one; ``jobs`` arrive when the file says."""
 
     options: TraceOptions
     kind: Kind | None = None
-    times_us: array[int] = field(default_factory=lambda: array("q"))
-    prompts: array[int] = field(default_factory=lambda: array("i"))
-    outputs: array[int] = field(default_factory=lambda: array("i"))
-    hashes: list[bytes] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     num_left_out: int = 0
     num_new_tokens: int = 0
     num_hashes: int = 0
@@ -217,21 +202,19 @@ class _Collector:
             self.kind = _kind_of(row, self.options)
         arrival, prompt_column, output_column = self.kind.columns
         time_us = 0 if self.options.rate else _time_us(row, arrival, UNITS[self.kind.unit])
-        prompt, output = _length(row, prompt_column), _length(row, output_column)
-        if not prompt or not output:
+        prompt_len, output_len = _length(row, prompt_column), _length(row, output_column)
+        if not prompt_len or not output_len:
             self.num_left_out += 1
             return True
-        self.num_new_tokens += output
-        if len(self.prompts) >= MAX_NUM_JOBS or self.num_new_tokens > MAX_NEW_TOKENS:
+        self.num_new_tokens += output_len
+        if len(self.jobs) >= MAX_NUM_JOBS or self.num_new_tokens > MAX_NEW_TOKENS:
             raise RecordingError(
                 f"more than {MAX_NUM_JOBS:,} requests, or {MAX_NEW_TOKENS:,} tokens to generate: "
                 "take the first ones with --num-requests"
             )
-        self.hashes.append(self._hashes(row, prompt, self.kind.hash_tokens))
-        self.times_us.append(time_us)
-        self.prompts.append(prompt)
-        self.outputs.append(output)
-        return len(self.prompts) != self.options.num_requests
+        hashes = self._hashes(row, prompt_len, self.kind.hash_tokens)
+        self.jobs.append(Job(time_us, prompt_len, output_len, output_len, hashes=hashes))
+        return len(self.jobs) != self.options.num_requests
 
     def _hashes(self, row: Mapping[str, Any], prompt_len: int, hash_tokens: int) -> bytes:
         ids = row.get(_HASH_IDS)
@@ -249,23 +232,19 @@ class _Collector:
 
     def finish(self) -> TracedRequests:
         """Everything that was read; the first one comes at 0."""
-        places, times = range(len(self.prompts)), self.times_us
-        if self.options.rate is not None:
-            times = _random_times(self.options.rate, len(places), self.options.seed)
-        first_us = 0 if self.options.rate is not None else min(times)
-        jobs = []
-        for place in sorted(places, key=times.__getitem__):
-            output = self.outputs[place]
-            jobs.append(
-                Job(
-                    int((times[place] - first_us) / self.options.speed),
-                    self.prompts[place],
-                    output,
-                    output,
-                    hashes=self.hashes[place],
-                )
-            )
-        return TracedRequests(jobs, self.num_left_out)
+        options, jobs = self.options, self.jobs
+        if options.rate is not None:
+            times = random_arrivals(random.Random(options.seed), options.rate, len(jobs))
+            jobs = [job._replace(arrival_us=time) for job, time in zip(jobs, times, strict=True)]
+        first_us = 0 if options.rate is not None else min(job.arrival_us for job in jobs)
+        jobs.sort(key=lambda job: job.arrival_us)
+        return TracedRequests(
+            [
+                job._replace(arrival_us=int((job.arrival_us - first_us) / options.speed))
+                for job in jobs
+            ],
+            self.num_left_out,
+        )
 
 
 def _check_ids(ids: object, prompt_len: int, hash_tokens: int) -> None:
@@ -356,15 +335,6 @@ def _date_us(value: object) -> float:
     except ValueError:
         return math.nan
     return (date - _EPOCH) // _MICROSECOND + int((fraction or "0").ljust(6, "0")[:6])
-
-
-def _random_times(rate: float, count: int, seed: int) -> array[int]:
-    """Arrivals at random (Poisson), ``rate`` a second, in microseconds."""
-    rng, time_us, times = random.Random(seed), 0.0, array("q")
-    for _ in range(count):
-        time_us += rng.expovariate(rate) * 1e6
-        times.append(int(time_us))
-    return times
 
 
 def _shorten(value: Any) -> str:

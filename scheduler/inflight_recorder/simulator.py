@@ -134,7 +134,8 @@ class Simulation:
             self.scheduler = scheduler(settings, self.planner) if scheduler else None
         except ValueError as error:
             raise RecordingError(f"these settings contradict one another: {error}") from None
-        self._prompt_bound = _PromptBound(settings.tokens_per_block)
+        self._num_prompt_blocks_left = MIN_PROMPT_BLOCKS
+        self._num_beam_entries = 0  # of active requests, at their last tokens
         self._drafting: set[int] = set()  # the requests with drafts at the last decision
         # Of a request: tokens of a block that are found cached, and which block of the prompt that
         # is (None: whichever is the first that is not cached as a whole).
@@ -146,7 +147,6 @@ class Simulation:
             )
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
-        self._beam_entries = _BeamEntries(settings.tokens_per_block)
         for state in active:
             self._restore(state, has_table=cache is not None)
         # Overlapped: the step whose tokens come next.
@@ -292,7 +292,7 @@ class Simulation:
         """Give slots, blocks and what is cached; the sizes of chunks are those computed then."""
         self._grow(iteration)
         self._match(iteration.late_matches)
-        self._prompt_bound.begin(lists[0])
+        self._bound_prompts(lists[0])
         searching = [request for request in lists[2] if request.beams is not None]
         keys = [list(request.block_keys) for request in searching]
         batch = self.planner.plan(*lists)
@@ -413,7 +413,7 @@ class Simulation:
         for request in requests:
             self.planner.release(request)
             if self._by_id.pop(request.request_id, None) is not None:
-                self._beam_entries.remove(request)
+                self._num_beam_entries -= self._beam_entries_of(request)
                 self._partial_matches.pop(request.request_id, None)
         self.active = [r for r in self.active if r.request_id in self._by_id]
 
@@ -445,9 +445,30 @@ class Simulation:
             raise RecordingError(f"request {request.request_id} arrives while it is active")
         if len(self._by_id) >= MAX_NUM_REQUESTS:
             raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
-        self._beam_entries.add(request)
+        self._num_beam_entries += self._beam_entries_of(request)
+        if self._num_beam_entries > MAX_BEAM_ENTRIES:
+            raise RecordingError(
+                f"the tables of all beams have more than {MAX_BEAM_ENTRIES} blocks"
+            )
         self._by_id[request.request_id] = request
         self.active.insert(len(self.active) if place is None else place, request)
+
+    def _beam_entries_of(self, request: LlmRequest) -> int:
+        if request.beams is None:
+            return 0
+        return request.num_rows * -(-request.max_num_tokens // self.settings.tokens_per_block)
+
+    def _bound_prompts(self, contexts: Sequence[LlmRequest]) -> None:
+        """`RecordingError` where too many prompt blocks have begun: a few bytes can tell of a
+        prompt that begins again and again, after a pause in each second iteration."""
+        fresh = (request for request in contexts if request.seq_slot is None)
+        num_blocks = sum(-(-r.prompt_len // self.settings.tokens_per_block) for r in fresh)
+        self._num_prompt_blocks_left += PROMPT_BLOCKS_PER_PLAN - num_blocks
+        if self._num_prompt_blocks_left < 0:
+            raise RecordingError(
+                f"prompts of more than {MIN_PROMPT_BLOCKS:,} blocks, and "
+                f"{PROMPT_BLOCKS_PER_PLAN:,} for each iteration, have begun"
+            )
 
     def _restore(self, state: RequestState, *, has_table: bool) -> None:
         """A request in the middle of its life, with the blocks it held then.
@@ -646,59 +667,12 @@ class RecordedBeams:
         return FinishReason.LENGTH if is_last else FinishReason.NOT_FINISHED
 
 
-class _BeamEntries:
-    """Counts the entries that the block tables of all beams have at their last tokens."""
-
-    def __init__(self, tokens_per_block: int) -> None:
-        self._tokens_per_block = tokens_per_block
-        self._num = 0
-
-    def add(self, request: LlmRequest) -> None:
-        """``request`` is active; `RecordingError` where that makes too many."""
-        self._num += self._entries(request)
-        if self._num > MAX_BEAM_ENTRIES:
-            raise RecordingError(
-                f"the tables of all beams have more than {MAX_BEAM_ENTRIES} blocks"
-            )
-
-    def remove(self, request: LlmRequest) -> None:
-        """It is not any more."""
-        self._num -= self._entries(request)
-
-    def _entries(self, request: LlmRequest) -> int:
-        if request.beams is None:
-            return 0
-        return request.num_rows * -(-request.max_num_tokens // self._tokens_per_block)
-
-
 def _is_possible(moves: Iterable[int], width: int) -> bool:
     """Whether rows can have followed one another so: a parent goes on by itself."""
     parents = tuple(moves)
     return len(parents) == width and all(
         0 <= parent < width and parents[parent] == parent for parent in parents
     )
-
-
-class _PromptBound:
-    """Bounds the work of a simulation: a few bytes can tell of a prompt that begins again and
-    again, after a pause in each second iteration."""
-
-    __slots__ = ("_num_left", "_tokens_per_block")
-
-    def __init__(self, tokens_per_block: int) -> None:
-        self._tokens_per_block = tokens_per_block
-        self._num_left = MIN_PROMPT_BLOCKS
-
-    def begin(self, contexts: Sequence[LlmRequest]) -> None:
-        """A plan with these; `RecordingError` if there have been too many blocks."""
-        fresh = (request for request in contexts if request.seq_slot is None)
-        num_blocks = sum(-(-request.prompt_len // self._tokens_per_block) for request in fresh)
-        self._num_left += PROMPT_BLOCKS_PER_PLAN - num_blocks
-        if self._num_left < 0:
-            raise RecordingError(
-                f"prompts of more than {MIN_PROMPT_BLOCKS:,} blocks, and "
-                f"{PROMPT_BLOCKS_PER_PLAN:,} for each iteration, have begun"
-            )
 
 
 def _drawn_tokens(

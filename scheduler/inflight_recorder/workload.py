@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -218,13 +218,19 @@ def make_workload(
 ) -> list[Job]:
     """Requests that arrive at random (Poisson), ``rate`` a second, lengths uniform in a range."""
     rng = random.Random(seed)
-    time_us = 0.0
     jobs = []
-    for _ in range(num_requests):
-        time_us += rng.expovariate(rate) * 1e6
+    for time_us in random_arrivals(rng, rate, num_requests):
         length = rng.randint(*output_lens)
-        jobs.append(Job(int(time_us), rng.randint(*prompt_lens), length, length))
+        jobs.append(Job(time_us, rng.randint(*prompt_lens), length, length))
     return jobs
+
+
+def random_arrivals(rng: random.Random, rate: float, count: int) -> Iterator[int]:
+    """Microseconds of arrivals at random (Poisson), ``rate`` a second."""
+    time_us = 0.0
+    for _ in range(count):
+        time_us += rng.expovariate(rate) * 1e6
+        yield int(time_us)
 
 
 @dataclass(slots=True)
