@@ -160,17 +160,6 @@ def test_the_areas_are_the_numbers(
     ]
 
 
-def test_ticks_stand_at_their_iterations(timeline: Timeline) -> None:
-    ticks = {
-        int((text.text or "").replace(",", "")): float(text.attrib["x"])
-        for text in drawn(timeline).iter(f"{NAMESPACE}text")
-        if text.attrib.get("text-anchor") == "middle"
-    }
-    assert len(ticks) > 3
-    for number, x in ticks.items():
-        assert x == pytest.approx(x_of(timeline, timeline.numbers.index(number)), abs=0.06)
-
-
 @pytest.mark.parametrize("max_rows", [240, 1])
 def test_no_text_stands_on_another_or_beyond_the_border(
     timeline: Timeline, monkeypatch: pytest.MonkeyPatch, max_rows: int
@@ -206,18 +195,6 @@ def test_svg_is_sound_and_says_the_reasons(timeline: Timeline) -> None:
     assert len(titles) == 1 + sum(len(lane.intervals) for lane in timeline.lanes)
     assert any("paused as victim of request" in title for title in titles)
     assert any("waiting for KV blocks: needs" in title for title in titles)
-
-
-def test_the_stack_holds_every_request_in_every_iteration(timeline: Timeline) -> None:
-    """As many columns as iterations: the means are the numbers themselves."""
-    columns = exporters._activities_by_column(timeline, timeline.num_iterations)
-    for index, column in enumerate(columns):
-        assert column[Activity.GENERATION] == pytest.approx(timeline.num_generation[index])
-        alive = sum(
-            lane.start <= index < (timeline.num_iterations if lane.end is None else lane.end)
-            for lane in timeline.lanes
-        )
-        assert sum(column.values()) == pytest.approx(alive)
 
 
 def test_many_requests_make_a_picture_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
