@@ -350,6 +350,8 @@ class Simulation:
         if iteration.has_failed:
             self._discard(batch, ends)
             return []
+        if batch.is_empty:
+            return []
         failed = self._without_token(batch, ends)
         return self.planner.update(
             batch, _drawn_tokens(batch, iteration.drafts, self.planner, failed)

@@ -52,6 +52,11 @@ BEAMS = {"a": [arrival(1, 5, 8, beam_width=3)], "s": {"c": [[1, 5]]}}
         (PLAIN, [{"a": [ONE], "s": {"c": [[1, 4]]}, "n": [[1, 1, 2, 1]]}], "keeps more drafts"),
         (PLAIN, [{"a": [ONE], "s": {"c": [[1, 4]]}, "m": [[1, [0]]]}], "moves beams that do not"),
         (PLAIN, [BEAMS, {"s": {"g": [1]}, "m": [[1, [1, 0, 0]]]}], "cannot have moved so"),
+        (
+            PLAIN,
+            [{"a": [ONE], "s": {}, "e": [[1, "not_finite"]]}, {"s": {"g": [1]}}],
+            "1 runs, but",
+        ),
         (REUSING, [{"a": [arrival(1, 4, 4, hashes="AAAA")]}], "hashes: 3 bytes are not 8"),
         (OVERLAPPED, [{"a": [ONE], "s": {"c": [[1, 4]]}, "n": [[1, 2, 2, 1]]}], "runs on after"),
         (
