@@ -11,6 +11,7 @@ cache what it found then. How much of a further block it found is taken from the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, SupportsIndex, overload
 
 from inflight_recorder.cost_model import Load
@@ -99,6 +100,8 @@ class Step(NamedTuple):
     load: Load | None = None
 
 
+_ANY_BLOCK = -1
+
 Ends = Mapping[int, str]
 """The recorded reasons by request."""
 
@@ -137,9 +140,9 @@ class Simulation:
         self._num_prompt_blocks_left = MIN_PROMPT_BLOCKS
         self._num_beam_entries = 0  # of active requests, at their last tokens
         self._drafting: set[int] = set()  # the requests with drafts at the last decision
-        # Of a request: tokens of a block that are found cached, and which block of the prompt that
-        # is (None: whichever is the first that is not cached as a whole).
-        self._partial_matches: dict[int, tuple[int | None, int]] = {}
+        # Of a request: tokens of a block that are found cached, by the index of the block in the
+        # prompt (`_ANY_BLOCK`: whichever is the first that is not cached as a whole).
+        self._partial_matches: dict[int, Mapping[int, int]] = {}
         if active and settings.enable_reuse and cache is None:
             raise RecordingError(
                 "the recording begins in the middle and does not say what was cached then; with "
@@ -185,18 +188,18 @@ class Simulation:
         self,
         arrival: Arrival,
         block_keys: Sequence[bytes] | None = None,
-        partial_match: tuple[int | None, int] = (None, 0),
+        partial_matches: Mapping[int, int] = MappingProxyType({}),
     ) -> LlmRequest:
         """Make a request active, at its place.
 
         ``block_keys``: of all its text, where more is known than the hashes of its prompt.
-        ``partial_match``: which block of the prompt is cached in part, and how many tokens of it.
+        ``partial_matches``: tokens that are cached of blocks of the prompt, by their index.
         """
         request = make_request(arrival, arrival.prompt_len, arrival.max_new_tokens)
         if self.settings.enable_reuse:
             known = split_hashes(arrival.hashes) if block_keys is None else block_keys
             request.block_keys = list(known)
-            self._partial_matches[arrival.request_id] = partial_match
+            self._partial_matches[arrival.request_id] = partial_matches
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
         self._add(request, arrival.place)
@@ -426,12 +429,11 @@ class Simulation:
 
     def _match(self, matches: Iterable[PartialMatch]) -> None:
         for request_id, num_tokens in matches:
-            self._partial_matches[request_id] = None, num_tokens
+            self._partial_matches[request_id] = {_ANY_BLOCK: num_tokens}
 
     def _partial_match(self, request: LlmRequest, index: int) -> int:
-        place, num_tokens = self._partial_matches.get(request.request_id, (None, 0))
-        if place not in (None, index):
-            return 0
+        matches = self._partial_matches.get(request.request_id, {})
+        num_tokens = matches.get(index, matches.get(_ANY_BLOCK, 0))
         tokens_per_block = self.settings.tokens_per_block
         num_left = request.prompt_len - 1 - index * tokens_per_block
         return min(num_tokens, num_left, tokens_per_block - 1)

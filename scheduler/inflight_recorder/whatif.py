@@ -175,8 +175,8 @@ class _Run:
             place = bisect_right(simulation.active, (rank, number), key=_rank)
             tokens_per_block = self._settings.tokens_per_block
             keys = block_keys(job, self._hash_tokens, tokens_per_block)
-            match = job.partial_match if tokens_per_block == self._hash_tokens else (0, 0)
-            request = simulation.arrive(_arrival(number, job, place), keys, match)
+            matches = job.partial_matches if tokens_per_block == self._hash_tokens else {}
+            request = simulation.arrive(_arrival(number, job, place), keys, matches)
             request.rank = rank, number
             self._jobs[number] = job
             self._recorded.add(request, job)

@@ -28,9 +28,9 @@ class Job(NamedTuple):
     """A request to come: when, how long, and how many tokens it generates in the end.
 
     ``hashes`` tell which full blocks of its text are those of others (block reuse), as far as that
-    is known; behind them it is like no other. ``partial_match``: which block of its prompt was
-    cached in part, and how many tokens of it. ``patience_us``: it ends so long after its arrival if
-    it has no token by then. By the number of tokens generated before: ``beams`` says how the rows
+    is known; behind them it is like no other. ``partial_matches``: tokens that were found cached of
+    blocks of its prompt, by their index. ``patience_us``: it ends so long after its arrival if it
+    has no token by then. By the number of tokens generated before: ``beams`` says how the rows
     of its beams go on then, ``drafts`` how many drafts it has and how many tokens come of them.
     """
 
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     priority: float = 0.5
     beam_width: int = 1
     hashes: bytes = b""
-    partial_match: tuple[int, int] = (0, 0)
+    partial_matches: Mapping[int, int] = _NOTHING
     patience_us: int | None = None
     beams: Mapping[int, tuple[int, ...]] = _NOTHING
     drafts: Mapping[int, tuple[int, int]] = _NOTHING
@@ -240,7 +240,7 @@ class _Coming:
     came_us: int
     arrival: Arrival
     hashes: bytes
-    partial_match: tuple[int, int] | None = None
+    partial_matches: dict[int, int] = field(default_factory=dict)
     beams: dict[int, tuple[int, ...]] = field(default_factory=dict)
     drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -255,7 +255,7 @@ class _Coming:
             arrival.priority,
             arrival.beam_width,
             self.hashes,
-            self.partial_match or (0, 0),
+            self.partial_matches or _NOTHING,
             patience_us,
             self.beams or _NOTHING,
             self.drafts or _NOTHING,
@@ -339,13 +339,14 @@ class _Collector:
                 coming.drafts[place] = drafts.num_drafts, drafts.num_gained
 
     def _note_matches(self, contexts: Sequence[LlmRequest]) -> None:
-        """What the contexts that begin have found of a block, the first time that they begin."""
+        """What the contexts that begin have found of a block."""
         for request in contexts:
             coming = self._arrived.get(request.request_id)
-            if coming is not None and coming.partial_match is None and request.prefix_match:
+            if coming is not None and request.prefix_match is not None:
                 match = request.prefix_match[1]
                 num_tokens = match.num_tokens % self._workload.tokens_per_block
-                coming.partial_match = len(match.block_ids), num_tokens
+                if num_tokens:
+                    coming.partial_matches[len(match.block_ids)] = num_tokens
 
     def _num_generated(self, request_id: int) -> int:
         request = self._simulation.find(request_id)

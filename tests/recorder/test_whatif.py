@@ -382,7 +382,7 @@ def test_cached_blocks_are_found_again(changes: dict[str, Any], may_copy: bool) 
         assert summary == measured
         again = read_workload(read(text))
         assert predict(settings, again.jobs, PRICES, hash_tokens=4) == summary
-    unlike = [job._replace(hashes=b"", partial_match=(0, 0)) for job in workload.jobs]
+    unlike = [job._replace(hashes=b"", partial_matches={}) for job in workload.jobs]
     assert predict(settings, unlike, PRICES).seconds > 1.1 * measured.seconds
 
 
