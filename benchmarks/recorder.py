@@ -3,9 +3,9 @@
 For each number of requests at once and each length of their prompts: the time an iteration takes,
 the time the recorder's calls take in it (measured around each call, timers included), with the ring
 alone and with a file. The prompts are the same, so all but the first are found in the cache: the
-iterations are short. With block reuse also: what the text of a request costs (hashes that the
-prefix cache needs in any case), and, once in 512 iterations, to remember what a full pool has
-cached. And
+iterations are short. With block reuse also: what it costs to note the hashes of a request, which
+the prefix cache has computed, and, once in 512 iterations, to remember what a full pool has cached.
+And
 with thousands of requests, which no CPU serves in time: the scheduler alone, without a model.
 
     python benchmarks/recorder.py --requests 1 8 64 256 --prompts 8 1000 4000 --tokens 150
@@ -135,7 +135,7 @@ def measure(
 
 
 def measure_texts(prompt_len: int, num_requests: int = 64) -> dict[str, Any]:
-    """What the texts of requests cost that come one after another and generate 64 tokens.
+    """What it costs to note the hashes of requests that generate 64 tokens.
 
     Each begins like all others, up to its last 8 prompt tokens.
     """
@@ -144,13 +144,13 @@ def measure_texts(prompt_len: int, num_requests: int = 64) -> dict[str, Any]:
     for number in range(num_requests):
         prompt = [*range(300, 300 + prompt_len - 8), *range(number, number + 8)]
         request = LlmRequest(number, prompt, 64)
+        request.tokens.extend(range(64))
+        num_blocks = (prompt_len + 63) // 32
+        manager.block_hashes(request, 0, num_blocks)
         start = time.perf_counter_ns()
         manager.block_hashes(request, 0, prompt_len // 32)
+        manager.block_hashes(request, prompt_len // 32, num_blocks)
         costs.append(time.perf_counter_ns() - start)
-        request.tokens.extend(range(64))
-        start = time.perf_counter_ns()
-        manager.block_hashes(request, prompt_len // 32, (prompt_len + 63) // 32)
-        costs[-1] += time.perf_counter_ns() - start
     median = statistics.median(costs) / 1000
     return {"prompt_tokens": prompt_len, "us_per_request_median": round(median, 1)}
 

@@ -158,12 +158,12 @@ class FlightRecorder:
         self._came_ns: dict[int, int] = {}
         self._ends: list[tuple[int, str]] = []
         self._hashes: dict[int, bytes] = {}  # of active requests, as told (block reuse)
-        self._arrived_hashes: dict[int, bytes] = {}
         self._growths: list[tuple[int, bytes]] = []
         self._told_matches: dict[int, int] = {}  # partial ones, of active requests; else 0
         self._matches: tuple[int, ...] = ()
         self._late_matches: tuple[int, ...] = ()
         self._starting: Sequence[LlmRequest] = ()
+        self._contexts: list[LlmRequest] = []  # with block reuse: those that may learn their keys
         self._context: tuple[int, ...] | None = None  # id, tokens, id, ... if there is a decision
         self._paused: tuple[int, ...] = ()
         self._places: dict[int, int] = {}
@@ -266,11 +266,16 @@ class FlightRecorder:
         self._has_forgotten = True
 
     def ended(self, request: LlmRequest, error: str = "") -> None:
-        """``request`` is not active any more; the text of an error is not recorded."""
+        """``request`` is not active any more, and has given its blocks back.
+
+        The text of an error is not recorded.
+        """
         request_id = request.request_id
         self._searches.pop(request_id, None)
         if request_id in self._hashes:
-            self._grow(request, request.num_cached_tokens)
+            # Also of a prompt that was not computed to its end: it may be, under other settings.
+            num_blocks = request.prompt_len // self.settings.tokens_per_block
+            self._tell_blocks(request, max(num_blocks, len(request.block_keys)))
             del self._hashes[request_id]
             self._told_matches.pop(request_id, None)
         if error:
@@ -291,7 +296,12 @@ class FlightRecorder:
         decided_ns = self._decided_ns
         if self._context is None:
             decided_ns = self._clock()
-            self._note_arrived_blocks()
+            if self.settings.enable_reuse:
+                self._register()
+        for request in self._contexts:  # the cache has computed some of their keys by now
+            if request.request_id in self._hashes:
+                self._tell_blocks(request, len(request.block_keys))
+        self._contexts = []
         has_ended = self._has_failed or self._has_lost or self._is_settled
         is_running = self.settings.is_overlapped and not has_ended and self._context is not None
         self._append(decided_ns)
@@ -349,41 +359,35 @@ class FlightRecorder:
         paused_requests: Sequence[LlmRequest],
     ) -> None:
         """With block reuse: what the texts are, and what was found of parts of blocks."""
-        if self._arrivals:
-            self._note_arrived_blocks()
+        self._register()
         for request in paused_requests:
-            self._grow(request, request.num_tokens)
+            self._tell_blocks(request, request.num_tokens // self.settings.tokens_per_block)
+        fresh = active_requests
+        if isinstance(active_requests, ActiveRequests):
+            fresh = active_requests.fresh
+        self._contexts = [*fresh, *context_requests]
         if self.settings.may_copy_blocks:
-            fresh = active_requests
-            if isinstance(active_requests, ActiveRequests):
-                fresh = active_requests.fresh
             self._matches = self._take_matches(fresh) if fresh else ()
             self._starting = [r for r in context_requests if r.is_first_context_chunk]
 
-    def _note_arrived_blocks(self) -> None:
-        if self.settings.enable_reuse:
-            ended_ids = {request_id for request_id, _ in self._ends}
-            for request in self._arrivals:
-                if request.request_id in ended_ids:  # nothing was decided about it
-                    continue
-                num_blocks = request.prompt_len // self.settings.tokens_per_block
-                hashes = self._block_manager.block_hashes(request, 0, num_blocks)
-                self._hashes[request.request_id] = hashes
-                self._arrived_hashes[request.request_id] = hashes
+    def _register(self) -> None:
+        """The arrivals are active from now on, but for those that have ended already."""
+        ended_ids = {request_id for request_id, _ in self._ends}
+        for request in self._arrivals:
+            if request.request_id not in ended_ids:
+                self._hashes.setdefault(request.request_id, b"")
 
-    def _grow(self, request: LlmRequest, num_tokens: int) -> None:
-        """The full blocks of so many tokens may be kept now that ``request`` gives them back.
+    def _tell_blocks(self, request: LlmRequest, num_blocks: int) -> None:
+        """What the first blocks of a text are, where that is not told yet.
 
-        Of a beam search only the prompt is kept, and of one whose logits were not finite no more.
+        Only blocks of which the cache has computed the keys, or computes them next.
         """
         told = self._hashes[request.request_id]
         num_told = len(told) // HASH_SIZE
-        num_blocks = num_tokens // self.settings.tokens_per_block
-        if num_blocks <= num_told or request.beams is not None or request.tokens[-1] < 0:
-            return
-        hashes = self._block_manager.block_hashes(request, num_told, num_blocks)
-        self._growths.append((request.request_id, hashes))
-        self._hashes[request.request_id] = told + hashes
+        if num_blocks > num_told:
+            hashes = self._block_manager.block_hashes(request, num_told, num_blocks)
+            self._growths.append((request.request_id, hashes))
+            self._hashes[request.request_id] = told + hashes
 
     def _take_matches(self, requests: Sequence[LlmRequest]) -> tuple[int, ...]:
         """Partial matches that are not what was told: id, tokens, id, ..."""
@@ -469,7 +473,6 @@ class FlightRecorder:
             float(request.priority),
             request.beam_width,
             self._places.get(request_id),
-            self._arrived_hashes.pop(request_id, b""),
         )
 
     def _open_chunk(self, active_requests: Sequence[LlmRequest]) -> None:

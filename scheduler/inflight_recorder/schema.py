@@ -82,8 +82,8 @@ class End(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """With block reuse: ``hashes`` of the full blocks behind the prompt of a request, or behind
-    those told before, when it gives its blocks back."""
+    """With block reuse: ``hashes`` of full blocks of a request, behind those told before, as soon
+    as the prefix cache has looked for them or keeps them."""
 
     request_id: Id
     hashes: bytes
@@ -123,7 +123,7 @@ class Arrival(_Record):
     """A request that was accepted.
 
     ``waited_us``: how long before the decision it had come. ``place`` is its index among the
-    active ones, None for last. ``hashes``: with block reuse, of the full blocks of its prompt.
+    active ones, None for last.
     """
 
     request_id: Id
@@ -133,7 +133,6 @@ class Arrival(_Record):
     priority: Priority = 0.5
     beam_width: BeamWidth = 1
     place: Annotated[int, Meta(ge=0, le=MAX_NUM_REQUESTS)] | None = None
-    hashes: bytes = b""
 
 
 class RequestState(_Record):
@@ -143,8 +142,8 @@ class RequestState(_Record):
     there, as in `LlmRequest`. ``num_computed`` are the tokens of the context that were computed.
     ``pending_place``: the last token is that of a step which ran, at that place among its
     tokens, from 1; 0 if no step ran for the request. ``num_blocks`` it held, where drafts had taken
-    more than its tokens need; else 0. ``hashes``: with block reuse, of the full blocks of its
-    prompt, and ``table`` the blocks that it held, in token order.
+    more than its tokens need; else 0. ``hashes``: with block reuse, those told of it
+    before, and ``table`` the blocks that it held, in token order.
     """
 
     request_id: Id
@@ -288,8 +287,8 @@ class Iteration(_Record):
     refused, and the default made this one. ``drafts`` are of all requests with drafts, and
     ``is_settled`` (overlapped) says that no step ran on after this iteration. ``beams``: how rows
     went on before the decision. ``has_forgotten`` (overlapped): a request had left whose numbers
-    have failed in the step before, so nothing stayed cached. ``growths`` are known when requests
-    give their blocks back in this iteration. ``partial_matches`` are those that deciding found,
+    have failed in the step before, so nothing stayed cached. ``growths`` hold for all of
+    the iteration. ``partial_matches`` are those that deciding found,
     where they are not what they were, and ``late_matches`` those that planning found instead.
     Times are microseconds, ``start_us`` since the recording was started; ``num_free_blocks`` is
     after the decision was carried out.
@@ -371,7 +370,7 @@ def unpack_iteration(packed: bytes) -> Iteration:
         start_us,
         step_us,
         num_free_blocks,
-        tuple([Arrival(*row) for row in rows(arrivals, 8)]),
+        tuple([Arrival(*row) for row in rows(arrivals, 7)]),
         decision,
         tuple(map(End._make, rows(ends, 2))),
         tuple(map(Growth._make, rows(growths, 2))),

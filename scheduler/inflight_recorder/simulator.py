@@ -148,6 +148,7 @@ class Simulation:
                 "the recording begins in the middle and does not say what was cached then; with "
                 "block reuse that is needed: record to a file from the start (record_file)"
             )
+        self._num_told: dict[int, int] = {}  # block keys of a request that the recording told
         self.active: list[LlmRequest] = []
         self._by_id: dict[int, LlmRequest] = {}
         for state in active:
@@ -180,26 +181,29 @@ class Simulation:
 
     def arrivals(self, iteration: Iteration) -> list[LlmRequest]:
         """Make those of ``iteration`` active."""
-        if iteration.decision is None:
-            self._grow(iteration)
-        return [self.arrive(arrival) for arrival in iteration.arrivals]
+        arrived = [self.arrive(arrival) for arrival in iteration.arrivals]
+        for request_id, hashes in iteration.growths:
+            request = self._known(request_id)
+            num_told = self._num_told.get(request_id, 0)
+            request.block_keys[num_told:] = split_hashes(hashes)
+            self._num_told[request_id] = len(request.block_keys)
+            request.prefix_match = None
+        return arrived
 
     def arrive(
         self,
         arrival: Arrival,
-        block_keys: Sequence[bytes] | None = None,
+        block_keys: Sequence[bytes] = (),
         partial_matches: Mapping[int, int] = MappingProxyType({}),
     ) -> LlmRequest:
         """Make a request active, at its place.
 
-        ``block_keys``: of all its text, where more is known than the hashes of its prompt.
+        ``block_keys``: of its text, as far as they are known already.
         ``partial_matches``: tokens that are cached of blocks of the prompt, by their index.
         """
         request = make_request(arrival, arrival.prompt_len, arrival.max_new_tokens)
-        if self.settings.enable_reuse:
-            known = split_hashes(arrival.hashes) if block_keys is None else block_keys
-            request.block_keys = list(known)
-            self._partial_matches[arrival.request_id] = partial_matches
+        request.block_keys = list(block_keys)
+        self._partial_matches[arrival.request_id] = partial_matches
         if not self.block_manager.can_ever_fit(request):
             raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
         self._add(request, arrival.place)
@@ -293,7 +297,6 @@ class Simulation:
 
     def plan(self, lists: Lists, iteration: Iteration) -> Plan:
         """Give slots, blocks and what is cached; the sizes of chunks are those computed then."""
-        self._grow(iteration)
         self._match(iteration.late_matches)
         self._bound_prompts(lists[0])
         searching = [request for request in lists[2] if request.beams is not None]
@@ -420,12 +423,8 @@ class Simulation:
             if self._by_id.pop(request.request_id, None) is not None:
                 self._num_beam_entries -= self._beam_entries_of(request)
                 self._partial_matches.pop(request.request_id, None)
+                self._num_told.pop(request.request_id, None)
         self.active = [r for r in self.active if r.request_id in self._by_id]
-
-    def _grow(self, iteration: Iteration) -> None:
-        """What the texts of requests are that give their blocks back, before these are kept."""
-        for request_id, hashes in iteration.growths:
-            self._known(request_id).block_keys += split_hashes(hashes)
 
     def _match(self, matches: Iterable[PartialMatch]) -> None:
         for request_id, num_tokens in matches:
@@ -492,6 +491,7 @@ class Simulation:
         request.num_pauses = state.num_pauses
         request.tokens = SyntheticTokens(state.num_tokens, state.request_id)
         request.block_keys = split_hashes(state.hashes)
+        self._num_told[state.request_id] = len(request.block_keys)
         if state.num_computed == 0:
             return
         request.context_chunk_size = state.num_computed

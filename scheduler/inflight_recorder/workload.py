@@ -239,7 +239,7 @@ class _Coming:
 
     came_us: int
     arrival: Arrival
-    hashes: bytes
+    hashes: bytes = b""
     partial_matches: dict[int, int] = field(default_factory=dict)
     beams: dict[int, tuple[int, ...]] = field(default_factory=dict)
     drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class _Collector:
         simulation.arrivals(iteration)
         for arrival in iteration.arrivals:
             came_us = max(start_us - arrival.waited_us, 0)
-            self._arrived[arrival.request_id] = _Coming(came_us, arrival, arrival.hashes)
+            self._arrived[arrival.request_id] = _Coming(came_us, arrival)
             latencies.arrived(arrival.request_id, came_us)
         self._grow(iteration)
         if iteration.decision is not None:

@@ -158,7 +158,7 @@ def test_a_decision_that_was_never_carried_out_does_not_hide_a_change() -> None:
 def test_what_is_held_as_bytes_gets_all_names_again() -> None:
     fields = (
         *(7, 1000, 20, 11),
-        (*(3, 9, 4, 0, 0.5, 1, None, b""), *(4, 2, 1, 8, 0.7, 2, 5, b"12345678")),
+        (*(3, 9, 4, 0, 0.5, 1, None), *(4, 2, 1, 8, 0.7, 2, 5)),
         ((3, 9, 4, 2), (0, 5), (5,)),
         (1, "end_id", 2, "cancelled"),
         (1, b"abcdefgh"),
@@ -172,7 +172,7 @@ def test_what_is_held_as_bytes_gets_all_names_again() -> None:
         start_us=1000,
         step_us=20,
         num_free_blocks=11,
-        arrivals=(Arrival(3, 9, 4), Arrival(4, 2, 1, 8, 0.7, 2, 5, b"12345678")),
+        arrivals=(Arrival(3, 9, 4), Arrival(4, 2, 1, 8, 0.7, 2, 5)),
         decision=Decision((Chunk(3, 9), Chunk(4, 2)), changes=(0, 5), paused=(5,)),
         ends=(End(1, "end_id"), End(2, "cancelled")),
         growths=(Growth(1, b"abcdefgh"),),

@@ -62,7 +62,7 @@ def test_settings_come_back(settings: Settings) -> None:
             12,
             0,
             4,
-            arrivals=(Arrival(2**64 - 1, 9, 4), Arrival(2, 9, 4, 8, 0.75, 2, 0, b"12345678")),
+            arrivals=(Arrival(2**64 - 1, 9, 4), Arrival(2, 9, 4, 8, 0.75, 2, 0)),
             decision=Decision(generation=(7, 8)),
             ends=(End(1, "cancelled"), End(2, "error")),
         ),

@@ -57,7 +57,7 @@ BEAMS = {"a": [arrival(1, 5, 8, beam_width=3)], "s": {"c": [[1, 5]]}}
             [{"a": [ONE], "s": {}, "e": [[1, "not_finite"]]}, {"s": {"g": [1]}}],
             "1 runs, but",
         ),
-        (REUSING, [{"a": [arrival(1, 4, 4, hashes="AAAA")]}], "hashes: 3 bytes are not 8"),
+        (REUSING, [{"a": [ONE], "l": [[1, "AAAA"]]}], "hashes: 3 bytes are not 8"),
         (OVERLAPPED, [{"a": [ONE], "s": {"c": [[1, 4]]}, "n": [[1, 2, 2, 1]]}], "runs on after"),
         (
             OVERLAPPED,

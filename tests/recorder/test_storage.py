@@ -167,7 +167,6 @@ def test_no_text_of_the_user_is_in_a_recording() -> None:
     for line in [line for text in TEXTS for line in text.splitlines()[1:]]:
         content = json.loads(line)
         for arrival in content.pop("a", []):
-            arrival.pop("hashes", None)
             assert all(type(value) in (int, float) for value in arrival.values())
         assert {reason for _, reason in content.pop("e", [])} <= reasons
         growths = content.pop("l", [])
@@ -199,7 +198,7 @@ def test_no_text_of_the_user_is_in_a_recording() -> None:
         (TEXT.replace('"t":', '"t":9007199254740992,"d":', 1), "line 3: t: "),
         (TEXT.replace('"prompt_len":', '"prompt_len":0,"x":', 1), "a[0].prompt_len: Expected"),
         (TEXT.replace('"request_id":1,', '"request_id":1,"priority":NaN,', 1), "is no JSON"),
-        (TEXT.replace('"request_id":1,', '"request_id":1,"hashes":"AAA",', 1), "a[0].hashes: "),
+        (TEXT.replace('"f":', '"l":[[1,"AAA"]],"f":', 1), "line 2: l[0][1]: Invalid base64"),
         (TEXT.replace('"max_num_tokens":40', '"max_num_tokens":"40"'), "settings.max_num_tokens: "),
     ],
 )
