@@ -14,15 +14,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from inflight_recorder.cost_model import CostModel
-from inflight_recorder.files import RecordingFile, open_recording
-from inflight_recorder.recorder import FlightRecorder
-from inflight_recorder.records import Settings
-from inflight_recorder.whatif import Clock, predict
+from inflight_recorder.settings import Settings
+from inflight_recorder.storage import RecordingFile, open_recording
+from inflight_recorder.whatif import predict
 from inflight_recorder.workload import make_workload
 from inflight_scheduler import CapacitySchedulerPolicy
 from report import describe_run, write_result
@@ -39,11 +39,9 @@ _RUN = (
 
 def make_recording(num_requests: int, path: Path) -> None:
     """So many requests of 20 to 200 prompt tokens and 5 to 60 new ones."""
-    clock = Clock()
     jobs = make_workload(RATE, (20, 200), (5, 60), num_requests, seed=1)
-    recorder = FlightRecorder(SETTINGS, software="whatif", sink=RecordingFile(path), clock=clock)
-    predict(SETTINGS, jobs, COST, recorder=recorder, clock=clock)
-    recorder.close()
+    with closing(RecordingFile(path)) as sink:
+        predict(SETTINGS, jobs, COST, sink=sink)
 
 
 def measure(name: str, recording: Path, folder: Path) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 For each number of requests at once and each length of their prompts: the time an iteration takes,
 the time the recorder's calls take in it (measured around each call, timers included), with the ring
 alone and with a file. The prompts are the same, so all but the first are found in the cache: the
-iterations are short, and the recorder has every token to compare. With block reuse also: what the
-text of a request costs, and, once in 512 iterations, to remember what a full pool has cached. And
+iterations are short. With block reuse also: what it costs to note the hashes of a request, which
+the prefix cache has computed, and, once in 512 iterations, to remember what a full pool has cached.
+And
 with thousands of requests, which no CPU serves in time: the scheduler alone, without a model.
 
     python benchmarks/recorder.py --requests 1 8 64 256 --prompts 8 1000 4000 --tokens 150
@@ -25,11 +26,9 @@ from typing import Any
 
 from inflight_backend import CapacitySchedulerPolicy
 from inflight_backend.manager import batcher as inflight_batcher
-from inflight_recorder.files import RecordingFile, open_recording
-from inflight_recorder.in_force import scheduler_of
-from inflight_recorder.recorder import SEGMENT_ITERATIONS, FlightRecorder
-from inflight_recorder.records import Settings
-from inflight_recorder.texts import RecordedTexts
+from inflight_recorder.recorder import CHUNK_ITERATIONS, FlightRecorder
+from inflight_recorder.settings import Settings, scheduler_of
+from inflight_recorder.storage import RecordingFile, open_recording
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import ActiveRequests, BatchPlanner, BlockManager, LlmRequest
 from recorded_run import TimedRequest, run_recorded
@@ -135,24 +134,22 @@ def measure(
 
 
 def measure_texts(prompt_len: int, num_requests: int = 64) -> dict[str, Any]:
-    """What the texts of requests cost that come one after another and generate 64 tokens.
+    """What it costs to note the hashes of requests that generate 64 tokens.
 
     Each begins like all others, up to its last 8 prompt tokens.
     """
     manager = BlockManager(1024, 32, enable_reuse=True, may_copy_blocks=True)
-    texts = RecordedTexts(65_536, 32, manager.cache_state)
     costs = []
     for number in range(num_requests):
         prompt = [*range(300, 300 + prompt_len - 8), *range(number, number + 8)]
         request = LlmRequest(number, prompt, 64)
-        start = time.perf_counter_ns()
-        texts.add(request)
-        texts.likeness(request)
-        costs.append(time.perf_counter_ns() - start)
         request.tokens.extend(range(64))
+        num_blocks = (prompt_len + 63) // 32
+        manager.block_hashes(request, 0, num_blocks)
         start = time.perf_counter_ns()
-        texts.grow(request, is_last=True)
-        costs[-1] += time.perf_counter_ns() - start
+        manager.block_hashes(request, 0, prompt_len // 32)
+        manager.block_hashes(request, prompt_len // 32, num_blocks)
+        costs.append(time.perf_counter_ns() - start)
     median = statistics.median(costs) / 1000
     return {"prompt_tokens": prompt_len, "us_per_request_median": round(median, 1)}
 
@@ -160,24 +157,20 @@ def measure_texts(prompt_len: int, num_requests: int = 64) -> dict[str, Any]:
 def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str, Any]:
     """The beginning of a segment with a full pool, half of it held by 64 requests."""
     manager = BlockManager(num_blocks, tokens_per_block, enable_reuse=True, may_copy_blocks=True)
-    texts = RecordedTexts(num_blocks, tokens_per_block)
     length = num_blocks // 128 * tokens_per_block
     requests = [LlmRequest(n, [n, *range(length)][:length], 8) for n in range(128)]
     for request in requests:
-        texts.add(request)
         manager.allocate(request.request_id, length)
         request.move_to_next_context_chunk()
         request.add_new_token(0)
         manager.store(request)
     for request in requests[64:]:
         manager.free(request.request_id)
-        texts.grow(request, is_last=True)
     costs, num_kept = [], 0
     for _ in range(50):
         start = time.perf_counter_ns()
         state = manager.cache_state()
         assert state is not None
-        texts.mark(requests[:64], state)
         costs.append(time.perf_counter_ns() - start)
         num_kept = sum(state.is_kept)
     median = statistics.median(costs) / 1000
@@ -185,7 +178,7 @@ def measure_cache_state(num_blocks: int, tokens_per_block: int = 32) -> dict[str
         "blocks": num_blocks,
         "kept_blocks": num_kept,
         "us_median": round(median, 1),
-        "us_per_iteration": round(median / SEGMENT_ITERATIONS, 2),
+        "us_per_iteration": round(median / CHUNK_ITERATIONS, 2),
     }
 
 
@@ -208,7 +201,7 @@ def measure_thousands(num_requests: int, num_iterations: int, *, reuse: bool) ->
     planner = BatchPlanner(manager, num_requests, active)
     scheduler = scheduler_of(settings.policy, settings, planner)
     costs: list[int] = []
-    recorder = timed_recorder(costs)(settings, cache_state=manager.cache_state)
+    recorder = timed_recorder(costs)(settings, manager)
     turns = []
     pauses: list[int] = []
     num_arrived = 0

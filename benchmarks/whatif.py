@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inflight_recorder.cost_model import fit_cost_model
-from inflight_recorder.files import open_recording
-from inflight_recorder.latency import Summary
+from inflight_recorder.storage import open_recording
 from inflight_recorder.whatif import predict
-from inflight_recorder.workload import read_workload
+from inflight_recorder.workload import Summary, read_workload
 from inflight_scheduler import CapacitySchedulerPolicy
 from recorded_run import TimedRequest, run_recorded
 from report import describe_run, write_result
@@ -83,7 +82,7 @@ def one_round(
     path = folder / "base.jsonl"
     measured = measure(requests, path, case)
     with open_recording(path) as reader:
-        settings = reader.header.settings
+        settings = reader.settings
         workload = read_workload(reader)
     cost = fit_cost_model(workload.samples)
     trials = {}
@@ -91,7 +90,12 @@ def one_round(
         changes = OTHERS.get(name, {})
         changed = replace(settings, **changes)
         predicted, fast, slow = (
-            predict(changed, workload.jobs, cost.scaled(factor), book=workload.book)
+            predict(
+                changed,
+                workload.jobs,
+                cost.scaled(factor),
+                hash_tokens=workload.tokens_per_block,
+            )
             for factor in (1.0, 0.9, 1.1)
         )
         run = partial(measure, requests, folder / "other.jsonl", {**case, **changes})

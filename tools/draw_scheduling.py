@@ -27,10 +27,10 @@ from inflight_backend import (
     TrtGptModelType,
 )
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_recorder.files import open_recording
-from inflight_recorder.history import build_history
+from inflight_recorder.exporters import write_svg
 from inflight_recorder.replay import replay
-from inflight_recorder.svg import write_svg
+from inflight_recorder.storage import open_recording
+from inflight_recorder.timeline import build_timeline
 from inflight_server.serve.settings import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,7 +117,7 @@ def draw(recording: Path, picture: Path) -> None:
         result = replay(reader)
     assert result.divergence is None, str(result)
     with open_recording(recording) as reader:
-        picture.write_text(write_svg(build_history(reader)), encoding="utf-8")
+        picture.write_text("".join(write_svg(build_timeline(reader))), encoding="utf-8")
     print(f"{picture.name}: {result}")
 
 

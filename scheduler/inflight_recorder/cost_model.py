@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import mul
 from typing import NamedTuple
 
-from inflight_recorder.errors import RecordingError
+from inflight_recorder.settings import RecordingError
 
 MIN_SAMPLES = 20
 _NUM_TERMS = 5

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight_recorder.errors import RecordingError
-from inflight_recorder.files import RecordingReader
-from inflight_recorder.in_force import Lists
-from inflight_recorder.palette import count
-from inflight_recorder.records import Chunk, Decision, Iteration
-from inflight_recorder.simulation import MakeScheduler, Simulation, default_scheduler
+from inflight_recorder.schema import Chunk, Decision, Iteration
+from inflight_recorder.settings import Lists
+from inflight_recorder.simulator import MakeScheduler, Simulation, default_scheduler
+from inflight_recorder.storage import RecordingReader
+from inflight_recorder.timeline import count
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +55,19 @@ def replay(
     `RecordingError` when the recording cannot be read, or tells of something impossible.
     """
     header = reader.header
-    try:
+    with reader.named_place():
         simulation = Simulation(
-            header.settings,
+            reader.settings,
             header.active,
             make_scheduler,
             header.cache,
             is_running=header.is_running,
         )
-    except RecordingError as error:
-        raise reader.fail(error) from None
     num_iterations = num_pauses = 0
     num_requests = len(header.active)
     for iteration in reader:
-        try:
+        with reader.named_place():
             divergence = _replay_iteration(simulation, iteration)
-        except RecordingError as error:
-            raise reader.fail(error) from None
         num_iterations += 1
         num_requests += len(iteration.arrivals)
         num_pauses += len(iteration.decision.paused) if iteration.decision else 0
@@ -112,7 +107,7 @@ def _as_decision(lists: Lists) -> Decision:
     return Decision(
         tuple([Chunk(request.request_id, request.context_chunk_size) for request in context]),
         tuple([request.request_id for request in generation]),
-        tuple([request.request_id for request in paused]),
+        paused=tuple([request.request_id for request in paused]),
     )
 
 

@@ -81,8 +81,7 @@ class LlmRequest:
     ``tokens`` is prompt plus everything generated; treat it as read-only and grow it through
     `add_new_token`. ``context_current_position`` counts prompt tokens whose KV is computed or was
     found cached. Requests share cached blocks only if ``cache_salt`` and adapter are the same;
-    ``block_keys`` and ``prefix_match`` are the memory of `ReuseIndex` for this text, and
-    ``text_number`` is what the flight recorder calls it (-1: nothing).
+    ``block_keys`` and ``prefix_match`` are the memory of `ReuseIndex` for this text.
 
     While steps of it run (overlapped loop), the last entries of ``tokens`` are `PENDING_TOKEN`:
     they count wherever tokens are counted, and nobody has seen them. How many there are is read
@@ -144,7 +143,6 @@ class LlmRequest:
         "seq_slot",
         "state",
         "stop_words",
-        "text_number",
         "tokens",
         "tracker",
     )
@@ -189,7 +187,6 @@ class LlmRequest:
         self.cache_salt = cache_salt
         self.block_keys: list[bytes] = []
         self.prefix_match: tuple[tuple[int, int], PrefixMatch] | None = None
-        self.text_number = -1
         self.lora_task_id = lora_task_id
         self.encoder_length = encoder_length
         self.draft_tokens = tuple(draft_tokens)

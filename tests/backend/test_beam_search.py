@@ -18,8 +18,8 @@ from inflight_backend.errors import ConfigurationError
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_recorder.files import open_recording
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import open_recording
 from inflight_scheduler import CapacitySchedulerPolicy
 
 

@@ -23,8 +23,8 @@ from inflight_backend.engine import Engine, EngineConfig
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_recorder.files import open_recording
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import open_recording
 
 PROMPTS = [[7 * i % VOCAB_SIZE, 3, *PROMPT[: 2 + i]] for i in range(6)]
 NUM_NEW = 16

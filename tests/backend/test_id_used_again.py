@@ -11,8 +11,8 @@ from support.triton_stub import CountedStep, CountingEngine, LostStep
 
 from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.requests.validation import PROCESSOR_FIELD
-from inflight_recorder.files import RecordingReader
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import ScheduledBatch
 
 

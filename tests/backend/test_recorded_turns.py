@@ -13,9 +13,9 @@ from support.triton_stub import CountedStep, CountingEngine
 
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.requests.inference_request import InferenceRequest
-from inflight_recorder.files import RecordingReader
-from inflight_recorder.history import build_history
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader
+from inflight_recorder.timeline import build_timeline
 from inflight_recorder.workload import read_workload
 from inflight_scheduler import ScheduledBatch
 
@@ -91,7 +91,7 @@ def test_the_tokens_of_a_step_come_to_nobody(fault: str, has_drafts: bool) -> No
     result = replay(read())
     assert result.divergence is None, str(result)
     assert result.num_requests == 3
-    assert len(build_history(read()).rows) == len(read_workload(read()).jobs) == 3
+    assert len(build_timeline(read()).lanes) == len(read_workload(read()).jobs) == 3
 
 
 class EngineThatLeavesOnce(CountingEngine):

@@ -26,9 +26,9 @@ from inflight_backend.manager.parameters import TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.requests.stop_words import StopWordWatch
-from inflight_recorder.files import open_recording
 from inflight_recorder.recorder import FlightRecorder
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import open_recording
 from inflight_scheduler import ActiveRequests, BatchPlanner
 
 NOT_TAKEN = "the request could not be taken"
@@ -119,7 +119,7 @@ def assert_nothing_stays(manager: GptManager) -> None:
         flight_recorder = manager._batcher.recorder
         assert flight_recorder._came_ns == {}
         assert flight_recorder._arrivals == []
-        assert flight_recorder._move_watch._searches == {}
+        assert flight_recorder._searches == {}
 
     manager._questions.ask(check).result(WAIT)
 

@@ -19,8 +19,8 @@ from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOption
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
-from inflight_recorder.files import RecordingReader
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import CapacitySchedulerPolicy
 
 NUM_NEW = 24

@@ -48,9 +48,9 @@ from inflight_backend.manager.batcher import Batcher
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.manager.user_scheduler import find_scheduler_class
-from inflight_recorder.files import RecordingReader, open_recording
-from inflight_recorder.history import build_history
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader, open_recording
+from inflight_recorder.timeline import build_timeline
 from inflight_scheduler import (
     BlockForecast,
     BlockManager,
@@ -58,7 +58,7 @@ from inflight_scheduler import (
     CapacitySchedulerPolicy,
     LlmRequest,
 )
-from inflight_server.commands.common import scheduler_maker
+from inflight_server.commands.recordings import scheduler_maker
 
 
 def params_for(scheduler: type) -> TrtGptModelOptionalParams:
@@ -198,8 +198,8 @@ def record_with(scheduler: type, path: Path) -> dict[str, Any]:
 
 def reasons_in(path: Path) -> set[str]:
     with open_recording(path) as reader:
-        rows = build_history(reader).rows
-    return {span.first_reason for row in rows for span in row.spans if span.first_reason}
+        lanes = build_timeline(reader).lanes
+    return {each.first_reason for lane in lanes for each in lane.intervals if each.first_reason}
 
 
 def test_whoever_is_left_out_hears_the_numbers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from scheduler.recording.recorded import (
+from support.recorder_worlds import (
     GUARANTEED,
     MAX_UTILIZATION,
     RecordedWorld,
@@ -18,8 +18,7 @@ from scheduler.recording.recorded import (
 )
 from support.scheduler_world import generating, make_request
 
-from inflight_recorder.in_force import Lists
-from inflight_recorder.records import Settings
+from inflight_recorder.settings import Lists, Settings
 from inflight_scheduler import (
     BlockManager,
     CapacitySchedulerPolicy,

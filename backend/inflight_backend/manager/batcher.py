@@ -37,10 +37,9 @@ from inflight_backend.manager.user_scheduler import (
 from inflight_backend.requests.sampling import check_engine
 from inflight_backend.requests.validation import RequestLimits
 from inflight_backend.speculative.drafter import Drafter, DraftTally
-from inflight_recorder.files import RecordingFile, set_aside
-from inflight_recorder.in_force import scheduler_of
 from inflight_recorder.recorder import FlightRecorder
-from inflight_recorder.records import Settings
+from inflight_recorder.settings import Settings, scheduler_of
+from inflight_recorder.storage import RecordingFile, rotate
 from inflight_scheduler import (
     ActiveRequests,
     BatchPlanner,
@@ -426,18 +425,14 @@ class Batcher:
                 path = Path(params.record_file)
                 if path.exists() and not path.is_file():  # a FIFO would wait for who reads it
                     raise ConfigurationError(f"record_file = '{path}' is no regular file")
-                set_aside(path)
+                rotate(path)
                 sink = RecordingFile(path)
         except OSError as error:
             raise ConfigurationError(
                 f"record_file = '{params.record_file}' cannot be written: {error.strerror}"
             ) from None
         return FlightRecorder(
-            self._settings,
-            software=version("inflight"),
-            sink=sink,
-            cache_state=self.block_manager.cache_state,
-            num_blocks_of=self.block_manager.num_blocks_of,
+            self._settings, self.block_manager, software=version("inflight"), sink=sink
         )
 
     def _make_chunking(self, params: TrtGptModelOptionalParams) -> ContextChunking | None:

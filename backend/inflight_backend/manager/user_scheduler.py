@@ -9,8 +9,7 @@ from typing import Any
 
 from inflight_backend.errors import ConfigurationError
 from inflight_backend.log import get_logger
-from inflight_recorder.in_force import check_possible, scheduler_of, stand_in
-from inflight_recorder.records import Settings
+from inflight_recorder.settings import Settings, check_possible, fallback_scheduler, scheduler_of
 from inflight_scheduler import (
     BatchPlanner,
     CapacityScheduler,
@@ -129,7 +128,7 @@ class GuardedScheduler(RequestScheduler):
     ) -> None:
         """``name``: the user's class. `default` decides when its decision is refused."""
         self.name = name
-        self.default = stand_in(settings, planner)
+        self.default = fallback_scheduler(settings, planner)
         self._scheduler = scheduler
         self._settings = settings
         self._planner = planner

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from inflight_backend.errors import ConfigurationError
-from inflight_server.commands.common import reported_errors
+from inflight_server.commands.recordings import reported_errors
 
 if TYPE_CHECKING:
     from inflight_backend.engine.memory_plan import Concurrency, MemoryPlan

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,40 +14,131 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight_backend.errors import ConfigurationError
-from inflight_server.commands.common import (
+from inflight_server.commands.recordings import (
     RecordingArgument,
-    check_output,
     keep_recording,
     reported_errors,
     scheduler_maker,
 )
-from inflight_server.commands.whatif_output import (
-    MEASURED,
-    TOLERANCE,
-    Answer,
-    Prediction,
-    format_table,
-    recordings_folder,
-    write_timelines,
-)
-from inflight_server.commands.whatif_requests import (
-    DEFAULT_NUM_MADE_UP,
-    DEFAULT_OUTPUT,
-    DEFAULT_PROMPT,
-    OtherRequests,
-    Requests,
-)
+from inflight_server.commands.whatif_report import MEASURED, TOLERANCE, Answer, Prediction
 
 if TYPE_CHECKING:
     from inflight_recorder.cost_model import CostModel
-    from inflight_recorder.latency import Summary
-    from inflight_recorder.records import Settings
-    from inflight_recorder.simulation import MakeScheduler
-    from inflight_recorder.whatif import Variant
+    from inflight_recorder.settings import Settings
+    from inflight_recorder.simulator import MakeScheduler
+    from inflight_recorder.workload import Job, RecordedWorkload
+
+DEFAULT_PROMPT, DEFAULT_OUTPUT = "64-512", "16-256"
+DEFAULT_NUM_MADE_UP = 500
+_ABOUT_A_TRACE = "is about a trace: name its file with --trace"
+_ABOUT_MADE_UP = "is about requests that are made up: give their --rate, and no --trace"
+_ABOUT_ITS_TIMES = "is about the times of the trace, --rate makes others"
+_ABOUT_RANDOM_ONES = "is about requests that come at random: give their --rate"
+_ABOUT_OTHERS = "is about others than the recorded ones: give a --rate or a --trace"
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 MAX_VARIANTS = 64
 MAX_SURE_JOBS = 5000
 """For more requests the range of the first tokens, two more predictions each, is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings with a name for the table."""
+
+    name: str
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What is predicted. ``num_recorded_steps``: of the recording, where its requests run.
+
+    ``hash_tokens``: those that each of the hashes of the jobs stands for.
+    """
+
+    jobs: Sequence[Job]
+    hash_tokens: int = 1
+    num_recorded_steps: int | None = None
+    num_found: int = 0
+    num_unended: int = 0
+    num_left_out: int = 0
+
+    @property
+    def are_recorded(self) -> bool:
+        """True where the recording has measured them."""
+        return self.num_recorded_steps is not None
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRequests:
+    """The options that ask for others than the recorded ones, as the command line has them."""
+
+    trace: Path | None
+    columns: str | None
+    unit: str | None
+    block: int | None
+    speed: float | None
+    rate: float | None
+    prompt: str | None
+    output: str | None
+    num_requests: int | None
+    seed: int | None
+
+    def read(self, recorded: RecordedWorkload, tokens_per_block: int) -> Requests:
+        """The requests to run; those ``recorded``, if no others are asked for."""
+        from inflight_recorder.workload import make_workload
+
+        self._check()
+        if self.trace is not None:
+            return self._read_trace(self.trace, tokens_per_block)
+        if self.rate is not None:
+            lengths = (
+                _parse_range("--prompt", self.prompt, DEFAULT_PROMPT),
+                _parse_range("--output", self.output, DEFAULT_OUTPUT),
+            )
+            count = self.num_requests or DEFAULT_NUM_MADE_UP
+            return Requests(make_workload(self.rate, *lengths, count, self.seed or 0))
+        return Requests(
+            recorded.jobs,
+            recorded.tokens_per_block,
+            recorded.num_steps,
+            num_found=recorded.num_found,
+            num_unended=recorded.num_unended,
+        )
+
+    def _check(self) -> None:
+        """`ConfigurationError` for an option that would count for nothing."""
+        has_trace, has_rate = self.trace is not None, self.rate is not None
+        for option, value, counts, why in (
+            ("--trace-columns", self.columns, has_trace, _ABOUT_A_TRACE),
+            ("--trace-unit", self.unit, has_trace, _ABOUT_A_TRACE),
+            ("--trace-block", self.block, has_trace, _ABOUT_A_TRACE),
+            ("--speed", self.speed, has_trace, _ABOUT_A_TRACE),
+            ("--speed", self.speed, not has_rate, _ABOUT_ITS_TIMES),
+            ("--prompt", self.prompt, has_rate and not has_trace, _ABOUT_MADE_UP),
+            ("--output", self.output, has_rate and not has_trace, _ABOUT_MADE_UP),
+            ("--seed", self.seed, has_rate, _ABOUT_RANDOM_ONES),
+            ("--num-requests", self.num_requests, has_trace or has_rate, _ABOUT_OTHERS),
+        ):
+            if value is not None and not counts:
+                raise ConfigurationError(f"{option} {why}")
+
+    def _read_trace(self, path: Path, tokens_per_block: int) -> Requests:
+        from inflight_recorder.request_traces import TraceOptions, read_trace
+
+        options = TraceOptions(
+            columns=_parse_columns(self.columns),
+            unit=_parse_unit(self.unit),
+            hash_tokens=self.block,
+            num_requests=self.num_requests,
+            rate=self.rate,
+            speed=self.speed or 1.0,
+            seed=self.seed or 0,
+            tokens_per_block=tokens_per_block,
+        )
+        traced = read_trace(path, options)
+        return Requests(traced.jobs, tokens_per_block, num_left_out=traced.num_left_out)
 
 
 def whatif(
@@ -87,8 +179,8 @@ def whatif(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="The requests of a published trace instead: JSON lines (Mooncake, Bailian) or "
-            "CSV (Azure, BurstGPT, Vidur, Splitwise). With --rate they come at random."
+            help="The requests of a published trace instead: JSON lines (Mooncake) or CSV (Azure). "
+            "With --rate they come at random."
         ),
     ] = None,
     trace_columns: Annotated[
@@ -111,10 +203,6 @@ def whatif(
     save: Annotated[
         Path | None, typer.Option(help="Folder for a recording of each prediction, to be drawn.")
     ] = None,
-    timelines: Annotated[
-        Path | None,
-        typer.Option(help="A page (out.html) with the timelines of all settings on one time axis."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     scheduler_class: Annotated[
         str | None,
@@ -126,7 +214,7 @@ def whatif(
 ) -> None:
     """Predict throughput and latency under other settings. Of the recorded requests, or others."""
     from inflight_recorder.cost_model import fit_cost_model
-    from inflight_recorder.files import open_recording
+    from inflight_recorder.storage import open_recording
     from inflight_recorder.workload import read_workload
 
     others = OtherRequests(
@@ -142,17 +230,11 @@ def whatif(
         seed=seed,
     )
     with reported_errors():
-        if timelines is not None:
-            check_output(recording, timelines, (".html",))
-            if recording.is_fifo():
-                raise ConfigurationError(
-                    "--timelines reads the recording twice: write it to a file first"
-                )
         with open_recording(recording) as reader:
-            settings = reader.header.settings
+            settings = reader.settings
             workload = read_workload(reader)
         cost = fit_cost_model(workload.samples)
-        requests = others.read(workload)
+        requests = others.read(workload, settings.tokens_per_block)
         own = scheduler_class if settings.scheduler_class is None else None
         sizes = {
             "num_blocks": kv_blocks,
@@ -165,23 +247,20 @@ def whatif(
                 keep_recording(recording, save / _file_name(variant))
         make = scheduler_maker(scheduler_class)
         measured = workload.latencies.summary()
-        with recordings_folder(save, is_needed=timelines is not None) as folder:
-            rows = _run(variants, requests, cost, make, folder)
-            if requests.are_recorded:
-                rows.insert(0, Prediction(MEASURED, measured, recording=recording))
-            answer = Answer(
-                rows,
-                cost,
-                len(requests.jobs),
-                len(workload.samples),
-                measured.max_batch,
-                num_found=requests.num_found,
-                num_unended=requests.num_unended,
-                num_left_out=requests.num_left_out,
-            )
-            typer.echo(answer.to_json() if as_json else format_table(answer.table()))
-            if timelines is not None:
-                write_timelines(timelines, answer)
+        rows = _run(variants, requests, cost, make, save)
+        if requests.are_recorded:
+            rows.insert(0, Prediction(MEASURED, measured))
+        answer = Answer(
+            rows,
+            cost,
+            len(requests.jobs),
+            len(workload.samples),
+            measured.max_batch,
+            num_found=requests.num_found,
+            num_unended=requests.num_unended,
+            num_left_out=requests.num_left_out,
+        )
+        typer.echo(answer.to_json() if as_json else answer.to_text())
 
 
 def _variants(
@@ -194,8 +273,7 @@ def _variants(
 
     ``own``: a scheduler of the user to be compared, alone and under all ``sizes``.
     """
-    from inflight_recorder.header import check_settings
-    from inflight_recorder.whatif import Variant
+    from inflight_recorder.schema import SettingsRecord
     from inflight_scheduler import CapacitySchedulerPolicy
 
     yield Variant("as recorded", settings)
@@ -215,7 +293,9 @@ def _variants(
         name = _name(changes)
         if "policy" in changes:
             changes["scheduler_class"] = None
-        yield Variant(name, check_settings(replace(settings, **changes)))
+        changed = replace(settings, **changes)
+        SettingsRecord.of(changed)  # raises where a number is out of its bounds
+        yield Variant(name, changed)
 
 
 def _combinations(choices: Mapping[str, Sequence[Any] | None]) -> list[dict[str, Any]]:
@@ -243,47 +323,64 @@ def _run(
     folder: Path | None,
 ) -> list[Prediction]:
     """One prediction per variant, with its recording in ``folder``, and how sure it is."""
-    from inflight_recorder.simulation import default_scheduler
+    from inflight_recorder.simulator import default_scheduler
+    from inflight_recorder.storage import RecordingFile
     from inflight_recorder.whatif import predict
 
     predictions = []
     for variant in variants:
         maker = make if variant.settings.scheduler_class is not None else default_scheduler
-        path = None if folder is None else folder / _file_name(variant)
         run = partial(
             predict,
             variant.settings,
             requests.jobs,
-            book=requests.book,
+            hash_tokens=requests.hash_tokens,
             make_scheduler=maker,
             num_recorded_steps=requests.num_recorded_steps,
         )
-        summary = _predict_into(path, variant.settings, partial(run, cost))
+        if folder is None:
+            summary = run(cost)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            with closing(RecordingFile(folder / _file_name(variant))) as sink:
+                summary = run(cost, sink=sink)
         span: tuple[float, float] | None = None
         if len(requests.jobs) <= MAX_SURE_JOBS:
             others = (run(cost.scaled(1 + part)).ttft_p50 for part in (-TOLERANCE, TOLERANCE))
             middles = sorted((summary.ttft_p50, *others))  # what is drawn may turn two about
             span = middles[0], middles[-1]
-        predictions.append(Prediction(variant.name, summary, span, path))
+        predictions.append(Prediction(variant.name, summary, span))
     return predictions
-
-
-def _predict_into(path: Path | None, settings: Settings, run: Callable[..., Summary]) -> Summary:
-    """The prediction ``run``, recorded where there is a ``path``."""
-    from inflight_recorder.files import RecordingFile
-    from inflight_recorder.recorder import FlightRecorder
-    from inflight_recorder.whatif import Clock
-
-    if path is None:
-        return run()
-    clock = Clock()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    recorder = FlightRecorder(settings, software="whatif", sink=RecordingFile(path), clock=clock)
-    try:
-        return run(recorder=recorder, clock=clock)
-    finally:
-        recorder.close()
 
 
 def _file_name(variant: Variant) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_=]+', '-', variant.name)}.jsonl"
+
+
+def _parse_columns(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != 3 or not all(names):
+        raise ConfigurationError(
+            f"--trace-columns {text}: write three names, as arrival,prompt_tokens,output_tokens"
+        )
+    return names
+
+
+def _parse_unit(text: str | None) -> str | None:
+    from inflight_recorder.request_traces import UNITS
+
+    if text is not None and text not in UNITS:
+        raise ConfigurationError(f"--trace-unit {text}: choose one of {', '.join(UNITS)}")
+    return text
+
+
+def _parse_range(option: str, given: str | None, default: str) -> tuple[int, int]:
+    text = default if given is None else given
+    match = _RANGE.fullmatch(text.strip())
+    low = int(match[1]) if match else 0
+    high = int(match[2] or match[1]) if match else 0
+    if not 1 <= low <= high <= 2**20:
+        raise ConfigurationError(f"{option} {text}: write a number of tokens, or two, as 50-200")
+    return low, high

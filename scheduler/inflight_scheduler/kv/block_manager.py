@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from inflight_scheduler.kv.block_pool import BlockPool
-from inflight_scheduler.kv.prefix_cache import CacheContent, CacheState, ReuseIndex, array_of
+from inflight_scheduler.kv.prefix_cache import (
+    HASH_SIZE,
+    CacheContent,
+    CacheState,
+    PartialMatch,
+    ReuseIndex,
+    array_of,
+)
 from inflight_scheduler.request import NO_MATCH, LlmRequest, PrefixMatch
 
 
@@ -127,7 +134,8 @@ class BlockManager:
 
     "No room" is a return value; nothing here waits. ``enable_reuse`` keeps computed blocks for
     later requests; ``may_copy_blocks`` also uses part of a block by copying it, which the engine
-    must be able to do. ``hash_key`` is for tests: without one it is random.
+    must be able to do. ``hash_key`` is for tests: without one it is random. ``partial_match`` is
+    for replays (see `ReuseIndex`).
 
     ``window_size``: tokens that a layer looks back on; None for all. A request that may outgrow the
     window writes over its own blocks, so it neither shares nor leaves any. Nor does one with an
@@ -135,14 +143,13 @@ class BlockManager:
     """
 
     __slots__ = (
+        "_hashes",
         "_index",
         "_num_held",
         "_num_missed",
         "_num_reused",
-        "_places",
         "_pool",
         "_tables",
-        "_text_numbers",
         "beams",
         "tokens_per_block",
         "window_size",
@@ -157,6 +164,7 @@ class BlockManager:
         may_copy_blocks: bool = False,
         hash_key: bytes | None = None,
         window_size: int | None = None,
+        partial_match: PartialMatch | None = None,
     ) -> None:
         if tokens_per_block < 1:
             raise ValueError(f"tokens_per_block must be at least 1, not {tokens_per_block}")
@@ -166,15 +174,13 @@ class BlockManager:
         self.window_size = window_size
         self._index: ReuseIndex | None = None
         if enable_reuse:
-            self._index = ReuseIndex(tokens_per_block, may_copy_blocks, hash_key)
+            self._index = ReuseIndex(tokens_per_block, may_copy_blocks, hash_key, partial_match)
         on_evict = None if self._index is None else self._index.forget
         self._pool = BlockPool(num_blocks, on_evict)
         self._tables: dict[int, list[int]] = {}
         self.beams = BeamTables(self._pool)
-        # Which block of which text each block holds, as far as it is kept.
-        num_origins = num_blocks if enable_reuse else 0
-        self._text_numbers = array("q", [-1]) * num_origins
-        self._places = array("q", [0]) * num_origins
+        # What text each block holds, as far as it is kept: the first bytes of its key.
+        self._hashes = array("Q", [0]) * (num_blocks if enable_reuse else 0)
         self._num_held = 0  # sum of the lengths of all tables
         self._num_reused = self._num_missed = 0
 
@@ -292,8 +298,7 @@ class BlockManager:
         for index in range(num_full):
             if self._index.add(request, index, table[index]):
                 self._pool.keep(table[index])
-                self._text_numbers[table[index]] = request.text_number
-                self._places[table[index]] = index
+                self._hashes[table[index]] = _hash_of(request.block_keys[index])
 
     def forget(self, request_id: int) -> None:
         """Keep nothing of what the request holds now: its numbers have turned out to be wrong."""
@@ -463,11 +468,14 @@ class BlockManager:
             table_lengths=array_of("i", list(map(len, tables.values()))),
             table_blocks=array_of("i", blocks),
             is_kept=self._pool.kept_flags(),
-            text_numbers=self._text_numbers[:],
-            places=self._places[:],
+            hashes=self._hashes[:],
             idle_links=self._pool.idle_links(),
-            beginnings=array_of("i", self._index.beginnings),
         )
+
+    def block_hashes(self, request: LlmRequest, start: int, end: int) -> bytes:
+        """What the full blocks ``start .. end - 1`` of the text are, `HASH_SIZE` bytes for each:
+        equal for equal texts from the very beginning. Nothing without block reuse."""
+        return b"" if self._index is None else self._index.hashes(request, start, end)
 
     def restore_cache(self, content: CacheContent) -> None:
         """Become what ``content`` says; for a manager with block reuse that holds nothing yet.
@@ -475,20 +483,16 @@ class BlockManager:
         `ValueError` when it contradicts itself; then this manager is of no use any more.
         """
         assert self._index is not None, "there is no cache without block reuse"
-        kept: set[int] = set()
-        for block_id, request, place in content.kept:
-            if block_id in kept or not self._index.add(request, place, block_id):
-                raise ValueError(f"block {block_id} is kept twice, or its text is")
-            self._text_numbers[block_id], self._places[block_id] = request.text_number, place
-            kept.add(block_id)
-        if self._index.may_copy:
-            self._index.keep_beginnings(content.beginnings)
+        for block_id, key in content.kept.items():
+            if not self._index.enter(key, block_id):
+                raise ValueError(f"the text of block {block_id} is kept twice")
+            self._hashes[block_id] = _hash_of(key)
         self._tables = {key: list(table) for key, table in content.tables.items() if table}
         self._num_held = sum(map(len, self._tables.values()))
-        self._pool.restore(self._tables.values(), kept, content.idle)
+        self._pool.restore(self._tables.values(), content.kept, content.idle)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` with the reason unless all budgets agree; O(blocks).
+        """Raise `AssertionError` with the reason unless all counts agree; O(blocks).
 
         free + kept and idle + referenced = total; reference counts, tables and index match.
         """
@@ -520,3 +524,7 @@ class BlockManager:
         """Cached blocks of a fresh context that somebody holds, so that they cost nothing."""
         matched = self.match_prefix(request).block_ids
         return sum(self._pool.ref_count(block_id) > 0 for block_id in matched)
+
+
+def _hash_of(key: bytes) -> int:
+    return int.from_bytes(key[:HASH_SIZE], "little")

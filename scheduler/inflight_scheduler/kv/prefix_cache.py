@@ -21,7 +21,7 @@ import hashlib
 import secrets
 import struct
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress, islice
 from struct import calcsize, pack, unpack_from
 from typing import NamedTuple
@@ -32,11 +32,18 @@ from inflight_scheduler.request import NO_MATCH, LlmRequest, PrefixMatch
 _KEY_SIZE = 32
 _BEGINNING_SIZE = _KEY_SIZE + calcsize("q")
 
+HASH_SIZE = 8
+"""Bytes of a key that a recording tells: enough to tell the blocks of one recording apart."""
+
+PartialMatch = Callable[[LlmRequest, int], int]
+"""Of a prompt and the first of its blocks that is not cached: how many tokens of that block are."""
+
 
 class ReuseIndex:
     """Finds kept blocks by the text they hold. It owns no block.
 
-    With ``may_copy`` it also finds blocks that only begin like the text asked for.
+    With ``may_copy`` it also finds blocks that only begin like the text asked for. A replay, which
+    knows no text, gives a ``partial_match`` instead: what was found so when it was recorded.
     """
 
     __slots__ = (
@@ -46,6 +53,7 @@ class ReuseIndex:
         "_key_to_block",
         "_last",
         "_packed_block",
+        "_partial_match",
         "_starts",
         "_version",
         "may_copy",
@@ -53,10 +61,15 @@ class ReuseIndex:
     )
 
     def __init__(
-        self, tokens_per_block: int, may_copy: bool = False, hash_key: bytes | None = None
+        self,
+        tokens_per_block: int,
+        may_copy: bool = False,
+        hash_key: bytes | None = None,
+        partial_match: PartialMatch | None = None,
     ) -> None:
         self.tokens_per_block = tokens_per_block
-        self.may_copy = may_copy
+        self.may_copy = may_copy and partial_match is None
+        self._partial_match = partial_match
         self._packed_block = f"{tokens_per_block}q"
         self._hash_key = hash_key or secrets.token_bytes(_KEY_SIZE)
         self._key_to_block: dict[bytes, int] = {}
@@ -72,6 +85,18 @@ class ReuseIndex:
     def add(self, request: LlmRequest, index: int, block_id: int) -> bool:
         """Block ``index`` of the text of ``request`` is in ``block_id``; False if known already."""
         key = self._key(request, index)
+        if not self.enter(key, block_id):
+            return False
+        if self.may_copy:
+            last_key, content = self._last
+            if last_key != key:
+                content = self._content(request, index, self._parent(request, index))
+            self._starts[block_id] = content
+            self._beginnings[content[:_BEGINNING_SIZE]] = block_id
+        return True
+
+    def enter(self, key: bytes, block_id: int) -> bool:
+        """``block_id`` holds the text with this key; False if a block with it is known already."""
         if key in self._key_to_block:
             return False
         self._version += 1
@@ -80,13 +105,13 @@ class ReuseIndex:
             self.forget(block_id)
             self._block_to_key[block_id] = key
         self._key_to_block[key] = block_id
-        if self.may_copy:
-            last_key, content = self._last
-            if last_key != key:
-                content = self._content(request, index, self._parent(request, index))
-            self._starts[block_id] = content
-            self._beginnings[content[:_BEGINNING_SIZE]] = block_id
         return True
+
+    def hashes(self, request: LlmRequest, start: int, end: int) -> bytes:
+        """The first `HASH_SIZE` bytes of the keys of blocks ``start .. end - 1`` of the text."""
+        if end > start:
+            self._key(request, end - 1)
+        return b"".join([key[:HASH_SIZE] for key in request.block_keys[start:end]])
 
     def forget(self, block_id: int) -> None:
         """The content of ``block_id`` is given up."""
@@ -96,25 +121,6 @@ class ReuseIndex:
             beginning = self._starts.pop(block_id)[:_BEGINNING_SIZE]
             if self._beginnings.get(beginning) == block_id:
                 del self._beginnings[beginning]
-
-    @property
-    def beginnings(self) -> Collection[int]:
-        """The blocks that a partial match finds, in no special order; until something changes."""
-        return self._beginnings.values()
-
-    def keep_beginnings(self, block_ids: Collection[int]) -> None:
-        """Of all blocks in the index a partial match finds these, and no others.
-
-        ``ValueError`` for blocks that are not here, or two of them with the same beginning.
-        """
-        self._version += 1
-        self._beginnings.clear()
-        for block_id in block_ids:
-            if block_id not in self._starts:
-                raise ValueError(f"block {block_id} is not kept")
-            self._beginnings[self._starts[block_id][:_BEGINNING_SIZE]] = block_id
-        if len(self._beginnings) != len(block_ids):
-            raise ValueError("two blocks have the same beginning")
 
     def match(self, request: LlmRequest) -> PrefixMatch:
         """The longest cached beginning of the prompt, without its last token.
@@ -153,8 +159,8 @@ class ReuseIndex:
                 break
             block_ids.append(block_id)
         num_tokens = len(block_ids) * self.tokens_per_block
-        source, num_common = self._partial(request, len(block_ids)) if self.may_copy else (None, 0)
-        if source is None and not block_ids:
+        source, num_common = self._partial(request, len(block_ids))
+        if num_common == 0 and not block_ids:
             return NO_MATCH
         return PrefixMatch(tuple(block_ids), source, num_tokens + num_common)
 
@@ -163,6 +169,10 @@ class ReuseIndex:
 
     def _partial(self, request: LlmRequest, index: int) -> tuple[int | None, int]:
         """A block that starts like block ``index`` of the prompt, and how many tokens agree."""
+        if self._partial_match is not None:
+            return None, self._partial_match(request, index)
+        if not self.may_copy:
+            return None, 0
         start = index * self.tokens_per_block
         rest = request.tokens[start : min(start + self.tokens_per_block, request.prompt_len - 1)]
         if not rest:
@@ -210,21 +220,19 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class CacheState(NamedTuple):
-    """A copy of the budgets. Of block k, ``text_numbers[k]`` and ``places[k]`` tell the content.
+    """A copy of the budgets. ``hashes[k]`` are the first bytes of the key of what block k holds.
 
-    ``is_kept[k]`` says whether that is still kept. The order of ``beginnings`` means nothing.
-    ``table_blocks`` are the block tables of ``holders`` one after another, ``table_lengths`` long.
-    All are arrays: into lists and tuples, however plain, garbage collections look.
+    ``is_kept[k]`` says whether that is still kept. ``table_blocks`` are the block tables of
+    ``holders`` one after another, ``table_lengths`` long. All are arrays: into lists and tuples,
+    however plain, garbage collections look.
     """
 
     holders: array[int]
     table_lengths: array[int]
     table_blocks: array[int]
     is_kept: bytes
-    text_numbers: array[int]
-    places: array[int]
+    hashes: array[int]
     idle_links: array[int]
-    beginnings: array[int]
 
     @property
     def tables(self) -> dict[int, tuple[int, ...]]:
@@ -238,15 +246,10 @@ class CacheState(NamedTuple):
         """Kept blocks that nobody holds, the one that is given up first in front."""
         return follow_links(self.idle_links)
 
-    def kept_texts(self) -> set[int]:
-        """The texts of kept blocks; a fraction of the time that a look at each block takes."""
-        return set(compress(self.text_numbers, self.is_kept))
-
-    def kept(self) -> Iterator[tuple[int, int, int]]:
-        """Block id, number of its text and place in it, of every kept block."""
-        for block_id, is_kept in enumerate(self.is_kept):
-            if is_kept:
-                yield block_id, self.text_numbers[block_id], self.places[block_id]
+    @property
+    def kept(self) -> list[int]:
+        """The kept blocks, in ascending order."""
+        return list(compress(range(len(self.is_kept)), self.is_kept))
 
 
 def array_of(typecode: str, numbers: Collection[int]) -> array[int]:
@@ -255,9 +258,8 @@ def array_of(typecode: str, numbers: Collection[int]) -> array[int]:
 
 
 class CacheContent(NamedTuple):
-    """What is needed to rebuild it: as `CacheState`, with a request for each kept text."""
+    """What is needed to rebuild it: the tables, key by kept block, and the order of idleness."""
 
     tables: Mapping[int, Sequence[int]]
-    kept: Iterable[tuple[int, LlmRequest, int]]
+    kept: Mapping[int, bytes]
     idle: Sequence[int]
-    beginnings: Sequence[int]

@@ -16,8 +16,8 @@ from support.manager_harness import Recorder, request, running
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
-from inflight_recorder.files import open_recording
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import open_recording
 from inflight_scheduler import CapacitySchedulerPolicy
 
 Folder = Callable[..., Path]
@@ -101,7 +101,7 @@ def test_both_loops_give_the_same_answers_and_replay(
         settings = replace(params, overlap_scheduler=choice, record_file=str(file))
         given.append(answers(checkpoint(), policy, settings))
         with open_recording(file) as reader:
-            assert reader.header.settings.is_overlapped == (choice is OverlapScheduler.ON)
+            assert reader.settings.is_overlapped == (choice is OverlapScheduler.ON)
             assert replay(reader).divergence is None
     (plain, plain_log_probs), (overlapped, log_probs) = given
     assert plain == overlapped

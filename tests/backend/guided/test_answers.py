@@ -25,8 +25,8 @@ from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
 from inflight_backend.speculative.drafter import SpeculativeDecodingConfig
 from inflight_backend.text.tokenizer import TextCodec
-from inflight_recorder.files import open_recording
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import open_recording
 from inflight_scheduler import CapacitySchedulerPolicy, TrtGptModelType
 from inflight_server.serve.settings import DEMO_MODEL
 

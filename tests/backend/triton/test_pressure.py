@@ -20,7 +20,6 @@ from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOption
 from inflight_backend.requests.inference_request import NamedTensor
 from inflight_backend.triton import dispatcher
 from inflight_backend.triton_io.sender import ResponseFactory, ResponseSender
-from inflight_recorder import likeness, part_log
 from inflight_recorder import recorder as recorder_module
 from inflight_scheduler import CapacitySchedulerPolicy, ScheduledBatch
 
@@ -136,10 +135,8 @@ def test_many_tiny_requests_leave_nothing_behind(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one object per request; `benchmarks/tiny_requests.py` sends a million of them."""
-    monkeypatch.setattr(recorder_module, "NUM_SEGMENTS", 1)  # full soon
-    monkeypatch.setattr(recorder_module, "SEGMENT_ITERATIONS", 10)
-    monkeypatch.setattr(likeness, "_MIN_TEXTS", 0)
-    monkeypatch.setattr(part_log, "MIN_PARTS", 10)
+    monkeypatch.setattr(recorder_module, "NUM_CHUNKS", 1)  # full soon
+    monkeypatch.setattr(recorder_module, "CHUNK_ITERATIONS", 10)
     engine = CountingEngine(num_blocks=16)
     server = make_server(engine, max_batch_size="64")
 

@@ -26,8 +26,8 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeRequest, FakeSe
 from inflight_backend.status import read_status
 from inflight_backend.triton import introspection as inspection
 from inflight_protocol.tensors import make_inputs
-from inflight_recorder.files import RecordingReader
 from inflight_recorder.replay import replay
+from inflight_recorder.storage import RecordingReader
 from inflight_scheduler import ScheduledBatch
 
 

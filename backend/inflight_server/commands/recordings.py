@@ -1,0 +1,138 @@
+"""The commands ``inflight replay`` and ``inflight timeline``, and what commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from inflight_backend.errors import ConfigurationError, ServingError
+from inflight_backend.manager.user_scheduler import find_scheduler_class, make_guarded
+from inflight_recorder.settings import RecordingError
+
+if TYPE_CHECKING:
+    from inflight_recorder.simulator import MakeScheduler
+    from inflight_recorder.timeline import Timeline
+
+_SUFFIXES = (".svg", ".html", ".json")
+
+RecordingArgument = Annotated[
+    Path,
+    typer.Argument(help="Recording, as `inflight record` or the setting record_file writes it."),
+]
+SchedulerClassOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:CLASS",
+        help="The scheduler of your own that the recording was made with.",
+    ),
+]
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """Errors made on purpose become one line on stderr and exit code 1."""
+    try:
+        yield
+    except (ServingError, RecordingError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def keep_recording(recording: Path, output: Path) -> None:
+    """`ConfigurationError` where ``output`` is the recording, however it is named."""
+    if output.exists() and recording.exists() and output.samefile(recording):
+        raise ConfigurationError(f"{output} is the recording: choose another name")
+
+
+def check_output(recording: Path, output: Path, suffixes: Sequence[str]) -> str:
+    """The suffix of a file that is to be written, in small letters.
+
+    Asked before anything is computed for it. `ConfigurationError` for another suffix than these,
+    without a folder, or for the recording itself.
+    """
+    suffix = output.suffix.lower()
+    if suffix not in suffixes:
+        raise ConfigurationError(
+            f"{output} ends in {suffix or 'nothing'}: choose one of {', '.join(suffixes)}"
+        )
+    if not output.parent.is_dir():
+        raise ConfigurationError(f"{output} cannot be written: there is no such folder")
+    keep_recording(recording, output)
+    return suffix
+
+
+def scheduler_maker(class_name: str | None) -> MakeScheduler:
+    """Makes the scheduler that the settings name, or the user's class as the server runs it.
+
+    The name comes from the command line: a recording never names code to be run.
+    """
+    from inflight_recorder.simulator import default_scheduler
+
+    if class_name is None:
+        return default_scheduler
+    return partial(make_guarded, find_scheduler_class(class_name))
+
+
+def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
+    """Decide again what a recording says was decided. Tells the first difference, if any."""
+    from inflight_recorder.replay import replay as run_replay
+    from inflight_recorder.storage import open_recording
+
+    with reported_errors(), open_recording(recording) as reader:
+        result = run_replay(reader, scheduler_maker(scheduler_class))
+    typer.echo(str(result))
+    if result.divergence is not None:
+        if scheduler_class is not None:
+            typer.echo(
+                "One that decides by the clock, by deadlines, salts, adapters or texts decides "
+                "otherwise here: recordings do not hold these."
+            )
+        raise typer.Exit(1)
+
+
+def timeline(
+    recording: RecordingArgument,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="out.svg, out.html (interactive) or out.json (Perfetto trace)."
+        ),
+    ],
+) -> None:
+    """Draw what happened to every request. Waiting, context, generation, paused, resumed."""
+    with reported_errors():
+        suffix = check_output(recording, output, _SUFFIXES)
+        drawn = _read(recording, is_svg=suffix == ".svg")
+        with output.open("w", encoding="utf-8") as file:
+            file.writelines(_writer(suffix)(drawn))
+    typer.echo(f"{output}: {len(drawn.lanes)} requests, {drawn.num_iterations} iterations")
+
+
+def _read(recording: Path, *, is_svg: bool) -> Timeline:
+    from inflight_recorder.exporters import MAX_ROWS
+    from inflight_recorder.storage import open_recording
+    from inflight_recorder.timeline import build_timeline
+
+    # Reasons cost as much as all the rest, and a picture without rows shows none. To
+    # know whether it has rows the recording is read twice, which a pipe does not allow.
+    is_large = is_svg and recording.is_file() and _num_requests(recording) > MAX_ROWS
+    with open_recording(recording) as reader:
+        return build_timeline(reader, with_reasons=not is_large)
+
+
+def _num_requests(recording: Path) -> int:
+    from inflight_recorder.storage import open_recording
+
+    with open_recording(recording) as reader:
+        return len(reader.header.active) + sum(len(iteration.arrivals) for iteration in reader)
+
+
+def _writer(suffix: str) -> Callable[[Timeline], Iterable[str]]:
+    from inflight_recorder.exporters import write_page, write_svg, write_trace
+
+    return {".svg": write_svg, ".html": write_page, ".json": write_trace}[suffix]

@@ -1,0 +1,387 @@
+"""The format of a recording: facts of scheduling as JSON lines, with no token and no text.
+
+Scheduling is a pure function of its recorded inputs, so a recording holds the inputs (arrivals,
+ends) and the decisions; reasons, blocks and states are derived by running the same rules again.
+The first line is a `Header`, every other one an `Iteration`::
+
+    {"inflight_recording": 2, "settings": {...}, "active": [{"request_id": 1, ...}], ...}
+    {"i": 1, "t": 17, "d": 2150, "a": [{"request_id": 1, ...}], "s": {"c": [[1, 9]]}, "f": 61}
+    {"i": 2, "t": 2190, "d": 803, "s": {"g": [1]}, "f": 61}
+    {"i": 3, "t": 3002, "d": 799, "s": {"+": []}, "f": 61, "e": [[1, "cancelled"]]}
+
+Which texts share blocks is told by hashes: for each full block the first 8 bytes of its key in the
+prefix cache, a hash of all tokens up to its end under a random key of the server, which is not
+recorded. Equal hashes are equal texts from the very beginning, and nothing else can be learnt.
+
+Reading checks types and bounds; `Simulation` checks whether the recording *can have happened*.
+"""
+
+from __future__ import annotations
+
+import marshal
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from inflight_recorder.settings import ERROR, NOT_FINITE, RecordingError, Settings
+from inflight_scheduler.planning.active_requests import DEFAULT_PRIORITY_SPAN
+from inflight_scheduler.policies.micro_batch import ContextChunking, ContextChunkingPolicy
+from inflight_scheduler.policies.scheduler import CapacitySchedulerPolicy
+
+FORMAT_VERSION: Final = 2
+
+MAX_NUM_BLOCKS = 2**22
+"""Blocks of a pool that can be rebuilt; a larger number in a recording is refused."""
+
+MAX_NUM_REQUESTS = 2**16
+"""Requests in flight at once, at most (the bound of ``max_batch_size``)."""
+
+MAX_NUM_TOKENS = 2**24
+"""Tokens of one request, at most (the bound of ``max_seq_len``)."""
+
+MAX_TIME = 2**53
+"""Microseconds; what a JSON number holds exactly everywhere."""
+
+TOKEN_ENDS = frozenset({NOT_FINITE, "end_id", "stop_words"})
+"""Ends that a token brings, in the order of the tokens; the others come after all tokens."""
+
+BAD_ENDS = frozenset({NOT_FINITE, ERROR, "timed_out", "cancelled"})
+"""Ends without the whole answer."""
+
+Id = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=MAX_NUM_TOKENS)]
+Size = Annotated[int, Meta(ge=1, le=MAX_NUM_TOKENS)]
+Time = Annotated[int, Meta(ge=0, le=MAX_TIME)]
+Priority = Annotated[float, Meta(ge=0, le=1)]
+BeamWidth = Annotated[int, Meta(ge=1, le=1024)]
+NumDrafts = Annotated[int, Meta(ge=0, le=2**12)]
+BlockId = Annotated[int, Meta(ge=0, lt=MAX_NUM_BLOCKS)]
+Text = Annotated[str, Meta(max_length=1000, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+Reason = Literal["end_id", "stop_words", "not_finite", "error", "timed_out", "cancelled"]
+Blocks = Annotated[tuple[BlockId, ...], Meta(max_length=MAX_NUM_BLOCKS)]
+_Rows = Meta(max_length=MAX_NUM_REQUESTS)
+_Ends = Meta(max_length=2 * MAX_NUM_REQUESTS)
+
+
+class Chunk(NamedTuple):
+    """At most ``num_tokens`` of the context of a request run: what is cached of them does not."""
+
+    request_id: Id
+    num_tokens: Size
+
+
+class End(NamedTuple):
+    """A request ended for another reason than its length, which needs no telling."""
+
+    request_id: Id
+    reason: Reason
+
+
+class Growth(NamedTuple):
+    """With block reuse: ``hashes`` of full blocks of a request, behind those told before, as soon
+    as the prefix cache has looked for them or keeps them."""
+
+    request_id: Id
+    hashes: bytes
+
+
+class PartialMatch(NamedTuple):
+    """So many tokens of the first block of a prompt that is not cached are cached in another."""
+
+    request_id: Id
+    num_tokens: Count
+
+
+class Drafts(NamedTuple):
+    """A request had ``num_drafts`` when it was decided, of which ``num_kept`` had room.
+
+    ``num_gained`` tokens came of its step; 0 if it did not run, or not to the end of its context.
+    """
+
+    request_id: Id
+    num_drafts: NumDrafts
+    num_kept: NumDrafts
+    num_gained: Annotated[int, Meta(ge=0, le=2**12 + 1)]
+
+
+class BeamTrace(NamedTuple):
+    """Since the decision before, the rows of a beam search went on from those of ``parents``."""
+
+    request_id: Id
+    parents: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1024)], ...], Meta(max_length=1024)]
+
+
+class _Record(Struct, omit_defaults=True, forbid_unknown_fields=True):
+    """What all objects of a recording share; a field that is not known may change decisions."""
+
+
+class Arrival(_Record):
+    """A request that was accepted.
+
+    ``waited_us``: how long before the decision it had come. ``place`` is its index among the
+    active ones, None for last.
+    """
+
+    request_id: Id
+    prompt_len: Size
+    max_new_tokens: Size
+    waited_us: Time = 0
+    priority: Priority = 0.5
+    beam_width: BeamWidth = 1
+    place: Annotated[int, Meta(ge=0, le=MAX_NUM_REQUESTS)] | None = None
+
+
+class RequestState(_Record):
+    """Where an active request stood when the recording began.
+
+    ``prompt_len`` includes what a pause has turned into prompt and ``max_new_tokens`` counts from
+    there, as in `LlmRequest`. ``num_computed`` are the tokens of the context that were computed.
+    ``pending_place``: the last token is that of a step which ran, at that place among its
+    tokens, from 1; 0 if no step ran for the request. ``num_blocks`` it held, where drafts had taken
+    more than its tokens need; else 0. ``hashes``: with block reuse, those told of it
+    before, and ``table`` the blocks that it held, in token order.
+    """
+
+    request_id: Id
+    orig_prompt_len: Size
+    prompt_len: Size
+    num_tokens: Size
+    max_new_tokens: Count
+    num_computed: Count
+    num_pauses: Count
+    priority: Priority = 0.5
+    beam_width: BeamWidth = 1
+    pending_place: Annotated[int, Meta(ge=0, le=MAX_NUM_REQUESTS)] = 0
+    num_blocks: Annotated[int, Meta(ge=0, le=MAX_NUM_BLOCKS)] = 0
+    hashes: bytes = b""
+    table: Blocks = ()
+
+    def __post_init__(self) -> None:
+        if not self.orig_prompt_len <= self.prompt_len <= self.num_tokens:
+            raise ValueError("the lengths of a request contradict one another")
+        num_left = self.max_new_tokens - (self.num_tokens - self.prompt_len)
+        if num_left < (0 if self.pending_place else 1) or self.num_computed > self.prompt_len:
+            raise ValueError("a request has nothing left to generate, or too much computed")
+        if (self.num_tokens > self.prompt_len) != (self.num_computed == self.prompt_len):
+            raise ValueError("a request generates before its context is computed")
+
+
+class CacheStart(_Record):
+    """With block reuse: what was cached when the recording began.
+
+    ``kept`` are the blocks whose content is kept, with the ``hashes`` of that, and ``idle`` those
+    of them that no request held, the one to be given up first in front.
+    """
+
+    kept: Blocks = ()
+    hashes: bytes = b""
+    idle: Blocks = ()
+
+
+class ChunkingRecord(_Record):
+    """`ContextChunking` as a recording has it."""
+
+    policy: Literal["first_come_first_served", "equal_progress", "force_chunk"]
+    unit_size: Size
+    max_context_length: Size | None = None
+
+
+class SettingsRecord(_Record):
+    """`Settings` as a recording has them, with their bounds."""
+
+    policy: Literal["max_utilization", "guaranteed_no_evict", "static_batch"]
+    num_blocks: Annotated[int, Meta(ge=1, le=MAX_NUM_BLOCKS)]
+    tokens_per_block: Annotated[int, Meta(ge=1, le=2**16)]
+    max_batch_size: Annotated[int, Meta(ge=1, le=MAX_NUM_REQUESTS)]
+    max_num_tokens: Size | None = None
+    chunking: ChunkingRecord | None = None
+    enable_reuse: bool = False
+    may_copy_blocks: bool = False
+    scheduler_class: Text | None = None
+    is_overlapped: bool = False
+    priority_span: Annotated[float, Meta(ge=0)] = DEFAULT_PRIORITY_SPAN
+    max_drafting_batch: Annotated[int, Meta(ge=0)] | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> SettingsRecord:
+        """The record of ``settings``; `RecordingError` for numbers that no recording may have."""
+        content = asdict(settings)
+        content["policy"] = settings.policy.name.lower()
+        if settings.chunking is not None:
+            content["chunking"]["policy"] = settings.chunking.policy.name.lower()
+        return convert(content, cls)
+
+    def settings(self) -> Settings:
+        """The way back; `RecordingError` for a chunking that contradicts itself."""
+        content = msgspec.structs.asdict(self)
+        content["policy"] = CapacitySchedulerPolicy[self.policy.upper()]
+        chunking = self.chunking
+        if chunking is not None:
+            policy = ContextChunkingPolicy[chunking.policy.upper()]
+            try:
+                content["chunking"] = ContextChunking(
+                    policy, chunking.unit_size, chunking.max_context_length
+                )
+            except ValueError as error:
+                raise RecordingError(f"chunking: {error}") from None
+        return Settings(**content)
+
+
+class HeaderVersion(Struct):
+    """What the first line of any version says; an older or newer one may have any other fields."""
+
+    inflight_recording: Any = None
+    software: Any = None
+
+
+class Header(_Record):
+    """What the first line says. ``active``: the requests in flight at the start, in order.
+
+    ``is_running``: then a step ran whose tokens, if it drew any, had not come (overlapped loop).
+    ``cache``: with block reuse, what was cached then; None if the recording begins with the server.
+    """
+
+    version: Literal[2] = field(name="inflight_recording")
+    settings: SettingsRecord
+    software: Text = ""
+    started: Text = ""
+    active: Annotated[tuple[RequestState, ...], _Rows] = ()
+    is_running: bool = False
+    cache: CacheStart | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_running and not self.settings.is_overlapped:
+            raise ValueError("only in an overlapped loop a step runs at the start")
+        if self.cache is not None and not self.settings.enable_reuse:
+            raise ValueError("what was cached is told without block reuse")
+
+
+class Decision(_Record):
+    """Which requests ran, in order, and which were paused.
+
+    In a line ``generation`` is told when it changes: the whole list, or the ``changes`` of the one
+    before (see `apply_changes`). A reader puts the whole list there in any case.
+    """
+
+    context: Annotated[tuple[Chunk, ...], _Rows] = field(default=(), name="c")
+    generation: Annotated[tuple[Id, ...], _Rows] = field(default=(), name="g")
+    changes: Annotated[tuple[int, ...], _Ends] | None = field(default=None, name="+")
+    paused: Annotated[tuple[Id, ...], _Rows] = field(default=(), name="p")
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that ran."""
+        return len(self.context) + len(self.generation)
+
+
+class Iteration(_Record):
+    """One pass of the loop: arrivals, then the decision, the step, then the ends.
+
+    ``decision`` is None when there was none (deciding failed, or requests ended beside it), and
+    ``has_failed`` tells of a step that brought no tokens, ``has_lost`` (overlapped) of the step
+    before, which took this one with it. ``is_by_default``: the decision of the user's scheduler was
+    refused, and the default made this one. ``drafts`` are of all requests with drafts, and
+    ``is_settled`` (overlapped) says that no step ran on after this iteration. ``beams``: how rows
+    went on before the decision. ``has_forgotten`` (overlapped): a request had left whose numbers
+    have failed in the step before, so nothing stayed cached. ``growths`` hold for all of
+    the iteration. ``partial_matches`` are those that deciding found,
+    where they are not what they were, and ``late_matches`` those that planning found instead.
+    Times are microseconds, ``start_us`` since the recording was started; ``num_free_blocks`` is
+    after the decision was carried out.
+    """
+
+    number: Annotated[int, Meta(ge=1, le=MAX_TIME)] = field(name="i")
+    start_us: Time = field(name="t")
+    step_us: Time = field(name="d")
+    num_free_blocks: Id = field(name="f")
+    arrivals: Annotated[tuple[Arrival, ...], _Rows] = field(default=(), name="a")
+    decision: Decision | None = field(default=None, name="s")
+    ends: Annotated[tuple[End, ...], _Ends] = field(default=(), name="e")
+    growths: Annotated[tuple[Growth, ...], _Ends] = field(default=(), name="l")
+    partial_matches: Annotated[tuple[PartialMatch, ...], _Rows] = field(default=(), name="h")
+    late_matches: Annotated[tuple[PartialMatch, ...], _Rows] = field(default=(), name="k")
+    drafts: Annotated[tuple[Drafts, ...], _Rows] = field(default=(), name="n")
+    beams: Annotated[tuple[BeamTrace, ...], _Rows] = field(default=(), name="m")
+    has_failed: bool = field(default=False, name="y")
+    has_lost: bool = field(default=False, name="z")
+    is_by_default: bool = field(default=False, name="b")
+    is_settled: bool = field(default=False, name="u")
+    has_forgotten: bool = field(default=False, name="w")
+
+
+_T = TypeVar("_T")
+
+
+def convert(content: object, kind: type[_T]) -> _T:
+    """``content`` checked as a ``kind``; `RecordingError` names field and bound."""
+    try:
+        return msgspec.convert(content, kind)
+    except msgspec.ValidationError as error:
+        raise RecordingError(explain(error)) from None
+
+
+def explain(error: msgspec.MsgspecError) -> str:
+    """The message of msgspec, with the field in front."""
+    message, _, path = str(error).partition(" - at `$")
+    if "unknown field" in message:
+        message += ", which this inflight does not know: use the one that wrote the recording"
+    if not isinstance(error, msgspec.ValidationError):
+        message = f"this is no JSON (damaged, or cut off): {message}"
+    return f"{path[:-1].lstrip('.')}: {message}" if path else message
+
+
+def apply_changes(ids: tuple[int, ...], changes: Iterable[int]) -> tuple[int, ...]:
+    """``changes`` hold in turn a place and the id that was put there, or the complement (below 0)
+    of the place that was taken out."""
+    result = list(ids)
+    rest = iter(changes)
+    try:
+        for place in rest:
+            if place < 0:
+                del result[~place]
+            elif place > len(result):
+                raise IndexError
+            else:
+                result.insert(place, next(rest))
+    except (IndexError, StopIteration):
+        raise RecordingError("+: a place behind the end of the list, or without an id") from None
+    return tuple(result)
+
+
+def unpack_iteration(packed: bytes) -> Iteration:
+    """What `recorder.pack_iteration` was given, with names."""
+    number, start_us, step_us, num_free_blocks, arrivals, decided, ends, *rest = marshal.loads(
+        packed
+    )
+    growths, partial_matches, late_matches, drafts, beams, *flags = rest
+    decision = None
+    if decided is not None:
+        context, told, paused = decided
+        is_whole = isinstance(told, bytes)
+        generation = tuple(array("Q", told)) if is_whole else ()
+        changes = None if is_whole else told or ()
+        decision = Decision(tuple(map(Chunk._make, rows(context, 2))), generation, changes, paused)
+    return Iteration(
+        number,
+        start_us,
+        step_us,
+        num_free_blocks,
+        tuple([Arrival(*row) for row in rows(arrivals, 7)]),
+        decision,
+        tuple(map(End._make, rows(ends, 2))),
+        tuple(map(Growth._make, rows(growths, 2))),
+        tuple(map(PartialMatch._make, rows(partial_matches, 2))),
+        tuple(map(PartialMatch._make, rows(late_matches, 2))),
+        tuple(map(Drafts._make, rows(drafts, 4))),
+        tuple(map(BeamTrace._make, rows(beams, 2))),
+        *flags,
+    )
+
+
+def rows(fields: tuple[Any, ...], width: int) -> Iterator[tuple[Any, ...]]:
+    """``fields``, so many for each row."""
+    return zip(*[iter(fields)] * width, strict=True)

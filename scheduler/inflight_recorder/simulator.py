@@ -1,0 +1,706 @@
+"""The scheduler run again: requests without text, the same rules, the same accounts of blocks.
+
+`Simulation` stands in for the loop of the batch manager. Its steps must come in the order of the
+recorded ones: `arrivals`, `begin`, `draft`, `decide` (or `follow`), `plan`, `run`, then `end`.
+What a decision computes is known between `plan` and `run`: what is cached of a prompt is left out.
+
+With block reuse a request has the recorded hashes for the keys of its blocks, so it finds in the
+cache what it found then. How much of a further block it found is taken from the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, SupportsIndex, overload
+
+from inflight_recorder.cost_model import Load
+from inflight_recorder.schema import (
+    MAX_NUM_REQUESTS,
+    TOKEN_ENDS,
+    Arrival,
+    BeamTrace,
+    CacheStart,
+    Decision,
+    Drafts,
+    Iteration,
+    PartialMatch,
+    RequestState,
+)
+from inflight_recorder.settings import (
+    NOT_FINITE,
+    Lists,
+    RecordingError,
+    Settings,
+    check_possible,
+    scheduler_of,
+)
+from inflight_scheduler.batch import ScheduledBatch
+from inflight_scheduler.beam_search import BeamStep, Candidate
+from inflight_scheduler.errors import InvalidDecision, SchedulerError
+from inflight_scheduler.kv.block_manager import BlockManager
+from inflight_scheduler.kv.prefix_cache import HASH_SIZE, CacheContent
+from inflight_scheduler.planning.planner import BatchPlanner
+from inflight_scheduler.policies.scheduler import RequestScheduler
+from inflight_scheduler.request import PENDING_TOKEN, LlmRequest
+from inflight_scheduler.states import FinishReason, LlmRequestState
+
+MAX_BEAM_ENTRIES = 2**24
+"""Entries of the block tables of all beams in flight, at most: these share blocks, so the size of
+the pool does not bound them."""
+
+MIN_PROMPT_BLOCKS = 2**24
+"""Blocks of all prompts that begin, at most: half a minute."""
+
+PROMPT_BLOCKS_PER_PLAN = 2**16
+"""So many more for each plan. No server spends a tenth of a second of each iteration on that."""
+
+MakeScheduler = Callable[[Settings, BatchPlanner], RequestScheduler]
+"""A scheduler for the settings, over the blocks and slots of the planner."""
+
+
+def default_scheduler(settings: Settings, planner: BatchPlanner) -> RequestScheduler:
+    """The scheduler the settings name; `RecordingError` if it is one of the user."""
+    if settings.scheduler_class is not None:
+        raise RecordingError(
+            f"the recording was made with the scheduler {settings.scheduler_class!r}; "
+            "it is needed to decide again: give it with --scheduler-class"
+        )
+    return scheduler_of(settings.policy, settings, planner)
+
+
+class Plan(NamedTuple):
+    """A decision that has its slots and blocks; ``load`` None: not known any more."""
+
+    batch: ScheduledBatch
+    load: Load | None
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, generation: Sequence[LlmRequest]) -> Plan:
+        """With the work of ``batch``, which is planned and does not run yet."""
+        num_tokens = sum(chunk.num_tokens for chunk in batch.context_chunks)
+        num_cached = sum(request.num_cached_tokens * request.num_rows for request in generation)
+        num_rows = batch.num_tokens - num_tokens
+        return cls(batch, Load(num_tokens, len(batch.context_chunks), num_rows, num_cached))
+
+
+NO_PLAN = Plan(ScheduledBatch(iteration=0), None)
+
+
+class Step(NamedTuple):
+    """What running a plan did: requests that got a token, that ended, and the work waited for.
+
+    Overlapped, all of it is of the step before. ``load`` None: there was none, or it was lost, or
+    it was waited for before the decision (`Simulation.load_before`).
+    """
+
+    advanced: list[LlmRequest]
+    ended: list[LlmRequest]
+    load: Load | None = None
+
+
+_ANY_BLOCK = -1
+
+Ends = Mapping[int, str]
+"""The recorded reasons by request."""
+
+
+class Simulation:
+    """Scheduler, blocks and slots with requests that have lengths only.
+
+    `RecordingError` for whatever cannot have happened.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        active: Sequence[RequestState] = (),
+        scheduler: MakeScheduler | None = default_scheduler,
+        cache: CacheStart | None = None,
+        *,
+        is_running: bool = False,
+    ) -> None:
+        """``scheduler`` None: nothing is decided here, recorded decisions are followed.
+
+        ``is_running``: a step runs of which the tokens, if it draws any, are to come (overlapped).
+        """
+        self.settings = settings
+        self.block_manager = BlockManager(
+            settings.num_blocks,
+            settings.tokens_per_block,
+            enable_reuse=settings.enable_reuse,
+            partial_match=self._partial_match,
+        )
+        self.planner = BatchPlanner(self.block_manager, settings.max_batch_size)
+        try:
+            self.scheduler = scheduler(settings, self.planner) if scheduler else None
+        except ValueError as error:
+            raise RecordingError(f"these settings contradict one another: {error}") from None
+        self._num_prompt_blocks_left = MIN_PROMPT_BLOCKS
+        self._num_beam_entries = 0  # of active requests, at their last tokens
+        self._drafting: set[int] = set()  # the requests with drafts at the last decision
+        # Of a request: tokens of a block that are found cached, by the index of the block in the
+        # prompt (`_ANY_BLOCK`: whichever is the first that is not cached as a whole).
+        self._partial_matches: dict[int, Mapping[int, int]] = {}
+        if active and settings.enable_reuse and cache is None:
+            raise RecordingError(
+                "the recording begins in the middle and does not say what was cached then; with "
+                "block reuse that is needed: record to a file from the start (record_file)"
+            )
+        self._num_told: dict[int, int] = {}  # block keys of a request that the recording told
+        self.active: list[LlmRequest] = []
+        self._by_id: dict[int, LlmRequest] = {}
+        for state in active:
+            self._restore(state, has_table=cache is not None)
+        # Overlapped: the step whose tokens come next.
+        self._running = self._resume(active, is_running)
+        self._settled: list[LlmRequest] = []  # requests that got them before the decision
+        if cache is not None:
+            self._restore_cache(cache, active)
+
+    @property
+    def is_running(self) -> bool:
+        """True while a step runs whose tokens are to come (overlapped)."""
+        return self._running is not None
+
+    @property
+    def must_settle(self) -> bool:
+        """True while such a step runs of which the next decision needs the tokens (beams)."""
+        running = self._running
+        return running is not None and self.planner.must_apply_first(running.batch)
+
+    @property
+    def load_before(self) -> Load | None:
+        """The work of that step, which is waited for between the arrivals and `begin`."""
+        return self._running.load if self._running is not None and self.must_settle else None
+
+    def find(self, request_id: int) -> LlmRequest | None:
+        """The active request with this id."""
+        return self._by_id.get(request_id)
+
+    def arrivals(self, iteration: Iteration) -> list[LlmRequest]:
+        """Make those of ``iteration`` active."""
+        arrived = [self.arrive(arrival) for arrival in iteration.arrivals]
+        for request_id, hashes in iteration.growths:
+            request = self._known(request_id)
+            num_told = self._num_told.get(request_id, 0)
+            request.block_keys[num_told:] = split_hashes(hashes)
+            self._num_told[request_id] = len(request.block_keys)
+            request.prefix_match = None
+        return arrived
+
+    def arrive(
+        self,
+        arrival: Arrival,
+        block_keys: Sequence[bytes] = (),
+        partial_matches: Mapping[int, int] = MappingProxyType({}),
+    ) -> LlmRequest:
+        """Make a request active, at its place.
+
+        ``block_keys``: of its text, as far as they are known already.
+        ``partial_matches``: tokens that are cached of blocks of the prompt, by their index.
+        """
+        request = make_request(arrival, arrival.prompt_len, arrival.max_new_tokens)
+        request.block_keys = list(block_keys)
+        self._partial_matches[arrival.request_id] = partial_matches
+        if not self.block_manager.can_ever_fit(request):
+            raise RecordingError(f"request {arrival.request_id} is larger than the whole pool")
+        self._add(request, arrival.place)
+        return request
+
+    def begin(self, iteration: Iteration) -> None:
+        """What comes between the arrivals and the decision of ``iteration``: how beams went on."""
+        running = self._running
+        if running is not None and self.must_settle:
+            if iteration.has_lost:
+                raise RecordingError("a decision, though the step it needs was lost")
+            self._running = None
+            ends: Ends = dict(iteration.ends)
+            self._settled = self._settle(running.batch, ends, iteration)
+            for request in self._settled:
+                reason = ends.get(request.request_id)
+                has_ended = reason == "end_id" or (reason in TOKEN_ENDS and request.beams)
+                if has_ended or request.is_finished:  # it holds its slot
+                    raise RecordingError(f"request {request.request_id} ended before this decision")
+        for trace in iteration.beams:
+            self._move(trace)
+
+    def _move(self, trace: BeamTrace) -> None:
+        request = self._known(trace.request_id)
+        step = None if request.beams is None else request.beams.step
+        is_running = request.is_generation_in_progress_state and not request.num_pending_tokens
+        if request.beams is None or step is None or not is_running:
+            raise RecordingError(f"request {trace.request_id} moves beams that do not run")
+        if not _is_possible(trace.parents, request.beam_width):
+            raise RecordingError(f"request {trace.request_id}: its beams cannot have moved so")
+        request.beams.step = BeamStep(trace.parents, step.tokens)
+        self.block_manager.follow_beams(request, trace.parents)
+
+    def draft(self, iteration: Iteration) -> None:
+        """The drafts and partial matches with which ``iteration`` is decided."""
+        self._match(iteration.partial_matches)
+        drafts = {each.request_id: each for each in iteration.drafts}
+        for request_id in self._drafting - drafts.keys():
+            if request_id in self._by_id:
+                self._by_id[request_id].set_draft_tokens(())
+        for each in iteration.drafts:
+            if each.num_kept > each.num_drafts:
+                raise RecordingError(f"request {each.request_id} keeps more drafts than it has")
+            request = self._by_id.get(each.request_id)
+            if request is None:
+                raise RecordingError(f"request {each.request_id} has drafts, but it is not active")
+            self._set_drafts(request, each.num_drafts)
+            request.num_chunk_drafts = each.num_kept
+        self._drafting = set(drafts)
+
+    def _set_drafts(self, request: LlmRequest, num_drafts: int) -> None:
+        if request.beams is not None:  # its rows would not all grow by as many blocks
+            raise RecordingError(
+                f"request {request.request_id} has drafts, but it searches with beams"
+            )
+        has_context_room = request.is_context_init_state and request.seq_slot is not None
+        if has_context_room and num_drafts > request.num_draft_tokens:
+            # Its first chunk, before the recording began, has taken room for them.
+            num_tokens = request.prompt_len + min(num_drafts, request.max_new_tokens)
+            num_blocks = self.block_manager.num_blocks_of(request.request_id)
+            if num_blocks * self.settings.tokens_per_block < num_tokens:
+                raise RecordingError(f"request {request.request_id} has no room for its drafts")
+            request.draft_tokens = (0,) * num_drafts
+        elif num_drafts != request.num_draft_tokens:
+            request.set_draft_tokens((0,) * num_drafts)
+
+    def decide(self) -> Lists:
+        """What the scheduler decides now; nothing changes but the sizes of context chunks."""
+        assert self.scheduler is not None, "this simulation only follows"
+        if not self.active:
+            return [], [], []
+        try:
+            lists = self.scheduler.schedule_request(self.active, ())
+        except SchedulerError as error:
+            raise RecordingError(f"this cannot be scheduled: {error}") from None
+        is_put_off = lists[2] and self._running is not None  # no pause while a step runs
+        return ([], [], []) if is_put_off else lists
+
+    def follow(self, decision: Decision) -> Lists:
+        """``decision`` with requests for ids, chunk sizes set; it must be one that can be."""
+        for chunk in decision.context:
+            self._known(chunk.request_id).context_chunk_size = chunk.num_tokens
+        context = [self._known(chunk.request_id) for chunk in decision.context]
+        generation = [self._known(request_id) for request_id in decision.generation]
+        paused = [self._known(request_id) for request_id in decision.paused]
+        try:
+            lists = context, generation, paused
+            return check_possible(lists, self.active, self.settings, self.planner)
+        except InvalidDecision as error:
+            raise RecordingError(f"this decision cannot have been made: {error}") from None
+
+    def plan(self, lists: Lists, iteration: Iteration) -> Plan:
+        """Give slots, blocks and what is cached; the sizes of chunks are those computed then."""
+        self._match(iteration.late_matches)
+        self._bound_prompts(lists[0])
+        searching = [request for request in lists[2] if request.beams is not None]
+        keys = [list(request.block_keys) for request in searching]
+        batch = self.planner.plan(*lists)
+        for request, known in zip(searching, keys, strict=True):
+            request.block_keys[:] = known  # a pause has dropped them, but the prompt is the same
+        return Plan.of(batch, lists[1])
+
+    def run(self, plan: Plan, iteration: Iteration) -> Step:
+        """Run what was planned.
+
+        A request ends with its last token, or with the token that ended it in ``iteration``;
+        requests end in the order of their tokens. A step that failed gives no tokens.
+        """
+        batch = plan.batch
+        ends: Ends = dict(iteration.ends)
+        is_settled = iteration.is_settled
+        if is_settled and self._running is not None:
+            raise RecordingError("nothing runs on after this iteration, but a step ran before it")
+        is_overlapped = self.settings.is_overlapped and not is_settled
+        if is_overlapped and batch.num_drafts > 0:
+            raise RecordingError("drafts run in a step that runs on after this iteration")
+        is_hurt = iteration.has_failed or iteration.has_lost
+        is_before = is_overlapped or batch.is_empty
+        awaited = (self._running or NO_PLAN) if is_before else plan
+        load = None if is_hurt else awaited.load
+        run = self._run_overlapped if is_overlapped else self._run
+        advanced = self._settled + run(plan, iteration, ends)
+        self._settled = []
+        return Step(*self._end_by_tokens(advanced, ends), load)
+
+    def settle(self, iteration: Iteration) -> Step:
+        """An iteration without a decision, in which the tokens of the step that ran have come."""
+        load = None
+        if self._running is not None and not self.must_settle and not iteration.has_lost:
+            load = self._running.load
+        ends: Ends = dict(iteration.ends)
+        advanced = self._run_overlapped(NO_PLAN, iteration, ends)
+        return Step(*self._end_by_tokens(advanced, ends), load)
+
+    def _end_by_tokens(
+        self, advanced: list[LlmRequest], ends: Ends
+    ) -> tuple[list[LlmRequest], list[LlmRequest]]:
+        """``advanced``, and those of them that end with it."""
+        ended = [r for r in advanced if r.is_finished or ends.get(r.request_id) in TOKEN_ENDS]
+        for request in ended:
+            is_broken = ends.get(request.request_id) == NOT_FINITE
+            if is_broken and isinstance(request.tokens, SyntheticTokens):
+                request.tokens.is_broken = True
+        self.forget(ended)
+        return advanced, ended
+
+    def _run(self, plan: Plan, iteration: Iteration, ends: Ends) -> list[LlmRequest]:
+        """The requests that got a token of the step."""
+        batch = plan.batch
+        if iteration.has_failed:
+            self._discard(batch, ends)
+            return []
+        if batch.is_empty:
+            return []
+        failed = self._without_token(batch, ends)
+        return self.planner.update(
+            batch, _drawn_tokens(batch, iteration.drafts, self.planner, failed)
+        )
+
+    def _run_overlapped(self, plan: Plan, iteration: Iteration, ends: Ends) -> list[LlmRequest]:
+        """The requests that got a token of the step before, which ran until now."""
+        batch = plan.batch
+        before, self._running = self._running, None
+        has_failed = iteration.has_failed
+        if not batch.is_empty and not has_failed:
+            self.planner.assume_step(batch)
+            self._running = plan
+        advanced: list[LlmRequest] = []
+        if before is not None and iteration.has_lost:
+            self._discard(before.batch, ends)
+            if self._running is not None:
+                self._discard(self._running.batch, ends)
+                self._running = None
+        elif before is not None:
+            advanced = self._settle(before.batch, ends, iteration)
+        if has_failed:
+            self._discard(batch, ends)
+        return advanced
+
+    def _settle(self, batch: ScheduledBatch, ends: Ends, iteration: Iteration) -> list[LlmRequest]:
+        if iteration.has_forgotten:
+            self.block_manager.forget_all()
+        failed = self._without_token(batch, ends)
+        tokens = [-(request.request_id in failed) for request in self.planner.token_owners(batch)]
+        return self.planner.apply_tokens(batch, tokens)
+
+    def _without_token(self, batch: ScheduledBatch, ends: Ends) -> set[int]:
+        """Whose numbers have failed; of those that search, nothing follows the last token."""
+        failed = {request_id for request_id, reason in ends.items() if reason == NOT_FINITE}
+        for request in self.planner.token_owners(batch) if failed else ():
+            if request.request_id in failed and isinstance(request.beams, RecordedBeams):
+                request.beams.is_broken = True
+        return failed
+
+    def _discard(self, batch: ScheduledBatch, ends: Ends) -> None:
+        for request in self.planner.discard(batch):
+            is_told = request.is_finished or request.request_id in ends
+            # Another request may have its id by now.
+            if self._by_id.get(request.request_id) is request and not is_told:
+                raise RecordingError(f"request {request.request_id} survives a failed step")
+
+    def end(self, iteration: Iteration) -> list[LlmRequest]:
+        """The other ends of ``iteration``; returns the requests."""
+        is_bare = iteration.decision is None and not iteration.is_settled
+        if is_bare and iteration.has_forgotten:
+            self.block_manager.forget_all()
+        ended = [self._by_id[i] for i, _ in iteration.ends if i in self._by_id]
+        self.forget(ended)
+        return ended
+
+    def forget(self, requests: Sequence[LlmRequest]) -> None:
+        """These are not active any more and hold nothing."""
+        if not requests:
+            return
+        for request in requests:
+            self.planner.release(request)
+            if self._by_id.pop(request.request_id, None) is not None:
+                self._num_beam_entries -= self._beam_entries_of(request)
+                self._partial_matches.pop(request.request_id, None)
+                self._num_told.pop(request.request_id, None)
+        self.active = [r for r in self.active if r.request_id in self._by_id]
+
+    def _match(self, matches: Iterable[PartialMatch]) -> None:
+        for request_id, num_tokens in matches:
+            self._partial_matches[request_id] = {_ANY_BLOCK: num_tokens}
+            if request_id in self._by_id:  # what was found before may be remembered
+                self._by_id[request_id].prefix_match = None
+
+    def _partial_match(self, request: LlmRequest, index: int) -> int:
+        matches = self._partial_matches.get(request.request_id, {})
+        num_tokens = matches.get(index, matches.get(_ANY_BLOCK, 0))
+        tokens_per_block = self.settings.tokens_per_block
+        num_left = request.prompt_len - 1 - index * tokens_per_block
+        return min(num_tokens, num_left, tokens_per_block - 1)
+
+    def _known(self, request_id: int) -> LlmRequest:
+        request = self._by_id.get(request_id)
+        if request is None:
+            raise RecordingError(f"request {request_id} runs, but it is not active")
+        return request
+
+    def _add(self, request: LlmRequest, place: int | None) -> None:
+        if request.request_id in self._by_id:
+            raise RecordingError(f"request {request.request_id} arrives while it is active")
+        if len(self._by_id) >= MAX_NUM_REQUESTS:
+            raise RecordingError(f"more than {MAX_NUM_REQUESTS} requests are active")
+        self._num_beam_entries += self._beam_entries_of(request)
+        if self._num_beam_entries > MAX_BEAM_ENTRIES:
+            raise RecordingError(
+                f"the tables of all beams have more than {MAX_BEAM_ENTRIES} blocks"
+            )
+        self._by_id[request.request_id] = request
+        self.active.insert(len(self.active) if place is None else place, request)
+
+    def _beam_entries_of(self, request: LlmRequest) -> int:
+        if request.beams is None:
+            return 0
+        return request.num_rows * -(-request.max_num_tokens // self.settings.tokens_per_block)
+
+    def _bound_prompts(self, contexts: Sequence[LlmRequest]) -> None:
+        """`RecordingError` where too many prompt blocks have begun: a few bytes can tell of a
+        prompt that begins again and again, after a pause in each second iteration."""
+        fresh = (request for request in contexts if request.seq_slot is None)
+        num_blocks = sum(-(-r.prompt_len // self.settings.tokens_per_block) for r in fresh)
+        self._num_prompt_blocks_left += PROMPT_BLOCKS_PER_PLAN - num_blocks
+        if self._num_prompt_blocks_left < 0:
+            raise RecordingError(
+                f"prompts of more than {MIN_PROMPT_BLOCKS:,} blocks, and "
+                f"{PROMPT_BLOCKS_PER_PLAN:,} for each iteration, have begun"
+            )
+
+    def _restore(self, state: RequestState, *, has_table: bool) -> None:
+        """A request in the middle of its life, with the blocks it held then.
+
+        With ``has_table`` the blocks come later, since some may be shared.
+        """
+        request = make_request(state, state.prompt_len, state.max_new_tokens)
+        if not self.block_manager.can_ever_fit(request):
+            raise RecordingError(f"request {state.request_id} is larger than the whole pool")
+        if state.beam_width > 1 and state.num_computed > 0:
+            raise RecordingError(
+                "the recording begins in the middle of a search with beams and does not say how "
+                "they share blocks: record to a file from the start (record_file)"
+            )
+        self._add(request, None)
+        request.orig_prompt_len = state.orig_prompt_len
+        request.num_pauses = state.num_pauses
+        request.tokens = SyntheticTokens(state.num_tokens, state.request_id)
+        request.block_keys = split_hashes(state.hashes)
+        self._num_told[state.request_id] = len(request.block_keys)
+        if state.num_computed == 0:
+            return
+        request.context_chunk_size = state.num_computed
+        request.move_to_next_context_chunk()
+        has_room = self.planner.num_free_slots > 0
+        if not has_table:
+            num_cached = max(state.prompt_len, request.num_cached_tokens)
+            num_tokens = max(num_cached, state.num_blocks * self.settings.tokens_per_block)
+            blocks = self.block_manager.allocate(state.request_id, num_tokens)
+            has_room = has_room and state.num_blocks <= (
+                self.block_manager.get_blocks_at_completion(request)
+            )
+            has_room = has_room and blocks is not None
+        if not has_room:
+            raise RecordingError("the requests at the start hold more than there is")
+        request.seq_slot = self.planner.slots.assign()
+
+    def _restore_cache(self, cache: CacheStart, active: Sequence[RequestState]) -> None:
+        """Rebuild what was cached and held; it may contradict itself or ``active``."""
+        tables = {}
+        for request, state in zip(self.active, active, strict=True):
+            num_cached = 0
+            if request.seq_slot is not None:
+                num_cached = max(request.prompt_len, request.num_cached_tokens)
+            if len(state.table) < -(-num_cached // self.settings.tokens_per_block):
+                raise RecordingError(
+                    f"cache: request {request.request_id} holds {len(state.table)} blocks"
+                )
+            if len(set(state.table)) != len(state.table):
+                raise RecordingError(f"cache: request {request.request_id} holds a block twice")
+            tables[request.request_id] = state.table
+        keys = split_hashes(cache.hashes)
+        ids = (*cache.kept, *cache.idle, *(block for table in tables.values() for block in table))
+        if max(ids, default=0) >= self.settings.num_blocks:
+            raise RecordingError(f"cache: block {max(ids)} of {self.settings.num_blocks}")
+        if len(keys) != len(cache.kept) or len(set(cache.kept)) != len(keys):
+            raise RecordingError("cache: kept must name each block once, and hashes what it holds")
+        kept = dict(zip(cache.kept, keys, strict=True))
+        try:
+            self.block_manager.restore_cache(CacheContent(tables, kept, cache.idle))
+        except ValueError as error:
+            raise RecordingError(f"cache: {error}") from None
+
+    def _resume(self, active: Sequence[RequestState], is_running: bool) -> Plan | None:
+        """The step that ran when the recording began, of which only the tokens are to come.
+
+        It may draw none: then it has only chunks that are not the last of their contexts.
+        """
+        places = {s.pending_place: s.request_id for s in active if s.pending_place}
+        if not places and not is_running:
+            return None
+        if not self.settings.is_overlapped or len(places) < sum(
+            s.pending_place > 0 for s in active
+        ):
+            raise RecordingError("active: the places of pending tokens contradict one another")
+        owners = [self._by_id[places[place]] for place in sorted(places)]
+        for request in owners:
+            if not request.is_generation_in_progress_state:
+                raise RecordingError(f"request {request.request_id} expects a token in its context")
+            assert isinstance(request.tokens, SyntheticTokens)
+            request.tokens.num_pending = 1
+            if request.num_remaining_tokens == 0:
+                request.state = LlmRequestState.GENERATION_TO_COMPLETE
+        return Plan(self.planner.resume(owners), None)
+
+
+class SyntheticTokens(list[int]):
+    """The tokens of a request without tokens: constant memory, whatever the length.
+
+    All of them are ``token``, but for the last ``num_pending``, which are `PENDING_TOKEN`.
+    ``is_broken``: the last one before these says that the logits were not finite.
+    """
+
+    __slots__ = ("is_broken", "length", "num_pending", "token")
+
+    def __init__(self, length: int, token: int = 0) -> None:
+        super().__init__()
+        self.length = length
+        self.token = token & 0x7FFFFFFF
+        self.num_pending = 0
+        self.is_broken = False
+
+    def __len__(self) -> int:
+        return self.length
+
+    def append(self, token: int) -> None:
+        """One token more; a negative one that is not pending breaks the text."""
+        self.length += 1
+        self.num_pending += token == PENDING_TOKEN
+        self.is_broken |= token < 0 and token != PENDING_TOKEN
+
+    def __setitem__(self, index: object, token: object) -> None:
+        """A token that was expected has come; which one does not matter."""
+        self.num_pending -= 1
+
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
+        """The last tokens are not wanted any more."""
+        assert isinstance(index, slice)
+        num_dropped = len(range(*index.indices(self.length)))
+        self.length -= num_dropped
+        self.num_pending = max(self.num_pending - num_dropped, 0)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> int | list[int]:
+        if not isinstance(index, slice):
+            place = range(self.length)[index]
+            if place >= self.length - self.num_pending:
+                return PENDING_TOKEN
+            return -1 if self.is_broken else self.token
+        start, end, _ = index.indices(self.length)
+        return [self.token] * max(end - start, 0)
+
+
+def make_request(facts: Arrival | RequestState, prompt_len: int, max_new_tokens: int) -> LlmRequest:
+    """A request with these lengths."""
+    request = LlmRequest(
+        facts.request_id,
+        (),
+        max_new_tokens,
+        beam_width=facts.beam_width,
+        beams=RecordedBeams(facts.beam_width, max_new_tokens) if facts.beam_width > 1 else None,
+        priority=facts.priority,
+    )
+    request.tokens = SyntheticTokens(prompt_len, facts.request_id)
+    request.prompt_len = request.orig_prompt_len = request.context_chunk_size = prompt_len
+    request.max_num_tokens = prompt_len + max_new_tokens
+    return request
+
+
+def split_hashes(hashes: bytes) -> list[bytes]:
+    """The hash of each block; `RecordingError` if they are no whole number."""
+    if len(hashes) % HASH_SIZE:
+        raise RecordingError(f"hashes: {len(hashes)} bytes are not {HASH_SIZE} for each block")
+    return [hashes[start : start + HASH_SIZE] for start in range(0, len(hashes), HASH_SIZE)]
+
+
+class RecordedBeams:
+    """Stands in for `BeamSearch`: it knows how many tokens there are, and that ends are told.
+
+    Until it is told otherwise each row goes on by itself. ``is_broken``: the model's numbers have
+    failed, so nothing follows.
+    """
+
+    def __init__(self, width: int, max_new_tokens: int) -> None:
+        self.step: BeamStep | None = None
+        self.is_broken = False
+        self._width = width
+        self._max_new_tokens = max_new_tokens
+        self._num_tokens = 0
+
+    def reset(self) -> None:
+        """Start again behind the prompt."""
+        self.step, self._num_tokens = None, 0
+
+    def advance(self, _: Sequence[Sequence[Candidate]]) -> bool:
+        """One token more."""
+        if self.is_broken:
+            return False
+        is_first = self.step is None
+        parents = [0] * self._width if is_first else range(self._width)
+        self.step = BeamStep(tuple(parents), (0,) * self._width)
+        self._num_tokens += 1
+        return True
+
+    def write(self, text: list[int], prompt_len: int) -> None:
+        """As many tokens as there are."""
+        while len(text) < prompt_len + self._num_tokens:
+            text.append(0)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """LENGTH at the last token; other ends are told."""
+        is_last = self._num_tokens >= self._max_new_tokens
+        return FinishReason.LENGTH if is_last else FinishReason.NOT_FINISHED
+
+
+def _is_possible(moves: Iterable[int], width: int) -> bool:
+    """Whether rows can have followed one another so: a parent goes on by itself."""
+    parents = tuple(moves)
+    return len(parents) == width and all(
+        0 <= parent < width and parents[parent] == parent for parent in parents
+    )
+
+
+def _drawn_tokens(
+    batch: ScheduledBatch,
+    drafts: Sequence[Drafts],
+    planner: BatchPlanner,
+    failed: Collection[int] = (),
+) -> list[int]:
+    """What the engine may have drawn: drafts are 0, and so are the draws that confirm them.
+
+    The last token of a request in ``failed`` is -1: its numbers have failed.
+    """
+    if batch.num_drafts == 0 and not failed:
+        return [0] * batch.num_drawn
+    owners = planner.token_owners(batch)
+    gained = {each.request_id: each.num_gained for each in drafts}
+    tokens: list[int] = []
+    for run in batch.runs:
+        if run.num_drawn > 0:
+            owner = owners[len(tokens)].request_id
+            num_right = min(max(gained.get(owner, 0), 1), run.num_drawn) - 1
+            drawn = [0] * num_right + [1] * (run.num_drawn - num_right)
+            if owner in failed:
+                drawn[num_right] = -1
+            tokens += drawn
+    return tokens + [-(owner.request_id in failed) for owner in owners[len(tokens) :]]
