@@ -1,15 +1,15 @@
-"""Write the table of fields into docs/clients.md from `inflight_openai.field_table`;
+"""Write the table of fields into docs/clients.md from `inflight_openai.schema`;
 ``--check`` only compares."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from page import table, write_or_check
 
-from inflight_openai.field_table import GROUPS, Action, FieldGroup
+from inflight_openai.schema import OTHERS, ChatBody, CompletionBody, Fields, OtherFields
 
 BEGIN = "<!-- the table: python tools/write_clients_docs.py -->\n"
 END = "<!-- its end -->\n"
@@ -23,19 +23,25 @@ def render(old: str) -> str:
 
 
 def _rows() -> Iterator[Sequence[str]]:
-    for group in GROUPS:
-        names = ", ".join(f"`{name}`" for name in group.names)
-        yield names, group.origin, f"{_action(group)}: {group.note}"
+    for group in Fields.__subclasses__():
+        calls = [body.call for body in (CompletionBody, ChatBody) if issubclass(body, group)]
+        action = "honoured" if len(calls) == 2 else f"honoured ({calls[0]})"
+        note = " ".join((group.__doc__ or "").split())
+        yield _names(group.model_fields), group.origin, f"{action}: {note}"
+    for others in OTHERS:
+        yield _names(others.names), others.origin, f"{_action(others)}: {others.note}"
 
 
-def _action(group: FieldGroup) -> str:
-    action = group.action.value
-    if group.call:
-        action += f" ({group.call})"
-    if group.action is Action.REFUSED and group.neutral:
-        neutral = (json.dumps({name: each[0]})[1:-1] for name, each in group.neutral.items())
-        action += f", but for {', '.join(f'`{each}`' for each in neutral)}"
-    return action
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _action(others: OtherFields) -> str:
+    if not others.is_refused:
+        return "ignored"
+    neutral = (json.dumps({name: each[0]})[1:-1] for name, each in others.neutral.items())
+    values = ", ".join(f"`{each}`" for each in neutral)
+    return f"refused, but for {values}" if values else "refused"
 
 
 if __name__ == "__main__":

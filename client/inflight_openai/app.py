@@ -15,8 +15,9 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -24,12 +25,11 @@ import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight_client.errors import InflightError, InvalidArgument
 from inflight_openai.errors import ApiError, from_server, model_not_found
@@ -64,7 +64,7 @@ _STREAM_HEADERS = {
     "X-Accel-Buffering": "no",  # a proxy in between must not collect events
 }
 
-_Parse = Callable[[bytes], GenerationRequest]
+_Parse = Callable[[bytes, PromptReader, UnknownFields, FrontSettings], GenerationRequest]
 _Result = TypeVar("_Result")
 
 
@@ -83,21 +83,22 @@ class OpenAIApp:
         self.reader = reader
         self.admission = Admission(settings.max_requests)
         self._metrics_page = metrics
-        self._unknown = UnknownFields(is_strict=settings.is_strict)
+        self.unknown = UnknownFields(is_strict=settings.is_strict)
         self._created = int(time.time())
         self._version = version("inflight")
         self._threads = anyio.CapacityLimiter(_NUM_THREADS)
         self._chat_threads = anyio.CapacityLimiter(_NUM_CHAT_THREADS)
 
-    def asgi(self) -> Starlette:
-        """The application; `InvalidArgument` for an allowed origin that is none."""
-        app = Starlette(
+    def asgi(self) -> ASGIApp:
+        """The application; `InvalidArgument` for an allowed origin that is none.
+
+        Starlette's middleware wraps every message, so that the events of streams go around it.
+        """
+        info = Starlette(
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._model),  # names may have slashes
-                Route("/v1/completions", self._completions, methods=["POST"]),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/metrics", self._metrics),
                 Route("/version", self._show_version),
                 Route("/server_info", self._server_info),
@@ -105,11 +106,17 @@ class OpenAIApp:
                 Route("/model_info", self._model_info),
                 Route("/get_model_info", self._model_info),
             ],
-            middleware=list(cors(self.settings.allowed_origins)),
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
-        app.router.redirect_slashes = False
-        return app
+        info.router.redirect_slashes = False
+        completions = _Endpoint(self, self._threads, parse_completion)
+        chats = _Endpoint(self, self._chat_threads, parse_chat)
+        app = Router(
+            routes=[Route("/v1/completions", completions), Route("/v1/chat/completions", chats)],
+            default=info,
+            redirect_slashes=False,
+        )
+        return cors(app, self.settings.allowed_origins)
 
     async def _health(self, request: Request) -> Response:
         """200 while requests are taken: the model says so and this process does not stop."""
@@ -135,19 +142,6 @@ class OpenAIApp:
             "owned_by": "inflight",
             "max_model_len": self.reader.limits.max_seq_len,
         }
-
-    async def _completions(self, request: Request) -> Generation:
-        return Generation(
-            self, self._threads, lambda raw: parse_completion(raw, self.reader, self._unknown)
-        )
-
-    async def _chat(self, request: Request) -> Generation:
-        default = self.settings.default_max_tokens
-        return Generation(
-            self,
-            self._chat_threads,
-            lambda raw: parse_chat(raw, self.reader, self._unknown, default),
-        )
 
     # For gateways and monitoring. Paths and keys are those of vLLM and SGLang; clients that look
     # for files find the model under its name, as at a hub, and no path of this machine.
@@ -188,15 +182,19 @@ class Admission:
         self._running: set[Generation] = set()
         self.is_closed = False
 
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a place."""
+        return len(self._running)
+
     @contextmanager
     def admit(self, generation: Generation) -> Iterator[None]:
         """A place until the block ends; `ApiError` if there is none."""
         if self.is_closed:
             raise ApiError(503, "the server is shutting down")
-        if len(self._running) >= self._max_requests:
-            raise ApiError(
-                429, f"{len(self._running)} requests are running; try again later", None, "busy"
-            )
+        if self.num_running >= self._max_requests:
+            message = f"{self.num_running} requests are running; try again later"
+            raise ApiError(429, message, code="busy")
         self._running.add(generation)
         try:
             yield
@@ -213,8 +211,18 @@ class Admission:
             generation.end(ApiError(503, "the server is shutting down: the answer was given up"))
 
 
+class _Endpoint:
+    """The route of a call that generates; an ASGI application."""
+
+    def __init__(self, app: OpenAIApp, threads: anyio.CapacityLimiter, parse: _Parse) -> None:
+        self._make = partial(Generation, app, threads, parse)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._make().respond(Request(scope, receive), Reply(scope, send))
+
+
 class Generation:
-    """One request to a model, from its head to the last byte of its answer; an ASGI application."""
+    """One request to a model, from its head to the last byte of its answer."""
 
     def __init__(self, app: OpenAIApp, threads: anyio.CapacityLimiter, parse: _Parse) -> None:
         self._app = app
@@ -230,24 +238,29 @@ class Generation:
         self._reason = reason
         self._cancel_scope.cancel()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request, reply = Request(scope, receive), Reply(scope, send)
+    async def respond(self, request: Request, reply: Reply) -> None:
+        """Answer the request, or tell its client why there is no answer."""
         try:
             with self._app.admission.admit(self):
-                try:
-                    self._cancel_scope.deadline = anyio.current_time() + self._settings.timeout
-                    with self._cancel_scope:
-                        await self._run(request, reply)
-                    if self._cancel_scope.cancelled_caught and self._has_client:
-                        raise self._reason
-                except Exception as error:
-                    await reply.fail(_described(error))
+                await self._respond(request, reply)
         except ApiError as error:  # not admitted
             await reply.fail(error)
         finally:
             await reply.close()
 
+    async def _respond(self, request: Request, reply: Reply) -> None:
+        self._cancel_scope.deadline = anyio.current_time() + self._settings.timeout
+        try:
+            with self._cancel_scope:
+                await self._run(request, reply)
+            if self._cancel_scope.cancelled_caught and self._has_client:
+                raise self._reason
+        except Exception as error:
+            await reply.fail(_described(error))
+
     async def _run(self, request: Request, reply: Reply) -> None:
+        if request.method != "POST":
+            raise _no_such_call(request, 405, "Method Not Allowed")
         try:
             raw = await self._read(request)
         except ClientDisconnect:
@@ -298,7 +311,7 @@ class Generation:
         return content
 
     def _prepare(self, raw: bytes) -> tuple[GenerationRequest, Head, list[bytes]]:
-        generation = self._parse(raw)
+        generation = self._parse(raw, self._app.reader, self._app.unknown, self._settings)
         kind, own_id = ("chatcmpl-" if generation.is_chat else "cmpl-"), uuid.uuid4().hex
         # A client's id is for its answer alone: two of the same would clash on the server.
         answer_id = kind + (generation.request_id or own_id)
@@ -346,22 +359,24 @@ class Generation:
         generation: GenerationRequest,
         pieces: AsyncGenerator[Piece, None],
     ) -> None:
-        """Headers leave with the first piece: a request refused by the server gets its status."""
-        first = await anext(pieces, None)
+        """The head leaves with the first piece: a refusal of the server gets its own status."""
         writer = EventWriter(head, generation, self._app.reader.token)
         choices = new_choices(generation)
-        await reply.start(200, _STREAM_HEADERS)
-        await reply.write(b"".join(writer.opening(i) for i in range(len(choices))))
+        opening = b"".join(writer.opening(index) for index in range(len(choices)))
 
-        async def write(piece: Piece) -> None:
+        async def start() -> None:
+            await reply.start(200, _STREAM_HEADERS)
+            await reply.write(opening)
+
+        async for piece in pieces:
+            if not reply.is_started:
+                await start()
             choice = choices[piece.index]
             choice.add(piece)
-            await reply.write(writer.piece(piece.index, piece, choice))
-
-        if first is not None:
-            await write(first)
-            async for piece in pieces:
-                await write(piece)
+            if event := writer.piece(piece.index, piece, choice):
+                await reply.write(event)
+        if not reply.is_started:
+            await start()
         ends = [writer.end(index, choice) for index, choice in enumerate(choices)]
         await reply.write(b"".join(ends) + writer.usage(choices) + DONE)
         await reply.finish()
@@ -373,7 +388,7 @@ class Reply:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
-        self._is_started = False
+        self.is_started = False
         self._is_stream = False
         self._is_finished = False
 
@@ -382,13 +397,12 @@ class Reply:
         if size is not None:
             headers = {**headers, "Content-Length": str(size)}
         pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-        self._is_started, self._is_stream = True, size is None
+        self.is_started, self._is_stream = True, size is None
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def write(self, data: bytes) -> None:
-        """A part of the body; nothing if ``data`` is empty."""
-        if data:
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        """A part of the body."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self) -> None:
         """The end, once the kernel has the whole body."""
@@ -398,7 +412,7 @@ class Reply:
     async def fail(self, error: ApiError) -> None:
         """Tell the client why its request was ended, if it can still be told, and reads soon."""
         with anyio.move_on_after(_LAST_SECONDS):
-            if not self._is_started:
+            if not self.is_started:
                 body = json.dumps(error.body).encode()
                 await self.start(error.status, _error_headers(error), len(body))
                 await self.write(body)
@@ -414,28 +428,28 @@ class Reply:
             await asyncio.sleep(0)  # until uvicorn knows
 
 
-def cors(origins: Iterable[str]) -> Iterator[Middleware]:
-    """Lets browsers' pages of ``origins`` call; `InvalidArgument` for what is no origin."""
+def cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """``app`` for pages of ``origins``, too; `InvalidArgument` for what is no origin."""
     for each in origins:
         if each != "*" and not _ORIGIN.fullmatch(each):
             raise InvalidArgument(
                 f"--allow-origin {each} is no origin: it is like https://chat.example:8443, "
                 "without a path or a slash at its end; * is any."
             )
-    if origins:
-        yield Middleware(
-            CORSMiddleware,
-            allow_origins=tuple(origins),
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # those of the `openai` package are many and change
-        )
+    if not origins:
+        return app
+    # Headers of the `openai` package are many and change.
+    return CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+
+
+def _no_such_call(request: Request, status: int, reason: str) -> ApiError:
+    calls = f"; there are {_CALLS}" if status in (404, 405) else ""
+    return ApiError(status, f"{reason}: {request.method}{calls}")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    calls = f"; there are {_CALLS}" if error.status_code in (404, 405) else ""
-    message = f"{error.detail}: {request.method}{calls}"
-    return JSONResponse(ApiError(error.status_code, message).body, error.status_code, error.headers)
+    return await _api_error(request, _no_such_call(request, error.status_code, error.detail))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -38,7 +38,7 @@ from inflight_openai.schema import (
     read_body,
     shown_number,
 )
-from inflight_openai.settings import MAX_PROMPTS
+from inflight_openai.settings import MAX_PROMPTS, FrontSettings
 from inflight_protocol import penalties
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -86,7 +86,9 @@ class GenerationRequest:
     guide_field: str = "response_format"
 
 
-def parse_completion(raw: bytes, reader: PromptReader, unknown: UnknownFields) -> GenerationRequest:
+def parse_completion(
+    raw: bytes, reader: PromptReader, unknown: UnknownFields, settings: FrontSettings
+) -> GenerationRequest:
     """The request to ``/v1/completions``; `ApiError` names what is wrong."""
     body = read_body(raw, CompletionBody, unknown)
     _check_model(body, reader)
@@ -106,7 +108,7 @@ def parse_completion(raw: bytes, reader: PromptReader, unknown: UnknownFields) -
 
 
 def parse_chat(
-    raw: bytes, reader: PromptReader, unknown: UnknownFields, default_max_tokens: int | None
+    raw: bytes, reader: PromptReader, unknown: UnknownFields, settings: FrontSettings
 ) -> GenerationRequest:
     """The request to ``/v1/chat/completions``; `ApiError` names what is wrong."""
     body = read_body(raw, ChatBody, unknown)
@@ -121,7 +123,7 @@ def parse_chat(
     max_tokens = _max_tokens(body)
     [prompt] = _truncated(body, reader, [ids], max_tokens or 1)
     room = max(1, reader.limits.max_seq_len - len(prompt))
-    max_tokens = max_tokens or min(room, default_max_tokens or room)
+    max_tokens = max_tokens or min(room, settings.default_max_tokens or room)
     return _request(body, reader, [prompt], max_tokens, log_probs, unknown)
 
 

@@ -26,7 +26,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    model_validator,
 )
 
 from inflight_openai.errors import ApiError, bad_field, kind_of, unsupported
@@ -68,23 +67,8 @@ class Fields(BaseModel):
     Fields of type ``Any`` are checked where they are used.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
     origin: ClassVar[str] = "OpenAI"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_values(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """False means something for flags, and for fields that a model does not know."""
-
-        def keeps_false(name: str) -> bool:
-            info = cls.model_fields.get(name)
-            return info is None or info.annotation in (Flag, Any)
-
-        return {
-            name: value
-            for name, value in content.items()
-            if not is_empty(value) or (value is False and keeps_false(name))
-        }
 
 
 class Model(Fields):
@@ -527,19 +511,32 @@ def read_body(raw: bytes, kind: type[_Body], unknown: UnknownFields) -> _Body:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body must be a JSON object")
+    fields = {name: content.pop(name) for name in kind.model_fields.keys() & content.keys()}
     try:
-        body = kind.model_validate(content)
+        body = kind.model_validate(_given(fields, kind))
     except ValidationError as error:
         raise _named(error, kind) from None
-    for name, value in (body.model_extra or {}).items():
+    for name, value in content.items():
         if others := _OTHER_BY_NAME.get(name):
             others.check(name, value)
-        elif name in _HONOURED:
-            if not is_empty(value) and (name, value) != ("top_logprobs", 0):
-                raise unsupported(name, f"there is no such field of {kind.call}")
-        elif not is_empty(value):
+        elif is_empty(value):
+            continue
+        elif name not in _HONOURED:
             unknown.see(name)
+        elif (name, value) != ("top_logprobs", 0):
+            raise unsupported(name, f"there is no such field of {kind.call}")
     return body
+
+
+def _given(fields: Mapping[str, Any], kind: type[GenerationBody]) -> dict[str, Any]:
+    """The fields without empty values, which count as not given; those of type ``Any`` keep them,
+    and flags keep false."""
+
+    def is_given(name: str, value: Any) -> bool:
+        annotation = kind.model_fields[name].annotation
+        return not is_empty(value) or annotation is Any or (value is False and annotation == Flag)
+
+    return {name: value for name, value in fields.items() if is_given(name, value)}
 
 
 _EXPECTED = {
@@ -567,7 +564,7 @@ def _named(error: ValidationError, kind: type[GenerationBody]) -> ApiError:
     if first["type"] == "too_long":
         length, bound = context["actual_length"], context["max_length"]
         return bad_field(param, f"{length} entries, at most {bound} are taken")
-    if first["type"] == "string_too_short":
+    if first["type"] == "too_short":
         return bad_field(param, "an empty string would stop everything")
     low, high = kind.model_fields[name].metadata  # of `_within`
     bounds = f"{shown_number(low.ge)}..{shown_number(high.le)}"

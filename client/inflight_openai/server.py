@@ -194,7 +194,7 @@ async def _listen(settings: FrontSettings) -> list[socket.socket]:
         found = await asyncio.get_running_loop().getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        return [
+        listening = [
             socket.create_server(address, family=family)
             for family, _, _, _, address in dict.fromkeys(found)
         ]
@@ -207,6 +207,9 @@ async def _listen(settings: FrontSettings) -> list[socket.socket]:
                 "stop what uses it or choose another port"
             ) from None
         raise OSError(f"--host {host} cannot be used ({reason})") from None
+    for each in listening:  # asyncio does it for sockets of its own only
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 class Console(logging.Handler):
@@ -251,6 +254,11 @@ class Console(logging.Handler):
 
 class PrivateFormatter(logging.Formatter):
     """Leaves out the messages of exceptions, which may quote a request."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        record.exc_text = None  # of another formatter
+        return super().format(record)
 
     def formatException(self, ei: Any) -> str:
         """The frames and the type of an exception."""

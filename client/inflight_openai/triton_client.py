@@ -83,7 +83,7 @@ class TritonClient:
         """Whether the model takes requests; `InflightError` when the server does not answer."""
         return await takes_requests(self._transport, LLM_MODEL_NAME, _HEALTH_SECONDS)
 
-    async def run(
+    def run(
         self, request: GenerationRequest, calls: Sequence[bytes]
     ) -> AsyncGenerator[Piece, None]:
         """The pieces of all answers in order of arrival; close the generator to cancel them.
@@ -91,10 +91,7 @@ class TritonClient:
         ``calls``: of `encode_calls`.
         """
         answers = [self._answer(request, call, i) for i, call in enumerate(calls)]
-        source = answers[0] if len(answers) == 1 else _merged(answers)
-        async with aclosing(source) as pieces:
-            async for piece in pieces:
-                yield piece
+        return answers[0] if len(answers) == 1 else _merged(answers)
 
     async def close(self) -> None:
         """Close the connection."""

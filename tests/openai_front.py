@@ -19,7 +19,7 @@ from inflight_openai.server import serving
 from inflight_openai.settings import FrontSettings
 from inflight_openai.triton_client import MetricsPage, TritonClient
 
-DEMO = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
+DEMO = Path(__file__).parents[1] / "backend/inflight_backend/demo_model"
 NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 FILES = {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES}
 DESCRIPTION: dict[str, Any] = {
@@ -43,10 +43,10 @@ def parse(
 ) -> GenerationRequest:
     """A chat if the body has messages, else a completion."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    unknown = unknown or UnknownFields()
+    unknown, settings = unknown or UnknownFields(), FrontSettings()
     if b'"messages"' in raw:
-        return parse_chat(raw, reader, unknown, None)
-    return parse_completion(raw, reader, unknown)
+        return parse_chat(raw, reader, unknown, settings)
+    return parse_completion(raw, reader, unknown, settings)
 
 
 @asynccontextmanager
