@@ -26,6 +26,7 @@ from openai_front import (
     front_of,
     post,
 )
+from starlette.applications import Starlette
 
 from inflight_client.errors import InvalidArgument
 from inflight_client.grpc_wire import encode_bytes
@@ -538,4 +539,4 @@ def test_pages_of_files_extensions_and_ports_have_origins(local_grpc: Local, ori
 @pytest.mark.parametrize("origin", ["https://chat.example/", "chat.example", "https://a/b", ""])
 def test_an_invalid_origin_is_named(origin: str) -> None:
     with pytest.raises(InvalidArgument, match="is no origin"):
-        cors(app_module.Starlette(), [PAGE, origin])
+        cors(Starlette(), [PAGE, origin])

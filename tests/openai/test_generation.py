@@ -363,13 +363,14 @@ def test_guides_of_other_servers(call: Any, name: str) -> None:
 
 @pytest.mark.parametrize("call", [chat, completion])
 def test_truncate_prompt_tokens(call: Any) -> None:
-    def prompts(**fields: Any) -> tuple[tuple[int, ...], ...]:
-        return call(**fields).prompts
+    def cut(**fields: Any) -> tuple[tuple[int, ...], ...]:
+        prompts: tuple[tuple[int, ...], ...] = call(**fields).prompts
+        return prompts
 
-    [whole] = prompts()
-    assert prompts(truncate_prompt_tokens=2) == (whole[-2:],)
-    assert prompts(truncate_prompt_tokens=99) == prompts(truncate_prompt_tokens=-1) == (whole,)
-    assert prompts(truncate_prompt_tokens=-1, max_tokens=98) == (whole[-2:],)
+    [whole] = cut()
+    assert cut(truncate_prompt_tokens=2) == (whole[-2:],)
+    assert cut(truncate_prompt_tokens=99) == cut(truncate_prompt_tokens=-1) == (whole,)
+    assert cut(truncate_prompt_tokens=-1, max_tokens=98) == (whole[-2:],)
 
 
 def test_thinking_fields_are_template_variables() -> None:

@@ -95,7 +95,7 @@ def test_a_huge_head_ends_the_connection(local_grpc: Local) -> None:
 
 
 @pytest.fixture
-def log(caplog: io.StringIO) -> Iterator[io.StringIO]:
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[io.StringIO]:
     """Everything that is logged, as the front formats it."""
     caplog.set_level(logging.DEBUG)
     written = io.StringIO()
