@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from page import table, write_or_check
 
-from inflight_openai.schema import OTHERS, ChatBody, CompletionBody, Fields, OtherFields
+from inflight_openai.schema import GROUPS, FieldGroup
 
 BEGIN = "<!-- the table: python tools/write_clients_docs.py -->\n"
 END = "<!-- its end -->\n"
@@ -23,25 +23,16 @@ def render(old: str) -> str:
 
 
 def _rows() -> Iterator[Sequence[str]]:
-    for group in Fields.__subclasses__():
-        calls = [body.call for body in (CompletionBody, ChatBody) if issubclass(body, group)]
-        action = "honoured" if len(calls) == 2 else f"honoured ({calls[0]})"
-        note = " ".join((group.__doc__ or "").split())
-        yield _names(group.model_fields), group.origin, f"{action}: {note}"
-    for others in OTHERS:
-        yield _names(others.names), others.origin, f"{_action(others)}: {others.note}"
+    for group in GROUPS:
+        names = ", ".join(f"`{name}`" for name in group.names)
+        yield names, group.origin, f"{_action(group)}: {group.note}"
 
 
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _action(others: OtherFields) -> str:
-    if not others.is_refused:
-        return "ignored"
-    neutral = (json.dumps({name: each[0]})[1:-1] for name, each in others.neutral.items())
+def _action(group: FieldGroup) -> str:
+    action = f"{group.action.value} ({group.call})" if group.call else group.action.value
+    neutral = (json.dumps({name: each[0]})[1:-1] for name, each in group.neutral.items())
     values = ", ".join(f"`{each}`" for each in neutral)
-    return f"refused, but for {values}" if values else "refused"
+    return f"{action}, but for {values}" if values else action
 
 
 if __name__ == "__main__":

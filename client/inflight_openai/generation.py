@@ -29,10 +29,10 @@ from inflight_openai.errors import (
 )
 from inflight_openai.prompts import PromptReader
 from inflight_openai.schema import (
+    CHAT,
+    COMPLETION,
     INT32_MAX,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
+    Body,
     UnknownFields,
     is_empty,
     read_body,
@@ -90,7 +90,7 @@ def parse_completion(
     raw: bytes, reader: PromptReader, unknown: UnknownFields, settings: FrontSettings
 ) -> GenerationRequest:
     """The request to ``/v1/completions``; `ApiError` names what is wrong."""
-    body = read_body(raw, CompletionBody, unknown)
+    body = read_body(raw, COMPLETION, unknown)
     _check_model(body, reader)
     given = _split_prompts(body.prompt)
     _template_variables(body)  # checked, though there is no template
@@ -100,7 +100,7 @@ def parse_completion(
     prompts = _truncated(body, reader, ids, max_tokens)
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", "not together with logprobs: prompts have no log probabilities")
-    request = _request(body, reader, prompts, max_tokens, body.logprobs, unknown)
+    request = _request(body, COMPLETION, reader, prompts, max_tokens, body.logprobs, unknown)
     if not body.echo:
         return request
     texts = (each if isinstance(each, str) else reader.decode(each) for each in given)
@@ -111,7 +111,7 @@ def parse_chat(
     raw: bytes, reader: PromptReader, unknown: UnknownFields, settings: FrontSettings
 ) -> GenerationRequest:
     """The request to ``/v1/chat/completions``; `ApiError` names what is wrong."""
-    body = read_body(raw, ChatBody, unknown)
+    body = read_body(raw, CHAT, unknown)
     _check_model(body, reader)
     messages, variables = read_messages(body.messages), _template_variables(body)
     ids = reader.encode_messages(
@@ -124,16 +124,17 @@ def parse_chat(
     [prompt] = _truncated(body, reader, [ids], max_tokens or 1)
     room = max(1, reader.limits.max_seq_len - len(prompt))
     max_tokens = max_tokens or min(room, settings.default_max_tokens or room)
-    return _request(body, reader, [prompt], max_tokens, log_probs, unknown)
+    return _request(body, CHAT, reader, [prompt], max_tokens, log_probs, unknown)
 
 
-def _max_tokens(body: GenerationBody) -> int | None:
+def _max_tokens(body: Body) -> int | None:
     """OpenAI's newer name of ``max_tokens`` wins, as with other servers."""
-    return body.max_completion_tokens or body.max_tokens
+    max_tokens: int | None = body.max_completion_tokens or body.max_tokens
+    return max_tokens
 
 
 def _truncated(
-    body: GenerationBody, reader: PromptReader, prompts: Sequence[Sequence[int]], max_tokens: int
+    body: Body, reader: PromptReader, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[tuple[int, ...]]:
     """The prompts, or their last ``truncate_prompt_tokens``, as vLLM has it."""
     name, num_kept, limits = "truncate_prompt_tokens", body.truncate_prompt_tokens, reader.limits
@@ -149,7 +150,8 @@ def _truncated(
 
 
 def _request(
-    body: GenerationBody,
+    body: Body,
+    call: str,
     reader: PromptReader,
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
@@ -160,7 +162,7 @@ def _request(
 
     ``num_log_probs``: likeliest tokens in each place; None for no log probabilities.
     """
-    is_chat = isinstance(body, ChatBody)
+    is_chat = call == CHAT
     _check_tools(body)
     values = _sampling(body, reader)
     num_answers = body.n or 1
@@ -196,21 +198,21 @@ def _request(
     )
 
 
-def _check_model(body: GenerationBody, reader: PromptReader) -> None:
+def _check_model(body: Body, reader: PromptReader) -> None:
     if body.model is None:
         raise ApiError(400, "you must provide a model parameter", "model", "missing_parameter")
     if body.model != reader.name:
         raise model_not_found(reader.name)
 
 
-def _request_id(body: GenerationBody) -> str | None:
-    value = body.request_id
+def _request_id(body: Body) -> str | None:
+    value: str | None = body.request_id
     if value is not None and not (len(value) <= _MAX_REQUEST_ID and value.isprintable()):
         raise bad_field("request_id", f"expected at most {_MAX_REQUEST_ID} printable characters")
     return value
 
 
-def _check_tools(body: GenerationBody) -> None:
+def _check_tools(body: Body) -> None:
     """`ApiError` where the model may be asked to call a tool."""
     for list_name, choice_name in (("tools", "tool_choice"), ("functions", "function_call")):
         choice = getattr(body, choice_name)
@@ -220,7 +222,7 @@ def _check_tools(body: GenerationBody) -> None:
             raise unsupported(choice_name)
 
 
-def _stream_options(body: GenerationBody, unknown: UnknownFields) -> tuple[bool, bool]:
+def _stream_options(body: Body, unknown: UnknownFields) -> tuple[bool, bool]:
     """Whether the stream ends with its usage, and whether every event has the usage so far."""
     name = "stream_options"
     options = {key: each for key, each in (body.stream_options or {}).items() if not is_empty(each)}
@@ -266,7 +268,7 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _template_variables(body: GenerationBody) -> Mapping[str, Any]:
+def _template_variables(body: Body) -> Mapping[str, Any]:
     """``chat_template_kwargs``, and the fields that are such a variable by themselves."""
     variables: dict[str, Any] = {}
     for name in ("enable_thinking", "thinking", "think", "reasoning"):
@@ -308,7 +310,7 @@ def _thinking(name: str, value: Any) -> dict[str, Any]:
 # Sampling.
 
 
-def _sampling(body: GenerationBody, reader: PromptReader) -> dict[str, object]:
+def _sampling(body: Body, reader: PromptReader) -> dict[str, object]:
     values: dict[str, Any] = {}
     for tensor in _SAMPLING_TENSORS:
         if (value := getattr(body, TENSOR_TO_FIELD.get(tensor, tensor))) is not None:
@@ -331,7 +333,7 @@ def _sampling(body: GenerationBody, reader: PromptReader) -> dict[str, object]:
     return values | _end_tokens(body, reader)
 
 
-def _end_tokens(body: GenerationBody, reader: PromptReader) -> dict[str, object]:
+def _end_tokens(body: Body, reader: PromptReader) -> dict[str, object]:
     """The tokens that end the answer: the client's, and the model's unless they are ignored."""
     limits, values = reader.limits, dict[str, object]()
     given = [] if is_empty(body.stop_token_ids) else body.stop_token_ids
@@ -375,7 +377,7 @@ _STRUCTURED_OFF = (
 )
 
 
-def _read_guide(body: GenerationBody, unknown: UnknownFields) -> tuple[str, _Guide]:
+def _read_guide(body: Body, unknown: UnknownFields) -> tuple[str, _Guide]:
     """The guide of a request and the field that held it; `ApiError` if several do."""
     found: list[tuple[str, _Guide]] = []
     for name, read in _GUIDE_FIELDS.items():

@@ -1,13 +1,8 @@
-"""The fields of a request body: pydantic models of the honoured ones, a table of all others.
+"""The fields of a request body in one table: what they hold, and what is done with them.
 
-Parsing, ``--strict`` and the table of docs/clients.md read both. The names are those of OpenAI's
-API and of the servers, gateways and SDKs whose clients send more than that. A field is
-
-- *honoured*: a field of `CompletionBody` or `ChatBody`, used by `inflight_openai.generation`;
-- *ignored*: no value of it changes the text of the answer;
-- *refused*, unless its value asks for nothing, because it would change the answer.
-
-Null, false and empty values ask for nothing, unless a field is true by default.
+The pydantic models of the bodies, ``--strict`` and the table of docs/clients.md are made from it.
+The names are those of OpenAI's API and of the servers, gateways and SDKs whose clients send more
+than that. Null, false and empty values ask for nothing, unless a field is true by default.
 """
 
 from __future__ import annotations
@@ -17,8 +12,10 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
+from enum import Enum
+from typing import Annotated, Any, NoReturn
 
+from annotated_types import Interval
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -26,6 +23,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    create_model,
 )
 
 from inflight_openai.errors import ApiError, bad_field, kind_of, unsupported
@@ -34,12 +32,9 @@ from inflight_openai.settings import MAX_PROMPTS, MAX_STOP_STRINGS, MAX_TOP_LOG_
 _logger = logging.getLogger(__name__)
 
 INT32_MAX = 2**31 - 1
-_INT64 = -(2**63), 2**63 - 1
 _MAX_SHOWN = 40  # characters of a number in an error: JSON's integers may have thousands of digits
 _MAX_LOGGED = 100  # unknown names in one run
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)  # longer "names" may be text of a prompt
-
-Flag = bool | None
 
 
 def _encodable(text: str) -> str:
@@ -48,276 +43,58 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
-
-
-def _within(low: float, high: float) -> Any:
-    """An optional number with bounds."""
-    return Field(None, ge=low, le=high)
-
-
-def is_empty(value: Any) -> bool:
-    """Null, false, or an empty string, list or object; 0 is a number like others."""
-    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
-
-
-class Fields(BaseModel):
-    """Honoured fields with one explanation, the docstring: a row of the table in the docs.
-
-    Fields of type ``Any`` are checked where they are used.
-    """
-
-    model_config = ConfigDict(strict=True)
-    origin: ClassVar[str] = "OpenAI"
-
-
-class Model(Fields):
-    """the one that is served"""
-
-    model: Text | None = None
-
-
-class Prompt(Fields):
-    """text, token ids, or a list of either"""
-
-    prompt: Any = None
-
-
-class Messages(Fields):
-    """messages whose content is text"""
-
-    messages: Any = None
-
-
-class MaxTokens(Fields):
-    """default 16 for completions, all that fits for chats (`--default-max-tokens`); the second
-    wins"""
-
-    max_tokens: int | None = _within(1, INT32_MAX)
-    max_completion_tokens: int | None = _within(1, INT32_MAX)
-
-
-class Sampling(Fields):
-    """as OpenAI has them: without the first two an answer is drawn with both at 1; 0 of either
-    takes the likeliest token"""
-
-    temperature: float | None = _within(0, 2)
-    top_p: float | None = _within(0, 1)
-    seed: int | None = _within(*_INT64)
-    stream: Flag = None
-
-
-class Answers(Fields):
-    """as OpenAI has them; up to 16 stop strings"""
-
-    stop: Annotated[
-        list[Annotated[Text, Field(min_length=1)]] | None,
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-        Field(max_length=MAX_STOP_STRINGS),
-    ] = None
-    n: int | None = _within(1, MAX_PROMPTS)
-    presence_penalty: float | None = _within(-2, 2)
-    frequency_penalty: float | None = _within(-2, 2)
-    logit_bias: Any = None
-
-
-class CompletionLogProbs(Fields):
-    """up to 20 likeliest tokens in each place"""
-
-    logprobs: int | None = _within(0, MAX_TOP_LOG_PROBS)
-
-
-class ChatLogProbs(Fields):
-    """up to 20 likeliest tokens in each place, together with `logprobs`"""
-
-    logprobs: Flag = None
-    top_logprobs: int | None = _within(0, MAX_TOP_LOG_PROBS)
-
-
-class StreamOptions(Fields):
-    """`include_usage`; beside it vLLM's `continuous_usage_stats`: every event tells the usage"""
-
-    stream_options: dict[str, Any] | None = None
-
-
-class ResponseFormat(Fields):
-    """`text`, `json_object` (with a `schema` of its own, as other servers have it) and
-    `json_schema`; TensorRT-LLM's `regex` and `ebnf`: [guided_decoding.md](guided_decoding.md)"""
-
-    response_format: Any = None
-
-
-class Echo(Fields):
-    """the text of the prompt before each answer; not together with `logprobs`"""
-
-    echo: Flag = None
-
-
-class BestOf(Fields):
-    """must be what `n` is: there is no choice among more answers"""
-
-    best_of: int | None = _within(1, INT32_MAX)
-
-
-class Tools(Fields):
-    """tools are refused unless the choice is `none`: then they are ignored"""
-
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-
-
-class ReasoningEffort(Fields):
-    """variable of the chat template, as with vLLM; nothing where that does not know it"""
-
-    reasoning_effort: Text | None = None
-
-
-class OtherSampling(Fields):
-    """as vLLM has them"""
-
-    origin: ClassVar[str] = "vLLM, SGLang"
-    top_k: int | None = _within(-1, INT32_MAX)
-    min_p: float | None = _within(0, 1)
-    min_tokens: int | None = _within(0, INT32_MAX)
-    ignore_eos: Flag = None
-    stop_token_ids: Any = None
-    repetition_penalty: float | None = _within(1e-3, 1e3)
-    bad_words: list[Text] | None = None
-    no_repeat_ngram_size: int | None = _within(0, INT32_MAX)
-    cache_salt: Text | None = None
-    add_special_tokens: Flag = None
-
-
-class Guides(Fields):
-    """what the answer must be; `structured_outputs` holds one of `json`, `regex`, `choice`,
-    `grammar` (EBNF) and `json_object`"""
-
-    origin: ClassVar[str] = "vLLM"
-    guided_json: Any = None
-    guided_json_object: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: dict[str, Any] | None = None
-
-
-class AnswerText(Fields):
-    """the stop string that ended an answer is part of it; special tokens have their text"""
-
-    origin: ClassVar[str] = "vLLM"
-    include_stop_str_in_output: Flag = None
-    skip_special_tokens: Flag = None
-
-
-class Truncation(Fields):
-    """the last so many tokens of the prompt; -1: as many as fit"""
-
-    origin: ClassVar[str] = "vLLM"
-    truncate_prompt_tokens: int | None = None
-
-
-class TokenIds(Fields):
-    """`prompt_token_ids` and `token_ids`; in log probabilities `token_id:5` instead of its text"""
-
-    origin: ClassVar[str] = "vLLM"
-    return_token_ids: Flag = None
-    return_tokens_as_token_ids: Flag = None
-
-
-class RequestId(Fields):
-    """the `id` of the answer ends with it"""
-
-    origin: ClassVar[str] = "vLLM"
-    request_id: Text | None = None
-
-
-class TemplateVariables(Fields):
-    """variables of the chat template: `{"enable_thinking": false}` for Qwen3; the others are such
-    variables by themselves"""
-
-    origin: ClassVar[str] = "vLLM, others"
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: Any = None
-    thinking: Any = None
-    think: Any = None
-    reasoning: Any = None
-
-
-class Synonyms(Fields):
-    """other names of `seed`, `include_stop_str_in_output`, `guided_regex`, `guided_grammar`
-    (two) and `guided_json`"""
-
-    origin: ClassVar[str] = "SGLang, llama.cpp"
-    sampling_seed: int | None = _within(*_INT64)
-    no_stop_trim: Flag = None
-    regex: Any = None
-    ebnf: Any = None
-    grammar: Any = None
-    json_schema: Any = None
-
-
-class GenerationBody(
-    Model,
-    MaxTokens,
-    Sampling,
-    Answers,
-    StreamOptions,
-    ResponseFormat,
-    BestOf,
-    Tools,
-    ReasoningEffort,
-    OtherSampling,
-    Guides,
-    AnswerText,
-    Truncation,
-    TokenIds,
-    RequestId,
-    TemplateVariables,
-    Synonyms,
-):
-    """What both calls have."""
-
-    call: ClassVar[str]
-
-
-class CompletionBody(GenerationBody, Prompt, CompletionLogProbs, Echo):
-    """The body of ``/v1/completions``."""
-
-    call: ClassVar[str] = "completions"
-
-
-class ChatBody(GenerationBody, Messages, ChatLogProbs):
-    """The body of ``/v1/chat/completions``."""
-
-    call: ClassVar[str] = "chats"
+_TEXT = Annotated[str, AfterValidator(_encodable)]
+_STOP = Annotated[
+    list[Annotated[_TEXT, Field(min_length=1)]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    Field(max_length=MAX_STOP_STRINGS),
+]
+_COUNT = Annotated[int, Interval(ge=1, le=INT32_MAX)]
+_NATURAL = Annotated[int, Interval(ge=0, le=INT32_MAX)]
+_SEED = Annotated[int, Interval(ge=-(2**63), le=2**63 - 1)]
+_NUM_LOG_PROBS = Annotated[int, Interval(ge=0, le=MAX_TOP_LOG_PROBS)]
+_PENALTY = Annotated[float, Interval(ge=-2, le=2)]
+_SHARE = Annotated[float, Interval(ge=0, le=1)]
+
+
+class Action(Enum):
+    """What is done with a field."""
+
+    HONOURED = "honoured"  # used by `inflight_openai.generation`
+    IGNORED = "ignored"  # no value of it changes the text of the answer
+    REFUSED = "refused"  # it would change the answer, unless its value asks for nothing
+
+
+COMPLETION = "completions"
+CHAT = "chats"
 
 
 @dataclass(frozen=True, slots=True)
-class OtherFields:
-    """Known fields that are not honoured: a row of the table.
+class FieldGroup:
+    """Fields that are treated alike; a row of the table.
 
-    ``note``: why nothing is done. ``neutral``: values that ask for nothing, by name, beside null,
-    false and empty ones. ``kind``: the only type that an ignored field takes.
-    ``inner``: what an object that is refused may hold: names that do not change the answer.
+    ``types``: of honoured fields, ``Any`` for those that are checked where they are used, and of
+    ignored ones that are checked. ``call``: the only call that has the fields.
+    ``neutral``: values that ask for nothing, by name, beside null, false and empty ones.
+    ``inner``: names that an object may hold that is otherwise refused.
     """
 
     origin: str
-    is_refused: bool
+    action: Action
     note: str
     names: tuple[str, ...]
+    types: Mapping[str, Any] = field(default_factory=dict)
+    call: str = ""
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    kind: type | None = None
     inner: frozenset[str] = frozenset()
 
     def check(self, name: str, value: Any) -> None:
-        """`ApiError` if a request with ``value`` in field ``name`` cannot be answered."""
-        if self.is_refused:
+        """`ApiError` if a request with ``value`` in an ignored or refused field is refused."""
+        if self.action is Action.REFUSED:
             if not self._asks_for_nothing(name, value):
                 raise unsupported(name)
-        elif self.kind and not (is_empty(value) or isinstance(value, self.kind)):
-            expected = kind_of(self.kind())
+        elif name in self.types and not (is_empty(value) or isinstance(value, self.types[name])):
+            expected = kind_of(self.types[name]())
             raise bad_field(name, f"expected {expected}, got {kind_of(value)}")
 
     def _asks_for_nothing(self, name: str, value: Any) -> bool:
@@ -329,21 +106,32 @@ class OtherFields:
         return is_empty(value) and not (value is False and True in neutral)
 
 
+def is_empty(value: Any) -> bool:
+    """Null, false, or an empty string, list or object; 0 is a number like others."""
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
+
+
 def _is_same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _ignored(origin: str, note: str, *names: str, kind: type | None = None) -> OtherFields:
-    return OtherFields(origin, False, note, names, kind=kind)
+def _honoured(origin: str, note: str, *names: str, call: str = "", **types: Any) -> FieldGroup:
+    """``names`` are of type ``Any``; ``types`` adds its own names."""
+    every = {**dict.fromkeys(names, Any), **types}
+    return FieldGroup(origin, Action.HONOURED, note, tuple(every), every, call)
+
+
+def _ignored(origin: str, note: str, *names: str, **types: type) -> FieldGroup:
+    """``types`` adds its own names."""
+    return FieldGroup(origin, Action.IGNORED, note, (*names, *types), types)
 
 
 def _refused(
     origin: str, note: str, *names: str, inner: tuple[str, ...] = (), **neutral: tuple[Any, ...]
-) -> OtherFields:
+) -> FieldGroup:
     """``neutral`` adds its own names."""
-    return OtherFields(
-        origin, True, note, (*names, *neutral), neutral=neutral, inner=frozenset(inner)
-    )
+    every = (*names, *neutral)
+    return FieldGroup(origin, Action.REFUSED, note, every, neutral=neutral, inner=frozenset(inner))
 
 
 _OLLAMA_SIZES = (
@@ -351,24 +139,146 @@ _OLLAMA_SIZES = (
     *("low_vram", "use_mmap", "use_mlock"),
 )
 
-OTHERS: tuple[OtherFields, ...] = (
+GROUPS: tuple[FieldGroup, ...] = (
+    _honoured("OpenAI", "the one that is served", model=_TEXT),
+    _honoured("OpenAI", "text, token ids, or a list of either", "prompt", call=COMPLETION),
+    _honoured("OpenAI", "messages whose content is text", "messages", call=CHAT),
+    _honoured(
+        "OpenAI",
+        "default 16 for completions, all that fits for chats (`--default-max-tokens`); the second "
+        "wins",
+        max_tokens=_COUNT,
+        max_completion_tokens=_COUNT,
+    ),
+    _honoured(
+        "OpenAI",
+        "as OpenAI has them: without the first two an answer is drawn with both at 1; 0 of either "
+        "takes the likeliest token",
+        temperature=Annotated[float, Interval(ge=0, le=2)],
+        top_p=_SHARE,
+        seed=_SEED,
+        stream=bool,
+    ),
+    _honoured(
+        "OpenAI",
+        "as OpenAI has them; up to 16 stop strings",
+        "logit_bias",
+        stop=_STOP,
+        n=Annotated[int, Interval(ge=1, le=MAX_PROMPTS)],
+        presence_penalty=_PENALTY,
+        frequency_penalty=_PENALTY,
+    ),
+    _honoured(
+        "OpenAI",
+        "up to 20 likeliest tokens in each place",
+        call=COMPLETION,
+        logprobs=_NUM_LOG_PROBS,
+    ),
+    _honoured(
+        "OpenAI",
+        "up to 20 likeliest tokens in each place, together with `logprobs`",
+        call=CHAT,
+        logprobs=bool,
+        top_logprobs=_NUM_LOG_PROBS,
+    ),
+    _honoured(
+        "OpenAI",
+        "`include_usage`; beside it vLLM's `continuous_usage_stats`: every event tells the usage",
+        stream_options=dict[str, Any],
+    ),
+    _honoured(
+        "OpenAI",
+        "`text`, `json_object` (with a `schema` of its own, as other servers have it) and "
+        "`json_schema`; TensorRT-LLM's `regex` and `ebnf`: "
+        "[guided_decoding.md](guided_decoding.md)",
+        "response_format",
+    ),
+    _honoured(
+        "OpenAI",
+        "the text of the prompt before each answer; not together with `logprobs`",
+        call=COMPLETION,
+        echo=bool,
+    ),
+    _honoured(
+        "OpenAI", "must be what `n` is: there is no choice among more answers", best_of=_COUNT
+    ),
+    _honoured(
+        "OpenAI",
+        "tools are refused unless the choice is `none`: then they are ignored",
+        *("tools", "tool_choice", "functions", "function_call"),
+    ),
+    _honoured(
+        "OpenAI",
+        "variable of the chat template, as with vLLM; nothing where that does not know it",
+        reasoning_effort=_TEXT,
+    ),
+    _honoured(
+        "vLLM, SGLang",
+        "as vLLM has them",
+        "stop_token_ids",
+        top_k=Annotated[int, Interval(ge=-1, le=INT32_MAX)],
+        min_p=_SHARE,
+        min_tokens=_NATURAL,
+        ignore_eos=bool,
+        repetition_penalty=Annotated[float, Interval(ge=1e-3, le=1e3)],
+        bad_words=list[_TEXT],
+        no_repeat_ngram_size=_NATURAL,
+        cache_salt=_TEXT,
+        add_special_tokens=bool,
+    ),
+    _honoured(
+        "vLLM",
+        "what the answer must be; `structured_outputs` holds one of `json`, `regex`, `choice`, "
+        "`grammar` (EBNF) and `json_object`",
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
+        structured_outputs=dict[str, Any],
+    ),
+    _honoured(
+        "vLLM",
+        "the stop string that ended an answer is part of it; special tokens have their text",
+        include_stop_str_in_output=bool,
+        skip_special_tokens=bool,
+    ),
+    _honoured(
+        "vLLM",
+        "the last so many tokens of the prompt; -1: as many as fit",
+        truncate_prompt_tokens=int,
+    ),
+    _honoured(
+        "vLLM",
+        "`prompt_token_ids` and `token_ids`; in log probabilities `token_id:5` instead of its text",
+        return_token_ids=bool,
+        return_tokens_as_token_ids=bool,
+    ),
+    _honoured("vLLM", "the `id` of the answer ends with it", request_id=_TEXT),
+    _honoured(
+        "vLLM, others",
+        'variables of the chat template: `{"enable_thinking": false}` for Qwen3; the others are '
+        "such variables by themselves",
+        *("enable_thinking", "thinking", "think", "reasoning"),
+        chat_template_kwargs=dict[str, Any],
+    ),
+    _honoured(
+        "SGLang, llama.cpp",
+        "other names of `seed`, `include_stop_str_in_output`, `guided_regex`, `guided_grammar` "
+        "(two) and `guided_json`",
+        *("regex", "ebnf", "grammar", "json_schema"),
+        sampling_seed=_SEED,
+        no_stop_trim=bool,
+    ),
     _ignored(
         "OpenAI",
         "equal beginnings of prompts are found without them",
-        *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        kind=str,
+        user=str,
+        safety_identifier=str,
+        prompt_cache_key=str,
+        prompt_cache_retention=str,
     ),
-    _ignored("OpenAI", "nothing is stored", "metadata", kind=dict),
+    _ignored("OpenAI", "nothing is stored", metadata=dict),
     _ignored(
-        "OpenAI", "nothing is stored, no tool is called", "store", "parallel_tool_calls", kind=bool
+        "OpenAI", "nothing is stored, no tool is called", store=bool, parallel_tool_calls=bool
     ),
-    _ignored(
-        "OpenAI",
-        "one tier; no model with verbosity",
-        "service_tier",
-        "verbosity",
-        kind=str,
-    ),
+    _ignored("OpenAI", "one tier; no model with verbosity", service_tier=str, verbosity=str),
     _ignored("OpenAI", "it saves time where it is used, and changes nothing else", "prediction"),
     _refused(
         "OpenAI",
@@ -471,12 +381,26 @@ OTHERS: tuple[OtherFields, ...] = (
     ),
 )
 
-_OTHER_BY_NAME: Mapping[str, OtherFields] = {
-    name: others for others in OTHERS for name in others.names
-}
-_HONOURED = CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()
+_GROUP_BY_NAME: Mapping[str, FieldGroup] = {name: group for group in GROUPS for name in group.names}
 
-KNOWN_NAMES = frozenset(_HONOURED | _OTHER_BY_NAME.keys())
+KNOWN_NAMES = frozenset(_GROUP_BY_NAME)
+
+
+def _types(call: str) -> dict[str, Any]:
+    types: dict[str, Any] = {}
+    for group in GROUPS:
+        if group.action is Action.HONOURED and group.call in ("", call):
+            types |= group.types
+    return types
+
+
+def _model(call: str) -> type[BaseModel]:
+    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in _TYPES[call].items()}
+    return create_model(call, __config__=ConfigDict(strict=True), **fields)
+
+
+_TYPES = {call: _types(call) for call in (COMPLETION, CHAT)}
+_MODELS = {call: _model(call) for call in (COMPLETION, CHAT)}
 
 
 class UnknownFields:
@@ -497,12 +421,37 @@ class UnknownFields:
             _logger.warning("ignored the unknown field %s of a request", shown)
 
 
-_Body = TypeVar("_Body", bound=GenerationBody)
+Body = Any
+"""The honoured fields of a body as attributes, None where they are not given."""
 
 
-def read_body(raw: bytes, kind: type[_Body], unknown: UnknownFields) -> _Body:
-    """The fields of a body; `ApiError` unless ``raw`` is a JSON object in UTF-8 with each key once
-    whose fields are known, or may be ignored."""
+def read_body(raw: bytes, call: str, unknown: UnknownFields) -> Body:
+    """The body of a ``call``; `ApiError` unless ``raw`` is a JSON object in UTF-8 with each key
+    once whose fields have the right types, and are known or may be ignored."""
+    content = _read_json(raw)
+    types, given = _TYPES[call], {}
+    for name in types.keys() & content.keys():
+        value = content.pop(name)
+        if not is_empty(value) or types[name] is Any or (value is False and types[name] is bool):
+            given[name] = value
+    try:
+        body = _MODELS[call].model_validate(given)
+    except ValidationError as error:
+        raise _named(error, types) from None
+    for name, value in content.items():
+        group = _GROUP_BY_NAME.get(name)
+        if group and group.action is not Action.HONOURED:
+            group.check(name, value)
+        elif is_empty(value):
+            continue
+        elif not group:
+            unknown.see(name)
+        elif (name, value) != ("top_logprobs", 0):
+            raise unsupported(name, f"there is no such field of {call}")
+    return body
+
+
+def _read_json(raw: bytes) -> dict[str, Any]:
     try:
         content = json.loads(
             raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique
@@ -511,32 +460,7 @@ def read_body(raw: bytes, kind: type[_Body], unknown: UnknownFields) -> _Body:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise ApiError(400, "the body must be a JSON object")
-    fields = {name: content.pop(name) for name in kind.model_fields.keys() & content.keys()}
-    try:
-        body = kind.model_validate(_given(fields, kind))
-    except ValidationError as error:
-        raise _named(error, kind) from None
-    for name, value in content.items():
-        if others := _OTHER_BY_NAME.get(name):
-            others.check(name, value)
-        elif is_empty(value):
-            continue
-        elif name not in _HONOURED:
-            unknown.see(name)
-        elif (name, value) != ("top_logprobs", 0):
-            raise unsupported(name, f"there is no such field of {kind.call}")
-    return body
-
-
-def _given(fields: Mapping[str, Any], kind: type[GenerationBody]) -> dict[str, Any]:
-    """The fields without empty values, which count as not given; those of type ``Any`` keep them,
-    and flags keep false."""
-
-    def is_given(name: str, value: Any) -> bool:
-        annotation = kind.model_fields[name].annotation
-        return not is_empty(value) or annotation is Any or (value is False and annotation == Flag)
-
-    return {name: value for name, value in fields.items() if is_given(name, value)}
+    return content
 
 
 _EXPECTED = {
@@ -550,7 +474,7 @@ _EXPECTED = {
 """Pydantic's type of an error -> what was expected."""
 
 
-def _named(error: ValidationError, kind: type[GenerationBody]) -> ApiError:
+def _named(error: ValidationError, types: Mapping[str, Any]) -> ApiError:
     """The first error of a validation as an error that names its field."""
     [first, *_] = error.errors(include_url=False)
     name = str(first["loc"][0])
@@ -566,8 +490,8 @@ def _named(error: ValidationError, kind: type[GenerationBody]) -> ApiError:
         return bad_field(param, f"{length} entries, at most {bound} are taken")
     if first["type"] == "too_short":
         return bad_field(param, "an empty string would stop everything")
-    low, high = kind.model_fields[name].metadata  # of `_within`
-    bounds = f"{shown_number(low.ge)}..{shown_number(high.le)}"
+    [interval] = types[name].__metadata__
+    bounds = f"{shown_number(interval.ge)}..{shown_number(interval.le)}"
     return bad_field(param, f"{shown_number(value)} is outside {bounds}")
 
 

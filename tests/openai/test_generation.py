@@ -13,7 +13,7 @@ from openai_front import DESCRIPTION, FILES, parse
 from inflight_openai.errors import ApiError
 from inflight_openai.generation import GenerationRequest
 from inflight_openai.prompts import PromptReader, make_prompt_reader
-from inflight_openai.schema import CompletionBody, UnknownFields, read_body
+from inflight_openai.schema import COMPLETION, UnknownFields, read_body
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
 
@@ -269,7 +269,7 @@ def test_a_schema_at_the_limit_of_depth_is_refused_or_sent() -> None:
 
     def is_too_deep(depth: int) -> bool:
         try:
-            read_body(body(depth), CompletionBody, UnknownFields())
+            read_body(body(depth), COMPLETION, UnknownFields())
         except ApiError:
             return True
         return False

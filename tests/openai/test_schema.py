@@ -8,17 +8,11 @@ from typing import Any
 import pytest
 from openai_front import DESCRIPTION, parse
 
+from inflight_openai import schema
 from inflight_openai.errors import ApiError
 from inflight_openai.generation import GenerationRequest
 from inflight_openai.prompts import make_prompt_reader
-from inflight_openai.schema import (
-    OTHERS,
-    ChatBody,
-    CompletionBody,
-    Fields,
-    UnknownFields,
-    read_body,
-)
+from inflight_openai.schema import GROUPS, KNOWN_NAMES, UnknownFields, read_body
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
 COMPLETION = {"model": "demo", "prompt": "1 2"}
@@ -138,11 +132,10 @@ def test_unknown_names_are_logged_once_or_refused(
 
 
 def test_every_name_is_in_the_table_once() -> None:
-    names = [name for others in OTHERS for name in others.names]
-    honoured = [name for group in Fields.__subclasses__() for name in group.model_fields]
-    honoured.remove("logprobs")  # a number in completions, a flag in chats
-    assert len(set(names + honoured)) == len(names + honoured)
-    assert set(honoured) == CompletionBody.model_fields.keys() | ChatBody.model_fields.keys()
+    names = [name for group in GROUPS for name in group.names]
+    names.remove("logprobs")  # a number in completions, a flag in chats
+    assert len(set(names)) == len(names)
+    assert set(names) == KNOWN_NAMES
 
 
 @pytest.mark.parametrize(
@@ -154,7 +147,7 @@ def test_every_name_is_in_the_table_once() -> None:
 )
 def test_a_body_must_be_a_json_object_with_each_key_once(raw: bytes) -> None:
     with pytest.raises(ApiError, match="the body"):
-        read_body(raw, CompletionBody, UnknownFields())
+        read_body(raw, schema.COMPLETION, UnknownFields())
 
 
 @pytest.mark.parametrize(
