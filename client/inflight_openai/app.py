@@ -86,7 +86,7 @@ class OpenAIApp:
         self.unknown = UnknownFields(is_strict=settings.is_strict)
         self._created = int(time.time())
         self._version = version("inflight")
-        self._threads = anyio.CapacityLimiter(_NUM_THREADS)
+        self.threads = anyio.CapacityLimiter(_NUM_THREADS)
         self._chat_threads = anyio.CapacityLimiter(_NUM_CHAT_THREADS)
 
     def asgi(self) -> ASGIApp:
@@ -109,7 +109,7 @@ class OpenAIApp:
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
         info.router.redirect_slashes = False
-        completions = _Endpoint(self, self._threads, parse_completion)
+        completions = _Endpoint(self, self.threads, parse_completion)
         chats = _Endpoint(self, self._chat_threads, parse_chat)
         app = Router(
             routes=[Route("/v1/completions", completions), Route("/v1/chat/completions", chats)],
@@ -245,6 +245,8 @@ class Generation:
                 await self._respond(request, reply)
         except ApiError as error:  # not admitted
             await reply.fail(error)
+        except asyncio.CancelledError:  # by uvicorn, or the event loop at its end
+            pass
         finally:
             await reply.close()
 
@@ -268,7 +270,9 @@ class Generation:
             return
         watch = asyncio.create_task(self._end_without_client(request))
         try:
-            generation, head, calls = await self._in_thread(lambda: self._prepare(raw))
+            generation, head, calls = await self._in_thread(
+                self._threads, lambda: self._prepare(raw)
+            )
             async with aclosing(self._app.triton.run(generation, calls)) as pieces:
                 answer = self._stream if generation.is_streaming else self._answer
                 await answer(reply, head, generation, pieces)
@@ -318,11 +322,13 @@ class Generation:
         head = Head(answer_id, int(time.time()), self._app.reader.name, generation.is_chat)
         return generation, head, encode_calls(generation, kind + own_id)
 
-    async def _in_thread(self, work: Callable[[], _Result]) -> _Result:
-        """The result of ``work``; `ApiError` if no thread is free in time."""
+    async def _in_thread(
+        self, threads: anyio.CapacityLimiter, work: Callable[[], _Result]
+    ) -> _Result:
+        """The result of ``work``; `ApiError` if none of ``threads`` is free in time."""
         try:
             with anyio.fail_after(self._settings.thread_timeout):
-                await self._threads.acquire()
+                await threads.acquire()
         except TimeoutError:
             raise ApiError(503, "too many requests are being read; try again later") from None
         try:
@@ -332,7 +338,7 @@ class Generation:
         except BaseException as error:  # a panic of the tokenizers library
             raise _described(error) from None
         finally:
-            self._threads.release()
+            threads.release()
 
     async def _answer(
         self,
@@ -346,7 +352,8 @@ class Generation:
             choices[piece.index].add(piece)
         token_of = self._app.reader.token
         body = await self._in_thread(
-            lambda: json.dumps(whole_answer(head, generation, choices, token_of)).encode()
+            self._app.threads,
+            lambda: json.dumps(whole_answer(head, generation, choices, token_of)).encode(),
         )
         await reply.start(200, {"Content-Type": "application/json; charset=utf-8"}, len(body))
         await reply.write(body)

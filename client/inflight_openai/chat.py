@@ -230,6 +230,7 @@ class _Worker:
             [sys.executable, "-m", "inflight_openai.chat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a traceback could quote a message
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C is for this process; the worker ends with its input
         )

@@ -9,12 +9,12 @@ from inflight_openai.errors import TENSOR_TO_FIELD, from_server
 from inflight_protocol import INPUT_BY_NAME
 
 
-def test_a_feature_that_the_server_lacks_is_a_bad_request() -> None:
+def test_an_unsupported_feature_is_a_bad_request() -> None:
     error = from_server(ServerError("'random_seed' is not supported", "UNSUPPORTED"))
     assert (error.status, error.param) == (400, "seed")
 
 
-def test_a_field_that_an_older_config_has_no_input_for_is_a_bad_request() -> None:
+def test_a_field_unknown_to_an_older_server_is_a_bad_request() -> None:
     """Triton names the input; other errors of its own say nothing about the request."""
     words = "unexpected inference input '{}' for model 'tensorrt_llm'"
     error = from_server(ServerError(words.format("stop_token_ids")))
@@ -43,7 +43,7 @@ def test_a_field_that_an_older_config_has_no_input_for_is_a_bad_request() -> Non
         ("'random_seed' is not supported", None),
     ],
 )
-def test_a_text_that_does_not_fit_has_the_code_and_the_words_that_clients_look_for(
+def test_a_text_that_does_not_fit_has_openai_s_code_and_words(
     message: str, code: str | None
 ) -> None:
     error = from_server(ServerError(message, "INVALID_ARG"))
@@ -60,10 +60,10 @@ def test_a_text_that_does_not_fit_has_the_code_and_the_words_that_clients_look_f
         "0 of those requests wait, and 0 of 64 KV blocks are free",
     ],
 )
-def test_a_server_that_is_full_asks_nobody_for_a_shorter_text(message: str) -> None:
+def test_a_full_server_does_not_ask_for_a_shorter_text(message: str) -> None:
     error = from_server(ServerError(message, "UNAVAILABLE"))
     assert (error.status, error.code) == (503, None)
 
 
-def test_errors_translate_names_of_the_wire_only() -> None:
+def test_translated_names_are_tensors() -> None:
     assert set(TENSOR_TO_FIELD) <= set(INPUT_BY_NAME)

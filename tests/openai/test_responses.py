@@ -17,7 +17,6 @@ from inflight_openai.responses import (
     EventWriter,
     Head,
     new_choices,
-    usage,
     whole_answer,
 )
 from inflight_openai.triton_client import Piece, TokenLogProbs
@@ -228,15 +227,3 @@ def test_a_whole_answer_has_every_key_of_openai_s(is_chat: bool) -> None:
     choice = body["choices"][0]
     assert set(choice) == {"index", "logprobs", "finish_reason", "message" if is_chat else "text"}
     assert not is_chat or set(choice["message"]) == {"role", "content", "refusal"}
-
-
-def test_usage_counts_all_prompts_and_answers() -> None:
-    this = request(is_chat=False)
-    choices = new_choices(this)
-    for piece in PIECES:
-        choices[piece.index].add(piece)
-    assert usage(this, choices) == {
-        "prompt_tokens": 3,
-        "completion_tokens": 5,
-        "total_tokens": 8,
-    }

@@ -140,18 +140,6 @@ def test_a_body_longer_than_it_says_is_not_logged(local_grpc: Local, log: io.Str
 
 
 @pytest.mark.slow
-def test_a_log_that_nobody_reads_blocks_nothing() -> None:
-    reader, unread = os.pipe()
-    command = [sys.executable, "-c", LOGS_MUCH, "0.01", "3000"]
-    try:
-        ended = subprocess.run(command, stdout=unread, stderr=unread, timeout=30)
-    finally:
-        os.close(reader)
-        os.close(unread)
-    assert ended.returncode == 3
-
-
-@pytest.mark.slow
 def test_the_last_lines_are_written_when_the_process_ends() -> None:
     command = [sys.executable, "-c", LOGS_MUCH, "30", "900"]
     ended = subprocess.run(command, capture_output=True, timeout=60)
@@ -334,7 +322,7 @@ def test_a_port_in_use_is_named(local_grpc: Local, monkeypatch: pytest.MonkeyPat
 def test_a_host_of_another_machine_is_named(
     local_grpc: Local, monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
-    host = "192.0.2.1"  # of documentation, nobody's
+    host = "192.0.2.1"  # reserved for documentation
     monkeypatch.setattr(LocalTriton, "answer", describe)
     command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}", f"--host={host}"]
     ended = subprocess.run(command, capture_output=True, timeout=WAIT_SECONDS)
