@@ -49,7 +49,7 @@ def openai(
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse unknown fields of requests instead of ignoring them.")
+        bool, typer.Option("--strict", help="Refuse unknown fields of requests.")
     ] = False,
     metrics_url: Annotated[
         str | None,
