@@ -15,7 +15,7 @@ import re
 import time
 import uuid
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -109,8 +109,8 @@ class OpenAIApp:
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
         )
         info.router.redirect_slashes = False
-        completions = _Endpoint(self, self.threads, parse_completion)
-        chats = _Endpoint(self, self._chat_threads, parse_chat)
+        completions = partial(Generation, self, self.threads, parse_completion)
+        chats = partial(Generation, self, self._chat_threads, parse_chat)
         app = Router(
             routes=[Route("/v1/completions", completions), Route("/v1/chat/completions", chats)],
             default=info,
@@ -211,20 +211,23 @@ class Admission:
             generation.end(ApiError(503, "the server is shutting down: the answer was given up"))
 
 
-class _Endpoint:
-    """The route of a call that generates; an ASGI application."""
-
-    def __init__(self, app: OpenAIApp, threads: anyio.CapacityLimiter, parse: _Parse) -> None:
-        self._make = partial(Generation, app, threads, parse)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._make().respond(Request(scope, receive), Reply(scope, send))
-
-
 class Generation:
-    """One request to a model, from its head to the last byte of its answer."""
+    """One request to a model, from its head to the last byte of its answer.
 
-    def __init__(self, app: OpenAIApp, threads: anyio.CapacityLimiter, parse: _Parse) -> None:
+    An ASGI application for one call, which answers when it is awaited, like Starlette's endpoints.
+    """
+
+    def __init__(
+        self,
+        app: OpenAIApp,
+        threads: anyio.CapacityLimiter,
+        parse: _Parse,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        self._request = Request(scope, receive)
+        self._reply = Reply(scope, send)
         self._app = app
         self._threads = threads
         self._parse = parse
@@ -233,75 +236,77 @@ class Generation:
         self._cancel_scope = anyio.CancelScope()
         self._has_client = True
 
+    def __await__(self) -> Generator[Any, None, None]:
+        return self._respond().__await__()
+
     def end(self, reason: ApiError) -> None:
         """Cancel the request and tell its client why."""
         self._reason = reason
         self._cancel_scope.cancel()
 
-    async def respond(self, request: Request, reply: Reply) -> None:
-        """Answer the request, or tell its client why there is no answer."""
+    async def _respond(self) -> None:
         try:
             with self._app.admission.admit(self):
-                await self._respond(request, reply)
+                await self._run_until_cancelled()
         except ApiError as error:  # not admitted
-            await reply.fail(error)
+            await self._reply.fail(error)
         except asyncio.CancelledError:  # by uvicorn, or the event loop at its end
             pass
         finally:
-            await reply.close()
+            await self._reply.close()
 
-    async def _respond(self, request: Request, reply: Reply) -> None:
+    async def _run_until_cancelled(self) -> None:
         self._cancel_scope.deadline = anyio.current_time() + self._settings.timeout
         try:
             with self._cancel_scope:
-                await self._run(request, reply)
+                await self._run()
             if self._cancel_scope.cancelled_caught and self._has_client:
                 raise self._reason
         except Exception as error:
-            await reply.fail(_described(error))
+            await self._reply.fail(_described(error))
 
-    async def _run(self, request: Request, reply: Reply) -> None:
-        if request.method != "POST":
-            raise _no_such_call(request, 405, "Method Not Allowed")
+    async def _run(self) -> None:
+        if self._request.method != "POST":
+            raise _no_such_call(self._request, 405, "Method Not Allowed")
         try:
-            raw = await self._read(request)
+            raw = await self._read()
         except ClientDisconnect:
             self._has_client = False
             return
-        watch = asyncio.create_task(self._end_without_client(request))
+        watch = asyncio.create_task(self._end_without_client())
         try:
             generation, head, calls = await self._in_thread(
                 self._threads, lambda: self._prepare(raw)
             )
             async with aclosing(self._app.triton.run(generation, calls)) as pieces:
                 answer = self._stream if generation.is_streaming else self._answer
-                await answer(reply, head, generation, pieces)
+                await answer(head, generation, pieces)
         finally:
             watch.cancel()
 
-    async def _end_without_client(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+    async def _end_without_client(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self._has_client = False
         self._cancel_scope.cancel()
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self) -> bytes:
         """The body; `ApiError` if it is too large, too slow or not encoded as its head says."""
         limit, seconds = self._settings.max_body_bytes, self._settings.body_timeout
         too_large = ApiError(413, f"the body has more than {limit} bytes")
-        length = request.headers.get("content-length", "0")
-        if int(length) > limit:
+        headers = self._request.headers
+        if int(headers.get("content-length", "0")) > limit:
             raise too_large
         body = bytearray()
         try:
             with anyio.fail_after(seconds):
-                async for chunk in request.stream():
+                async for chunk in self._request.stream():
                     body += chunk
                     if len(body) > limit:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
-        encoding = request.headers.get("content-encoding", "identity")
+        encoding = headers.get("content-encoding", "identity")
         if encoding == "identity":
             return bytes(body)
         if encoding not in ("gzip", "deflate"):
@@ -341,11 +346,7 @@ class Generation:
             threads.release()
 
     async def _answer(
-        self,
-        reply: Reply,
-        head: Head,
-        generation: GenerationRequest,
-        pieces: AsyncGenerator[Piece, None],
+        self, head: Head, generation: GenerationRequest, pieces: AsyncGenerator[Piece, None]
     ) -> None:
         choices = new_choices(generation)
         async for piece in pieces:
@@ -355,19 +356,15 @@ class Generation:
             self._app.threads,
             lambda: json.dumps(whole_answer(head, generation, choices, token_of)).encode(),
         )
-        await reply.start(200, {"Content-Type": "application/json; charset=utf-8"}, len(body))
-        await reply.write(body)
-        await reply.finish()
+        await self._reply.start(200, {"Content-Type": "application/json; charset=utf-8"}, len(body))
+        await self._reply.write(body)
+        await self._reply.finish()
 
     async def _stream(
-        self,
-        reply: Reply,
-        head: Head,
-        generation: GenerationRequest,
-        pieces: AsyncGenerator[Piece, None],
+        self, head: Head, generation: GenerationRequest, pieces: AsyncGenerator[Piece, None]
     ) -> None:
         """The head leaves with the first piece: a refusal of the server gets its own status."""
-        writer = EventWriter(head, generation, self._app.reader.token)
+        reply, writer = self._reply, EventWriter(head, generation, self._app.reader.token)
         choices = new_choices(generation)
         opening = b"".join(writer.opening(index) for index in range(len(choices)))
 
