@@ -382,7 +382,7 @@ class Generation:
         if not reply.is_started:
             await start()
         ends = [writer.end(index, choice) for index, choice in enumerate(choices)]
-        await reply.write(b"".join(ends) + writer.usage(choices) + DONE)
+        await reply.write(b"".join(ends) + writer.usage() + DONE)
         await reply.finish()
 
 

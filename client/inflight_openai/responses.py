@@ -86,12 +86,8 @@ def new_choices(request: GenerationRequest) -> list[Choice]:
     return [Choice([echo]) for echo in echoes for _ in range(request.num_answers)]
 
 
-def usage(request: GenerationRequest, choices: Sequence[Choice]) -> dict[str, int]:
-    """Tokens read and written."""
-    return _usage(request, sum(choice.num_tokens for choice in choices))
-
-
-def _usage(request: GenerationRequest, num_new: int) -> dict[str, int]:
+def usage(request: GenerationRequest, num_new: int) -> dict[str, int]:
+    """Tokens of the prompts, and ``num_new`` of the answers."""
     num_prompt = sum(map(len, request.prompts))
     return {
         "prompt_tokens": num_prompt,
@@ -117,24 +113,14 @@ def whole_answer(
             content |= {"token_ids": choice.token_ids}
         if request.has_token_ids and not request.is_chat:
             content |= {"prompt_token_ids": request.prompts[index // request.num_answers]}
-        rows.append(
-            {
-                "index": index,
-                **content,
-                "logprobs": log_probs,
-                "finish_reason": choice.finish_reason,
-            }
-        )
-    prompt_ids = (
-        {"prompt_token_ids": request.prompts[0]}
-        if request.has_token_ids and request.is_chat
-        else {}
-    )
+        ending = {"logprobs": log_probs, "finish_reason": choice.finish_reason}
+        rows.append({"index": index, **content, **ending})
+    has_prompt_ids = request.has_token_ids and request.is_chat
     return {
         **head.fields(is_chunk=False),
-        **prompt_ids,
+        **({"prompt_token_ids": request.prompts[0]} if has_prompt_ids else {}),
         "choices": rows,
-        "usage": usage(request, choices),
+        "usage": usage(request, sum(choice.num_tokens for choice in choices)),
         "system_fingerprint": None,  # some clients (MLCommons') need the key
     }
 
@@ -154,11 +140,8 @@ class EventWriter:
         """The first event of an answer: the role in a chat, and the prompt's text or ids if the
         request asks for them; empty without any of these."""
         request = self._request
-        ids = ""
-        if request.has_token_ids:
-            ids = (
-                f', "prompt_token_ids": {json.dumps(request.prompts[index // request.num_answers])}'
-            )
+        prompt = request.prompts[index // request.num_answers]
+        ids = f', "prompt_token_ids": {json.dumps(prompt)}' if request.has_token_ids else ""
         if request.is_chat:
             content = '"delta": {"role": "assistant", "content": ""}'
             return self._event(index, content, "null", "null", of_event=ids)
@@ -187,11 +170,11 @@ class EventWriter:
         content = '"delta": {}' if self._request.is_chat else '"text": ""'
         return self._event(index, content, "null", f'"{choice.finish_reason}"')
 
-    def usage(self, choices: Sequence[Choice]) -> bytes:
+    def usage(self) -> bytes:
         """The event that ends a stream whose client asked for its usage."""
         if not self._request.includes_usage:
             return b""
-        numbers = json.dumps(usage(self._request, choices))
+        numbers = json.dumps(usage(self._request, self._num_new))
         return f'{self._start}], "usage": {numbers}}}\n\n'.encode()
 
     def _event(
@@ -206,7 +189,7 @@ class EventWriter:
     def _usage_so_far(self) -> str:
         """The field ``usage``, which all events have if the client asks for usage."""
         if self._request.has_running_usage:
-            return f', "usage": {json.dumps(_usage(self._request, self._num_new))}'
+            return f', "usage": {json.dumps(usage(self._request, self._num_new))}'
         return ', "usage": null' if self._request.includes_usage else ""
 
 

@@ -89,7 +89,7 @@ def events(
     for piece in PIECES:
         choices[piece.index].add(piece)
         written += writer.piece(piece.index, piece, choices[piece.index])
-    written += b"".join(writer.end(i, choices[i]) for i in range(2)) + writer.usage(choices)
+    written += b"".join(writer.end(i, choices[i]) for i in range(2)) + writer.usage()
     blocks = written.decode().split("\n\n")
     assert blocks.pop() == ""
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
