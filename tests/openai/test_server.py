@@ -276,6 +276,37 @@ def test_output_and_exit_code(
     )
 
 
+def describe_and_wait(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    if arrival.values.get("describe"):
+        yield {"description": [json.dumps(DESCRIPTION)]}
+    else:
+        arrival.is_left.wait(WAIT_SECONDS)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_does_not_wait_for_running_requests(
+    local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", describe_and_wait)
+    command = [*COMMAND, f"--url={local_grpc.url}", f"--port={free_port}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as front:
+        try:
+            wait_until_it_listens(front, free_port)
+            with socket.create_connection(("127.0.0.1", free_port)) as client:
+                client.sendall(post(json.dumps(COMPLETION).encode()))
+                while len(local_grpc.triton.arrivals) < 2:
+                    time.sleep(0.01)
+                front.send_signal(signal.SIGINT)
+                assert front.stderr is not None
+                assert front.stderr.readline().startswith(b"stopping: ")
+                front.send_signal(signal.SIGINT)
+                assert front.wait(WAIT_SECONDS) == 130
+                assert front.stderr.read() == b""
+        finally:
+            front.kill()
+    assert local_grpc.triton.arrivals[1].is_left.wait(WAIT_SECONDS)
+
+
 @pytest.mark.slow
 def test_nohup_ignores_hangup(
     local_grpc: Local, free_port: int, monkeypatch: pytest.MonkeyPatch
