@@ -332,18 +332,14 @@ class Generation:
     ) -> _Result:
         """The result of ``work``; `ApiError` if none of ``threads`` is free in time."""
         try:
-            with anyio.fail_after(self._settings.thread_timeout):
-                await threads.acquire()
+            with anyio.fail_after(self._settings.thread_timeout):  # ends no work that has begun
+                return await anyio.to_thread.run_sync(work, limiter=threads)
         except TimeoutError:
             raise ApiError(503, "too many requests are being read; try again later") from None
-        try:
-            return await anyio.to_thread.run_sync(work)
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:  # a panic of the tokenizers library
             raise _described(error) from None
-        finally:
-            threads.release()
 
     async def _answer(
         self, head: Head, generation: GenerationRequest, pieces: AsyncGenerator[Piece, None]
