@@ -1,4 +1,4 @@
-"""Write the table of fields into docs/clients.md from `inflight_openai.field_table`;
+"""Write the table of fields into docs/clients.md from `inflight_openai.schema`;
 ``--check`` only compares."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from page import table, write_or_check
 
-from inflight_openai.field_table import GROUPS, Action, FieldGroup
+from inflight_openai.schema import GROUPS, FieldGroup
 
 BEGIN = "<!-- the table: python tools/write_clients_docs.py -->\n"
 END = "<!-- its end -->\n"
@@ -29,13 +29,10 @@ def _rows() -> Iterator[Sequence[str]]:
 
 
 def _action(group: FieldGroup) -> str:
-    action = group.action.value
-    if group.call:
-        action += f" ({group.call})"
-    if group.action is Action.REFUSED and group.neutral:
-        neutral = (json.dumps({name: each[0]})[1:-1] for name, each in group.neutral.items())
-        action += f", but for {', '.join(f'`{each}`' for each in neutral)}"
-    return action
+    action = f"{group.action.value} ({group.call})" if group.call else group.action.value
+    neutral = (json.dumps({name: each[0]})[1:-1] for name, each in group.neutral.items())
+    values = ", ".join(f"`{each}`" for each in neutral)
+    return f"{action}, but for {values}" if values else action
 
 
 if __name__ == "__main__":

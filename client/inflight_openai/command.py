@@ -1,9 +1,8 @@
-"""The command ``inflight openai``, light to load: the server behind it is imported when it runs."""
+"""The command ``inflight openai``; imports what needs the extra ``openai`` when it runs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,6 @@ import typer
 from inflight_client.cli import HeaderOption
 from inflight_client.errors import InflightError
 from inflight_client.headers import parse_headers
-from inflight_openai.messages import say
 from inflight_openai.settings import FrontSettings
 
 _DEFAULT = FrontSettings()
@@ -51,7 +49,7 @@ def openai(
         float, typer.Option(min=0.0, help="How long running requests may finish when stopping.")
     ] = _DEFAULT.drain_seconds,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse fields of requests that nobody knows.")
+        bool, typer.Option("--strict", help="Refuse unknown fields of requests.")
     ] = False,
     metrics_url: Annotated[
         str | None,
@@ -70,34 +68,36 @@ def openai(
     /v1/completions, /v1/chat/completions and /v1/models; for gateways and monitoring /health,
     /metrics, /version, /server_info and /model_info.
     """
-    settings = FrontSettings(
-        url=url,
-        host=host,
-        port=port,
-        served_name=served_model_name,
-        chat_template=chat_template,
-        default_max_tokens=default_max_tokens,
-        max_requests=max_requests,
-        max_body_bytes=max_body_bytes,
-        timeout=timeout,
-        drain_seconds=drain_seconds,
-        is_strict=strict,
-        metrics_url=metrics_url,
-        allowed_origins=tuple(allow_origin or ()),
-    )
-    # gRPC's own lines: the threads that write them would stand still with whoever reads them.
+    # gRPC's own lines would block its threads where nobody reads stderr.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        from inflight_openai.running import run
+        from inflight_openai.server import run
 
-        run(replace(settings, headers=parse_headers(header)))
+        run(
+            FrontSettings(
+                url=url,
+                headers=parse_headers(header),
+                host=host,
+                port=port,
+                served_name=served_model_name,
+                chat_template=chat_template,
+                default_max_tokens=default_max_tokens,
+                max_requests=max_requests,
+                max_body_bytes=max_body_bytes,
+                timeout=timeout,
+                drain_seconds=drain_seconds,
+                is_strict=strict,
+                metrics_url=metrics_url,
+                allowed_origins=tuple(allow_origin or ()),
+            )
+        )
     except ImportError as error:
-        say(
+        typer.echo(
             f"error: `inflight openai` needs the package {error.name}. "
             "Install it, in a clone of inflight: pip install '.[openai]'",
             err=True,
         )
         raise typer.Exit(1) from None
     except (InflightError, OSError) as error:
-        say(f"error: {error}", err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

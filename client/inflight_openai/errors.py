@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +16,8 @@ from inflight_client.errors import (
     ServerUnreachable,
     StreamInterrupted,
 )
-from inflight_openai.private_log import get_logger
 
-_logger = get_logger(__name__)
+_logger = logging.getLogger(__name__)
 
 _STATUS_TO_HTTP = {
     "INVALID_ARG": 400,
@@ -26,9 +26,9 @@ _STATUS_TO_HTTP = {
     "UNAVAILABLE": 503,
     "INTERNAL": 500,
 }
-"""What the model calls its error -> HTTP status.
+"""Error code of the model -> HTTP status.
 
-An error without a name comes from Triton itself: the model is not loaded, or its process died.
+An error without a code comes from Triton itself: the model is not loaded, or its process died.
 """
 
 TENSOR_TO_FIELD = {
@@ -55,21 +55,22 @@ TENSOR_TO_FIELD = {
     "frequency_penalty": "frequency_penalty",
     "repetition_penalty": "repetition_penalty",
 }
-"""What a parameter is called on the wire -> what OpenAI's clients call it."""
+"""Input tensor -> field of a request body."""
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a text that does not fit: clients look for it, to shorten what they send."""
 
 _TOO_LONG_WORDS = "This model's maximum context length is exceeded: "
-"""More clients look for these (LiteLLM's, and all that use it)."""
+"""LiteLLM, and the clients built on it, look for these words instead of the code."""
 
 _LIMIT_OF_LENGTH = re.compile(r"\b(max_seq_len|max_input_len|max_num_tokens|KV blocks)\b")
 _TENSOR = re.compile(rf"\b({'|'.join(TENSOR_TO_FIELD)})\b")
-_UNKNOWN_INPUT = re.compile(r"^unexpected inference input '(\w+)'")  # Triton's own words
+_UNKNOWN_INPUT = re.compile(r"^unexpected inference input '(\w+)'")  # Triton's message
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
 
 
 class ApiError(Exception):
-    """Ends one HTTP request; `body` is what the client gets."""
+    """Ends one HTTP request; `body` is the JSON of the response."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -96,7 +97,7 @@ class ApiError(Exception):
 
 
 def model_not_found(served: str) -> ApiError:
-    """Another model than ``served`` is asked for."""
+    """The error for a request that names another model than ``served``."""
     message = f"the model does not exist here; this is {served}"
     return ApiError(404, message, "model", "model_not_found")
 
@@ -107,15 +108,31 @@ def bad_field(param: str, message: str) -> ApiError:
 
 
 def unsupported(param: str, message: str = "") -> ApiError:
-    """The error for a field whose value asks for what there is not."""
+    """The error for a field whose value asks for a missing feature."""
     message = message or "not supported by this server"
     return ApiError(400, f"{param}: {message}", param, "unsupported_parameter")
 
 
-def from_upstream(error: InflightError, guide_field: str = "response_format") -> ApiError:
-    """What the client is told when the server refuses or fails. The address stays in our log.
+def kind_of(value: Any) -> str:
+    """The JSON type of ``value``, for messages."""
+    return "nothing" if value is None else _KINDS.get(type(value), "a number")
 
-    ``guide_field``: what the client calls the guide of its answer.
+
+def checked_text(param: str, value: Any) -> str:
+    """``value`` if it is a string of valid Unicode; else `ApiError`."""
+    if not isinstance(value, str):
+        raise bad_field(param, f"expected a string, got {kind_of(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise bad_field(param, f"no valid Unicode at position {error.start}") from None
+    return value
+
+
+def from_server(error: InflightError, guide_field: str = "response_format") -> ApiError:
+    """The client's error when the inference server refuses or fails; its address goes to the log.
+
+    ``guide_field``: the field of the body that held the guide.
     """
     if isinstance(error, InvalidArgument):
         return ApiError(400, str(error))
@@ -123,7 +140,7 @@ def from_upstream(error: InflightError, guide_field: str = "response_format") ->
         return ApiError(504, "the answer took too long and was given up", code="timeout")
     if isinstance(error, ServerError):
         guide = dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), guide_field)
-        return _from_server(error, {**TENSOR_TO_FIELD, **guide})
+        return _from_model(error, {**TENSOR_TO_FIELD, **guide})
     _logger.error("%s", error)
     if isinstance(error, StreamInterrupted):
         return ApiError(502, "the answer broke off: the connection to the inference server ended")
@@ -132,7 +149,7 @@ def from_upstream(error: InflightError, guide_field: str = "response_format") ->
     return ApiError(500, "the request failed")
 
 
-def _from_server(error: ServerError, tensor_to_field: Mapping[str, str]) -> ApiError:
+def _from_model(error: ServerError, tensor_to_field: Mapping[str, str]) -> ApiError:
     status = _STATUS_TO_HTTP.get(error.status or "", 503)
     message = str(error)
     if status >= 500:
@@ -143,7 +160,7 @@ def _from_server(error: ServerError, tensor_to_field: Mapping[str, str]) -> ApiE
             field = tensor_to_field[unknown[1]]
             return bad_field(field, "the inference server, or its config.pbtxt, is too old for it")
         return ApiError(503, "the inference server cannot take requests now")
-    is_refused = status == 400  # a server that is full tells its KV blocks, too
+    is_refused = status == 400  # a full server (503) mentions KV blocks as well
     found = _TENSOR.search(message) if is_refused else None
     is_too_long = is_refused and _LIMIT_OF_LENGTH.search(message)
     return ApiError(

@@ -1,28 +1,53 @@
-"""From text and messages to token ids, with the tokenizer and the limits the server told."""
+"""Text and messages to token ids and back, with the server's tokenizer and limits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
 
 from inflight_client.errors import InvalidArgument
-from inflight_openai.chat_messages import for_template, with_objects
-from inflight_openai.chat_template import ChatTemplate, find_template, special_tokens
-from inflight_openai.errors import TOO_LONG, ApiError, bad_field
-from inflight_openai.fields import checked_text
+from inflight_openai.chat import (
+    ChatTemplate,
+    find_template,
+    for_template,
+    special_tokens,
+    with_objects,
+)
+from inflight_openai.errors import TOO_LONG, ApiError, bad_field, checked_text
 from inflight_openai.special_tokens import Marks, SpecialTokens
-from inflight_openai.tokens import TokenOf, TokenReader
 
-_MAX_BYTES_PER_TOKEN = 128
+_MAX_CHARACTERS_PER_TOKEN = 128
 _NONE: frozenset[str] = frozenset()
+_REPLACEMENT = "\ufffd"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte's token of tokenizers with byte fallback
+
+
+class Token(NamedTuple):
+    """``text`` has U+FFFD for a part of a character; ``data`` has its bytes, or is None where the
+    tokenizer does not tell."""
+
+    text: str
+    data: bytes | None
+
+
+TokenOf = Callable[[int], Token]
+
+
+def token_by_id(token_id: int) -> Token:
+    """The token with its id as text, as vLLM writes it: other tokens may have the same text."""
+    text = f"token_id:{token_id}"
+    return Token(text, text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server allows, in tokens, and the token that ends an answer (-1: none), with those
-    that do so beside it."""
+    """The server's limits in tokens; ``end_id`` (-1: none) and ``stop_token_ids`` end an answer."""
 
     max_input_len: int
     max_seq_len: int
@@ -32,13 +57,13 @@ class Limits:
 
     @property
     def context_words(self) -> str:
-        """How such an error begins."""
+        """Beginning of an error."""
         return f"This model's maximum context length is {self.max_seq_len} tokens. However, "
 
     def check(self, num_prompt: int, max_tokens: int, param: str) -> None:
         """`ApiError` if the server would refuse so many tokens of ``param`` and of its answer.
 
-        In OpenAI's words: clients look for them, some for the numbers, to shorten what they send.
+        In OpenAI's words: clients search them, and the numbers, to shorten what they send.
         """
         words = self.context_words
         if num_prompt > self.max_input_len:
@@ -101,8 +126,8 @@ class PromptReader:
         *,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """The ids of a chat; the template alone writes special tokens. ``variables``: more that
-        it may know."""
+        """The ids of a chat; only the template writes special tokens. ``variables``: others of
+        the template."""
         if self._template is None:
             raise ApiError(
                 400,
@@ -115,6 +140,8 @@ class PromptReader:
             text, marks = self._render(self._template, messages, variables or {})
         except ValueError as error:
             raise bad_field("messages", f"refused by the chat template: {error}") from None
+        except RecursionError:
+            raise bad_field("messages", "nested too deeply") from None
         checked_text("messages", text)
         if marks is None:
             return self.encode(text, "messages", add_special_tokens=add_special_tokens)
@@ -122,7 +149,7 @@ class PromptReader:
         return self._special.encode(text, marks, add_special_tokens=add_special_tokens)
 
     def _check_size(self, text: str, param: str) -> None:
-        if len(text) > self.limits.max_input_len * _MAX_BYTES_PER_TOKEN:
+        if len(text) > self.limits.max_input_len * _MAX_CHARACTERS_PER_TOKEN:
             words = f"{self.limits.context_words}you sent {len(text)} characters in the {param}."
             raise ApiError(400, words, param, TOO_LONG)
 
@@ -132,8 +159,8 @@ class PromptReader:
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
     ) -> tuple[str, Marks | None]:
-        """The arguments of tool calls as most templates want them, else as they were sent
-        (DeepSeek's put the text together); `ValueError` if the template refuses both."""
+        """Arguments of tool calls are objects, as most templates expect, or else as they were sent
+        (DeepSeek's template joins the text); `ValueError` if the template refuses both."""
         with_arguments = with_objects(messages)
         try:
             return self._render_marked(template, with_arguments, variables)
@@ -155,25 +182,20 @@ class PromptReader:
         marks = self._special.marks_for([*messages, variables])
         if marks is None:
             return template.render(messages, variables), None
-        try:
-            marked = [
-                self._special.mark(
-                    message, marks, template.sought if message["role"] == "assistant" else _NONE
-                )
-                for message in messages
-            ]
-            text = template.render(marked, self._special.mark(variables, marks))
-        except RecursionError:
-            raise ValueError("nested too deeply") from None
+        marked = [
+            self._special.mark(
+                message, marks, template.separators if message["role"] == "assistant" else _NONE
+            )
+            for message in messages
+        ]
+        text = template.render(marked, self._special.mark(variables, marks))
         return self._special.unescaped(text, marks), marks
 
 
 def make_prompt_reader(
     description: Mapping[str, Any], served_name: str | None, chat_template: Path | None
 ) -> PromptReader:
-    """From what the server says of itself; `InvalidArgument` names what is missing or broken."""
-    from tokenizers import Tokenizer  # of the extra; the rest of the client does without
-
+    """From the answer to ``describe``; `InvalidArgument` names what is missing or broken."""
     files = description["files"]
     if "tokenizer.json" not in files:
         raise InvalidArgument(
@@ -190,7 +212,7 @@ def make_prompt_reader(
         int(description["max_seq_len"]),
         int(description["vocab_size"]),
         int(description["end_id"]),
-        tuple(map(int, description.get("stop_token_ids", ()))),  # an older server tells none
+        tuple(map(int, description.get("stop_token_ids", ()))),  # none from older servers
     )
     if chat_template is None:
         template = find_template(files)
@@ -204,3 +226,50 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"--chat-template {path} cannot be read: {error}.") from None
+
+
+class TokenReader:
+    """Texts and bytes of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        decoder = json.loads(tokenizer.to_str())["decoder"]
+        letters = _letters() if "ByteLevel" in set(_types(decoder)) else ""
+        self._letter_to_byte = {letter: byte for byte, letter in enumerate(letters)}
+
+    def text(self, token_id: int) -> str:
+        """The text of a token behind another one; special tokens have theirs."""
+        # A decoder drops a space that a text begins with, so the token is made the second one.
+        once: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        twice: str = self._tokenizer.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(once) :] if twice.startswith(once) else once
+
+    def __call__(self, token_id: int) -> Token:
+        """A token by its id."""
+        text = self.text(token_id)
+        return Token(text, self._part(token_id) if _REPLACEMENT in text else text.encode())
+
+    def _part(self, token_id: int) -> bytes | None:
+        """The bytes of a token that holds parts of characters."""
+        name: str = self._tokenizer.id_to_token(token_id) or ""
+        if byte := _BYTE.fullmatch(name):
+            return bytes.fromhex(byte[1])
+        found = [self._letter_to_byte.get(letter) for letter in name]
+        known = [byte for byte in found if byte is not None]
+        return bytes(known) if known and len(known) == len(found) else None
+
+
+def _types(decoder: Any) -> Iterator[str]:
+    """The types of a decoder in tokenizer.json and of its parts."""
+    if isinstance(decoder, dict):
+        yield str(decoder.get("type"))
+        for each in decoder.get("decoders") or ():
+            yield from _types(each)
+
+
+def _letters() -> str:
+    """GPT-2's table: the letter for each byte in names of byte-level tokens, which is the byte
+    itself if printable, else one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return "".join(chr(byte if byte in printable else next(others)) for byte in range(256))

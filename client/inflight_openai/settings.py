@@ -1,4 +1,4 @@
-"""What the user asked `inflight openai` for, and its limits."""
+"""Settings of `inflight openai`, and the limits of a request."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_TOP_LOG_PROBS = 20
 class FrontSettings:
     """One run of the front; times in seconds, sizes in bytes.
 
-    ``served_name``: what clients call the model; None takes the server's name for it.
-    ``thread_timeout``: how long a request may wait until it is read.
+    ``served_name``: name of the model for clients; None takes the server's name for it.
+    ``thread_timeout``: how long a request may wait for a thread that parses it.
     ``timeout``: for a request, from its head to the last byte of its answer.
     ``default_max_tokens``: bound of a chat answer whose request names none; None is all that fits.
     ``headers``: of every call to the server; secrets.
-    ``is_strict``: refuse fields of a request that nobody knows, instead of passing over them.
+    ``is_strict``: refuse unknown fields of a request instead of ignoring them.
     ``metrics_url``: the server's metrics page, for ``/metrics``; "" for none, and None for that of
     its host at Triton's usual port.
-    ``allowed_origins``: of pages whose browser may call the front; ``*`` for any.
+    ``allowed_origins``: origins of web pages that may call the front; ``*`` for any.
     """
 
     url: str | None = None

@@ -1,13 +1,13 @@
 """Special tokens come from the chat template; in the text of a message they are ordinary text.
 
-What a client sends is rendered into one text with what the template writes, and the tokenizer takes
-every ``<|end|>`` in it for the token. So where a client's text holds one, it is marked with
-characters that no text of the request has, before the template sees it. Of the special tokens in
-the rendered text those at such a mark are the client's; a placeholder stands for each of the others
-while a second tokenizer, which knows no special tokens, encodes the text without the marks.
+A template renders the client's texts and its own special tokens into one text, in which a tokenizer
+takes every ``<|end|>`` for the token. So before rendering, special tokens in a client's text are
+marked with characters that no text of the request holds. In the rendered text a marked special
+token is the client's; each of the others is replaced by a placeholder, and a second tokenizer
+without special tokens encodes the text without the marks.
 
-The marks stand around a token, not in it, so that a template may still look for it. A text without
-special tokens is never marked, and takes the tokenizer's usual way.
+The marks stand around a token, so that a template can still find it. A text without special tokens
+gets no marks and is encoded as usual.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 
 from inflight_openai.errors import bad_field
 
@@ -42,9 +45,6 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         """Keeps a copy of ``tokenizer``."""
-        from tokenizers import AddedToken, Tokenizer  # of the extra
-        from tokenizers.models import WordLevel
-
         added = tokenizer.get_added_tokens_decoder()
         names = {token_id: each.content for token_id, each in added.items() if each.special}
         secret = secrets.token_hex(16)  # nobody can send it

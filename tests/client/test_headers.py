@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,9 @@ import pytest
 from client.conftest import Local
 from client.test_cli import run, server_options
 from support.callers import CALLERS, Caller
-from support.openai_front import front_of
 
 from inflight_client import AccessDenied, InflightClient, InvalidArgument
 from inflight_client.headers import checked_headers, parse_headers
-from inflight_openai.settings import FrontSettings
 
 KEY = ("infer-key", "s3cret: of mine")
 PREFIX = {"grpc": "triton-grpc-protocol-", "http": ""}
@@ -65,25 +62,6 @@ def test_the_command_line_takes_them(command: str, local: Local, tmp_path: Path)
     assert (refused.exit_code, refused.stdout) == (1, "")
     assert "is restricted, expecting header" in refused.stderr
     assert value not in refused.stderr
-
-
-def test_the_front_sends_them(local_grpc: Local) -> None:
-    headers = key_of(local_grpc)
-
-    async def ask(**settings: Any) -> tuple[int, str]:
-        body = {"model": "demo", "prompt": [5], "max_tokens": 2}
-        async with front_of(local_grpc, **settings) as client:
-            async with client.get("/health") as answer:
-                health = answer.status
-            async with client.post("/v1/completions", json=body) as answer:
-                assert answer.status == health
-                return health, await answer.text()
-
-    assert asyncio.run(ask(headers=headers))[0] == 200
-    status, words = asyncio.run(ask())
-    assert status == 503
-    assert KEY[0] not in words, "clients of the front have no business with it"
-    assert KEY[1] not in repr(FrontSettings(headers=headers))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (6, 20)
 
 
-def test_it_draws_unless_told_otherwise(client: openai.OpenAI) -> None:
+def test_sampling_is_the_default(client: openai.OpenAI) -> None:
     """OpenAI's defaults; the model is so sure of itself that it takes a high temperature to see."""
     for temperature, num_different in ((0, 1), (2, 2)):
         answers = client.completions.create(
@@ -187,9 +187,7 @@ def test_usage_counts_the_tokens_up_to_the_end(
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_stop_strings_end_an_answer_and_are_not_part_of_it(
-    client: openai.OpenAI, is_streaming: bool
-) -> None:
+def test_stop_strings(client: openai.OpenAI, is_streaming: bool) -> None:
     request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 40, "temperature": 0}
     request["stop"] = ["nix", "9 1"]
     if is_streaming:
@@ -264,7 +262,7 @@ def test_a_bias_wins_over_the_model(client: openai.OpenAI) -> None:
     assert done.choices[0].text == "999"
 
 
-def test_streams_side_by_side_do_not_mix(front: FrontProcess, server: ServeProcess) -> None:
+def test_concurrent_streams_do_not_mix(front: FrontProcess, server: ServeProcess) -> None:
     async def one(client: openai.AsyncOpenAI, first: int) -> None:
         prompts = [f"{first} {first + 1} ", f"{first + 500} {first + 501} "]
         stream = await client.completions.create(
@@ -334,7 +332,7 @@ def test_response_format_is_kept(client: openai.OpenAI) -> None:
     ],
 )
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_bad_request_is_named_and_disturbs_nobody(
+def test_a_bad_request_names_its_field_and_affects_no_other(
     client: openai.OpenAI, fields: dict[str, Any], status: int, param: str, is_streaming: bool
 ) -> None:
     body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 8, "stream": is_streaming, **fields}
@@ -346,9 +344,7 @@ def test_a_bad_request_is_named_and_disturbs_nobody(
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_special_tokens_have_a_text_where_that_is_wanted(
-    client: openai.OpenAI, is_streaming: bool
-) -> None:
+def test_skip_special_tokens(client: openai.OpenAI, is_streaming: bool) -> None:
     request: Any = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 2, "logit_bias": {"0": 100}}
     for skips, text in ((True, ""), (False, "<|begin|>" * 2)):
         own = {"skip_special_tokens": skips}
@@ -366,21 +362,12 @@ def test_special_tokens_have_a_text_where_that_is_wanted(
         ({"structured_outputs": {"json": {"enum": ["x", "yy"]}}}, '"(x|yy)"'),
     ],
 )
-def test_guides_as_vllm_has_them_are_kept(
-    client: openai.OpenAI, guide: dict[str, Any], text: str
-) -> None:
+def test_guides_as_vllm_has_them(client: openai.OpenAI, guide: dict[str, Any], text: str) -> None:
     request: Any = {"model": MODEL, "max_tokens": 9, "extra_body": guide}
     assert re.fullmatch(text, client.completions.create(prompt="1", **request).choices[0].text)
     messages: Any = [{"role": "user", "content": "1"}]
     chat = client.chat.completions.create(messages=messages, **request)
     assert re.fullmatch(text, chat.choices[0].message.content or "")
-
-
-def test_what_is_not_there_is_an_error_of_the_same_shape(front: FrontProcess) -> None:
-    for method, path, status in [("GET", "/v1/none", 404), ("GET", "/v1/completions", 405)]:
-        answer = httpx.request(method, front.url + path, trust_env=False)
-        assert answer.status_code == status
-        assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_limits(server: ServeProcess, tmp_path: Path) -> None:
@@ -423,14 +410,14 @@ def test_stopping_lets_running_answers_finish(server: ServeProcess, tmp_path: Pa
     assert front.process.wait(timeout=WAIT) == 0
 
 
-def wait_until_unwell(http: httpx.Client) -> None:
-    """The model looks for the wish to stop only ten times a second."""
+def wait_until_not_ready(http: httpx.Client) -> None:
+    """The model polls for a stop ten times a second."""
     deadline = time.monotonic() + WAIT
     while http.get("/health").status_code == httpx.codes.OK:
-        assert time.monotonic() < deadline, "the front takes a draining server for a ready one"
+        assert time.monotonic() < deadline, "the front calls a draining server ready"
 
 
-def test_a_server_that_drains_is_gone_or_never_was(tmp_path: Path, serve: Any) -> None:
+def test_a_missing_a_draining_and_a_killed_server(tmp_path: Path, serve: Any) -> None:
     [unused] = free_ports(1)
     failed = FrontProcess(tmp_path, f"{HOST}:{unused}")
     assert failed.process.wait(timeout=WAIT) == 1
@@ -443,7 +430,7 @@ def test_a_server_that_drains_is_gone_or_never_was(tmp_path: Path, serve: Any) -
             lines = running.iter_lines()
             assert next(lines).startswith("data: {")
             own.process.send_signal(signal.SIGTERM)
-            wait_until_unwell(http)
+            wait_until_not_ready(http)
             asked = subprocess.run(
                 [Path(sys.executable).parent / "inflight", "health", f"--url={own.grpc_url}"],
                 capture_output=True,

@@ -27,7 +27,7 @@ from support.server_process import (
 )
 
 from inflight_client import InflightClient, StreamInterrupted, grpc_wire
-from inflight_openai.upstream import Upstream
+from inflight_openai.triton_client import TritonClient
 from inflight_server.serve.repository import OPTIONAL_MODELS
 from inflight_server.serve.settings import DEMO_MODEL
 
@@ -248,11 +248,11 @@ def held(pid: int) -> Iterator[None]:
 
 
 async def is_well_for_the_front(running: ServeProcess) -> bool:
-    upstream = Upstream(running.grpc_url, timeout=NOTICE_SECONDS)
+    client = TritonClient(running.grpc_url, timeout=NOTICE_SECONDS)
     try:
-        return await upstream.is_ready()
+        return await client.is_ready()
     finally:
-        await upstream.close()
+        await client.close()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Bodies of any kind for `inflight openai`: each becomes a job that can be sent, or is refused."""
+"""Bodies of any kind for `inflight openai`: each becomes calls of the server, or is refused."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from support.fuzzing import assert_tells_nothing_internal, fuzzing
 from support.openai_front import DESCRIPTION
 
 from inflight_openai.errors import ApiError
-from inflight_openai.field_table import GROUP_BY_NAME
-from inflight_openai.fields import Body
-from inflight_openai.parsing import parse_chat, parse_completion
+from inflight_openai.generation import parse_chat, parse_completion
 from inflight_openai.prompts import make_prompt_reader
-from inflight_openai.upstream import encode_job
+from inflight_openai.schema import KNOWN_NAMES, UnknownFields
+from inflight_openai.settings import FrontSettings
+from inflight_openai.triton_client import encode_calls
 
 pytestmark = pytest.mark.slow
 
 READER = make_prompt_reader(DESCRIPTION, None, None)
-FIELDS = sorted(GROUP_BY_NAME)
+FIELDS = sorted(KNOWN_NAMES)
 NUMBERS = st.sampled_from(
     [0, 1, 2, -1, 5, 257, 258, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308]
 )
@@ -62,12 +62,12 @@ def bodies(draw: st.DrawFn) -> bytes:
 @example(b'{"model": "demo", "prompt": "1", "logit_bias": {"5": 1' + b"0" * 400 + b"}}", False)
 @example(b"[" * 100_000, False)
 @example(b"9" * 5000, False)
-def test_any_body_becomes_a_job_or_is_refused(raw: bytes, is_chat: bool) -> None:
+def test_any_body_becomes_calls_or_is_refused(raw: bytes, is_chat: bool) -> None:
     refused, num_calls = None, 0
     try:
-        body = Body(raw)
-        job = parse_chat(body, READER, None) if is_chat else parse_completion(body, READER)
-        num_calls = len(encode_job(job, "id"))
+        parse = parse_chat if is_chat else parse_completion
+        request = parse(raw, READER, UnknownFields(), FrontSettings())
+        num_calls = len(encode_calls(request, "id"))
     except ApiError as error:
         refused = error
     assert (refused is None) == (num_calls > 0)

@@ -2,55 +2,86 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-from aiohttp import web
+import httpx
 from client.conftest import Local
 
-from inflight_openai.app import Front
-from inflight_openai.prompts import make_prompt_reader
-from inflight_openai.running import make_runner
+from inflight_openai.app import OpenAIApp
+from inflight_openai.generation import GenerationRequest, parse_chat, parse_completion
+from inflight_openai.prompts import PromptReader, make_prompt_reader
+from inflight_openai.schema import UnknownFields
+from inflight_openai.server import serving
 from inflight_openai.settings import FrontSettings
-from inflight_openai.upstream import Upstream
+from inflight_openai.triton_client import MetricsPage, TritonClient
 
 DEMO = Path(__file__).parents[2] / "backend/inflight_backend/demo_model"
 NAMES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-DESCRIPTION = {
+FILES = {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES}
+DESCRIPTION: dict[str, Any] = {
     "model": "demo",
     "max_input_len": 99,
     "max_seq_len": 100,
     "vocab_size": 258,
     "end_id": 1,
-    "files": {name: (DEMO / name).read_text(encoding="utf-8") for name in NAMES},
+    "files": FILES,
 }
-"""What the server says of the demo model, if it had room for 100 tokens."""
+"""The demo model's description, as if it had room for 100 tokens."""
+
+COMPLETION = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "1 2"}], "max_tokens": 3}
+COMPLETIONS_PATH = "/v1/completions"
+CHATS_PATH = "/v1/chat/completions"
+
+
+def parse(
+    reader: PromptReader, body: dict[str, Any] | bytes, unknown: UnknownFields | None = None
+) -> GenerationRequest:
+    """A chat if the body has messages, else a completion."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    unknown, settings = unknown or UnknownFields(), FrontSettings()
+    if b'"messages"' in raw:
+        return parse_chat(raw, reader, unknown, settings)
+    return parse_completion(raw, reader, unknown, settings)
 
 
 @asynccontextmanager
-async def front_of(local: Local, **settings: Any) -> AsyncIterator[aiohttp.ClientSession]:
+async def front_of(local: Local, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a front of ``local`` that serves until the block ends."""
-    async with serving(local, **settings) as runner:
-        host, port = runner.addresses[0]
-        async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
+    async with app_of(local, **settings) as app, client_of(app) as client:
+        yield client
+
+
+@asynccontextmanager
+async def app_of(local: Local, **settings: Any) -> AsyncIterator[OpenAIApp]:
+    """The application of a front of ``local``."""
+    own = FrontSettings(**{"port": 0, "drain_seconds": 0.0, **settings})
+    # The front's own limit ends a request before this one.
+    triton = TritonClient(local.url, timeout=100.0, headers=own.headers)
+    reader = make_prompt_reader(DESCRIPTION, own.served_name, own.chat_template)
+    try:
+        yield OpenAIApp(own, triton, reader, MetricsPage(own.metrics_url, triton.address))
+    finally:
+        await triton.close()
+
+
+@asynccontextmanager
+async def client_of(app: OpenAIApp) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of ``app``, which serves until the block ends."""
+    async with serving(app) as [listening]:
+        host, port = listening.getsockname()
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=f"http://{host}:{port}", trust_env=False, timeout=60, limits=limits
+        ) as client:
             yield client
 
 
-@asynccontextmanager
-async def serving(local: Local, **settings: Any) -> AsyncIterator[web.AppRunner]:
-    """What runs a front of ``local`` until the block ends."""
-    own = FrontSettings(**settings)
-    # What ends a request is the front.
-    upstream = Upstream(local.url, timeout=100.0, headers=own.headers)
-    reader = make_prompt_reader(DESCRIPTION, own.served_name, own.chat_template)
-    runner = make_runner(own, Front(own, upstream, reader))
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner
-    finally:
-        await runner.cleanup()
-        await upstream.close()
+async def post(client: httpx.AsyncClient, path: str, body: Any) -> tuple[int, str]:
+    """Status and text of an answer."""
+    answer = await client.post(path, json=body)
+    return answer.status_code, answer.text

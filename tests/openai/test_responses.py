@@ -1,4 +1,4 @@
-"""What is written for OpenAI's clients, read back with the types of the `openai` package."""
+"""Answers and events, read back with the types of the `openai` package."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from inflight_openai.answers import Choice, EventWriter, Head, new_choices, usage, whole_answer
-from inflight_openai.log_probs import TokenLogProbs
-from inflight_openai.parsing import GenerationJob
-from inflight_openai.tokens import Token
-from inflight_openai.upstream import Piece
+from inflight_openai.generation import GenerationRequest
+from inflight_openai.prompts import Token
+from inflight_openai.responses import (
+    Choice,
+    EventWriter,
+    Head,
+    new_choices,
+    whole_answer,
+)
+from inflight_openai.triton_client import Piece, TokenLogProbs
 
 PIECES = [
     Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5, [(5, -0.5), (9, -1.5)])]),
@@ -48,15 +53,15 @@ TOKENS = PARTS | {number: Token(text, text.encode()) for number, text in TEXTS.i
         ("cancelled", "stop"),
     ],
 )
-def test_an_answer_that_a_limit_has_cut_says_so(reason: str, shown: str) -> None:
+def test_finish_reason(reason: str, shown: str) -> None:
     choice = Choice()
     for piece in (Piece(0, "a", 1), Piece(0, "b", 1, reason=reason)):
         choice.add(piece)
     assert choice.finish_reason == shown
 
 
-def job(*, is_chat: bool, num_log_probs: int | None = None) -> GenerationJob:
-    return GenerationJob(
+def request(*, is_chat: bool, num_log_probs: int | None = None) -> GenerationRequest:
+    return GenerationRequest(
         is_chat=is_chat,
         prompts=((1, 2, 3),),
         max_tokens=3,
@@ -74,17 +79,17 @@ def head(is_chat: bool) -> Head:
 
 
 def events(
-    is_chat: bool, num_log_probs: int | None = None, this: GenerationJob | None = None
+    is_chat: bool, num_log_probs: int | None = None, this: GenerationRequest | None = None
 ) -> list[dict[str, Any]]:
     """All events of a stream of `PIECES`, as a client reads them."""
-    this = this or job(is_chat=is_chat, num_log_probs=num_log_probs)
+    this = this or request(is_chat=is_chat, num_log_probs=num_log_probs)
     writer = EventWriter(head(is_chat), this, TOKENS.__getitem__)
     choices = new_choices(this)
     written = b"".join(writer.opening(i) for i in range(2))
     for piece in PIECES:
         choices[piece.index].add(piece)
         written += writer.piece(piece.index, piece, choices[piece.index])
-    written += b"".join(writer.end(i, choices[i]) for i in range(2)) + writer.usage(choices)
+    written += b"".join(writer.end(i, choices[i]) for i in range(2)) + writer.usage()
     blocks = written.decode().split("\n\n")
     assert blocks.pop() == ""
     return [json.loads(block.removeprefix("data: ")) for block in blocks]
@@ -107,9 +112,9 @@ def test_the_events_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_every_event_tells_the_usage_so_far_if_asked_to(is_chat: bool) -> None:
+def test_running_usage(is_chat: bool) -> None:
     """As vLLM does: programs that measure count the tokens of an event by it."""
-    this = dataclasses.replace(job(is_chat=is_chat), has_running_usage=True)
+    this = dataclasses.replace(request(is_chat=is_chat), has_running_usage=True)
     told = [event["usage"]["completion_tokens"] for event in events(is_chat, this=this)]
     # Two events begin a chat, two are of its ends, and the last is of the usage alone.
     assert told == [*([0, 0] if is_chat else []), 1, 3, 4, 5, 5, 5, 5]
@@ -128,9 +133,9 @@ def test_the_events_of_a_completion() -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_tokens_are_told_by_id_where_vllm_s_clients_look_for_them(is_chat: bool) -> None:
+def test_token_ids_as_vllm_has_them(is_chat: bool) -> None:
     this = dataclasses.replace(
-        job(is_chat=is_chat, num_log_probs=0), has_token_ids=True, shows_ids=True, num_answers=1
+        request(is_chat=is_chat, num_log_probs=0), has_token_ids=True, shows_ids=True, num_answers=1
     )
     piece = Piece(0, "Gr", 1, [TokenLogProbs(5, -0.5)], token_ids=[5])
     choices = [Choice()]
@@ -148,9 +153,9 @@ def test_tokens_are_told_by_id_where_vllm_s_clients_look_for_them(is_chat: bool)
         assert (rows["content"][0]["token"] if is_chat else rows["tokens"][0]) == "token_id:5"
 
 
-def test_answers_begin_with_their_prompts_if_asked_to() -> None:
+def test_echo() -> None:
     """Two prompts, two answers to each."""
-    this = dataclasses.replace(job(is_chat=False), prompts=((1,), (2,)), echoes=("a ", ""))
+    this = dataclasses.replace(request(is_chat=False), prompts=((1,), (2,)), echoes=("a ", ""))
     pieces = [Piece(index, f"b{index}", 1) for index in range(4)]
     writer = EventWriter(head(is_chat=False), this, TOKENS.__getitem__)
     choices = new_choices(this)
@@ -169,8 +174,8 @@ def test_answers_begin_with_their_prompts_if_asked_to() -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
-    this = job(is_chat=is_chat, num_log_probs=2)
+def test_log_probabilities(is_chat: bool) -> None:
+    this = request(is_chat=is_chat, num_log_probs=2)
     choices = new_choices(this)
     for piece in PIECES:
         choices[piece.index].add(piece)
@@ -204,7 +209,7 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
         {"a ": 0.0, "\ufffd": -2.0, '"q"\n': -4.0},
     ]
     none = whole_answer(
-        head(is_chat), job(is_chat=False, num_log_probs=0), choices, TOKENS.__getitem__
+        head(is_chat), request(is_chat=False, num_log_probs=0), choices, TOKENS.__getitem__
     )
     assert none["choices"][1]["logprobs"]["top_logprobs"] is None
     rows_of_first = [row["logprobs"] for row in streamed if row["index"] == 0 and row["logprobs"]]
@@ -213,24 +218,12 @@ def test_log_probabilities_are_told_token_by_token(is_chat: bool) -> None:
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_a_whole_answer_has_every_key_that_openais_has(is_chat: bool) -> None:
+def test_a_whole_answer_has_every_key_of_openai_s(is_chat: bool) -> None:
     """Null or not: clients with types of their own fail for a key that is missing."""
-    this = job(is_chat=is_chat)
+    this = request(is_chat=is_chat)
     body = whole_answer(head(is_chat), this, new_choices(this), TOKENS.__getitem__)
     keys = {"id", "object", "created", "model", "choices", "usage", "system_fingerprint"}
     assert set(body) == keys
     choice = body["choices"][0]
     assert set(choice) == {"index", "logprobs", "finish_reason", "message" if is_chat else "text"}
     assert not is_chat or set(choice["message"]) == {"role", "content", "refusal"}
-
-
-def test_usage_counts_every_prompt_and_every_answer() -> None:
-    this = job(is_chat=False)
-    choices = new_choices(this)
-    for piece in PIECES:
-        choices[piece.index].add(piece)
-    assert usage(this, choices) == {
-        "prompt_tokens": 3,
-        "completion_tokens": 5,
-        "total_tokens": 8,
-    }

@@ -1,0 +1,367 @@
+"""Chats: from messages as OpenAI's clients send them to the text of a prompt.
+
+The template comes with the checkpoint, and is rendered as `transformers` does: sandboxed and
+immutable Jinja, blocks trimmed, loop controls, ``tojson`` without HTML escapes,
+``raise_exception``, ``strftime_now`` and ``{% generation %}`` blocks. A sandbox does not bound time
+and memory, so a worker process renders (``python -m inflight_openai.chat``), and the kernel ends it
+at its limits.
+
+Templates expect messages as `transformers` passes them on: without keys that are null, and with the
+arguments of a tool call as an object. OpenAI's clients send null for such keys (an answer of the
+`openai` package, given back whole) and the arguments as JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from types import NoneType
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from inflight_client.errors import InvalidArgument
+from inflight_openai.errors import bad_field, checked_text, kind_of
+from inflight_openai.settings import MAX_MESSAGES
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_KINDS = ("text", "refusal")
+"""Kinds of parts of a message; the text of each stands under the name of its kind."""
+
+_TEXTS = ("name", "tool_call_id", "refusal", "reasoning_content", "reasoning")
+"""Other texts of a message."""
+
+
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """The messages of a chat with their content as text; `ApiError` names the faulty one."""
+    if not isinstance(value, list) or not value:
+        raise bad_field("messages", "expected a list of at least one message")
+    if len(value) > MAX_MESSAGES:
+        raise bad_field("messages", f"{len(value)} messages, at most {MAX_MESSAGES} are taken")
+    return [_message(f"messages[{i}]", message) for i, message in enumerate(value)]
+
+
+def for_template(
+    messages: Sequence[Mapping[str, Any]], knows: Callable[[str], bool]
+) -> list[Mapping[str, Any]]:
+    """``messages`` for a template; ``knows`` tells whether its source holds a word.
+
+    ``developer`` is OpenAI's newer name of the role ``system``: a template without it would refuse
+    such messages, or drop their text. One without tool calls would write "None" for the content of
+    messages that hold nothing else.
+    """
+    return [_for_template(message, knows) for message in messages]
+
+
+def with_objects(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """``messages`` with the arguments of tool calls as objects; itself if there are none."""
+    if not any(isinstance(message.get("tool_calls"), list) for message in messages):
+        return messages
+    return [
+        {**message, "tool_calls": [_call(each) for each in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _message(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_field(name, "expected an object with role and content")
+    role = checked_text(f"{name}.role", value.get("role"))
+    if role not in ROLES:
+        raise bad_field(f"{name}.role", f"expected one of {', '.join(ROLES)}")
+    _check_kinds(name, value)
+    content = value.get("content")
+    # Templates test whether a key is there, and not whether its value is null or empty.
+    message = {key: each for key, each in value.items() if each is not None}
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
+    if isinstance(content, list):
+        parts = enumerate(content)
+        message["content"] = "\n".join(_part(f"{name}.content[{i}]", part) for i, part in parts)
+    elif content is not None or role != "assistant":
+        checked_text(f"{name}.content", content)
+    elif "tool_calls" not in message:
+        message["content"] = ""
+    elif "content" in value:
+        message["content"] = None  # some templates read it beside tool calls
+    return message
+
+
+def _check_kinds(name: str, message: Mapping[str, Any]) -> None:
+    """`ApiError` names a value of the wrong type; null counts as not given."""
+    for key in _TEXTS:
+        if message.get(key) is not None:
+            checked_text(f"{name}.{key}", message[key])
+    calls = message.get("tool_calls")
+    if not isinstance(calls, (list, NoneType)):
+        raise bad_field(f"{name}.tool_calls", f"expected a list, got {kind_of(calls)}")
+    for i, call in enumerate(calls or ()):
+        place = f"{name}.tool_calls[{i}]"
+        if not isinstance(call, dict):
+            raise bad_field(place, f"expected an object, got {kind_of(call)}")
+        for key in ("id", "type"):
+            if call.get(key) is not None:
+                checked_text(f"{place}.{key}", call[key])
+        _check_function(f"{place}.function", call.get("function"))
+    if message.get("function_call") is not None:
+        _check_function(f"{name}.function_call", message["function_call"])
+
+
+def _check_function(name: str, value: Any) -> None:
+    """A call of a function: its name, and its arguments as text or as an object."""
+    if not isinstance(value, dict):
+        raise bad_field(name, f"expected an object, got {kind_of(value)}")
+    checked_text(f"{name}.name", value.get("name"))
+    if not isinstance(value.get("arguments"), (dict, NoneType)):
+        checked_text(f"{name}.arguments", value["arguments"])
+
+
+def _for_template(message: Mapping[str, Any], knows: Callable[[str], bool]) -> Mapping[str, Any]:
+    if message["role"] == "developer" and not knows("developer"):
+        return {**message, "role": "system"}
+    if message.get("content") is None and not knows("tool_calls"):
+        return {**message, "content": ""}
+    return message
+
+
+def _part(name: str, value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in _KINDS:
+        raise bad_field(name, 'only parts of the form {"type": "text", "text": ...} are taken')
+    return checked_text(f"{name}.{kind}", value.get(kind))
+
+
+def _call(value: Any) -> Any:
+    """A tool call whose arguments are an object, if their text is one."""
+    function = value["function"]
+    if not isinstance(function.get("arguments"), str):
+        return value
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return value
+    if not isinstance(arguments, dict):
+        return value
+    return {**value, "function": {**function, "arguments": arguments}}
+
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of a template that the front sets itself."""
+
+MAX_SECONDS = 5.0
+"""CPU time of the worker for one rendering."""
+
+MAX_BYTES = 512 * 2**20
+"""Address space of the worker."""
+
+MAX_CHARACTERS = 16 * 2**20
+"""Of a rendered text."""
+
+_SPLIT_AT = re.compile(r"""\b(?:split|partition|startswith|endswith)\(\s*(['"])(.+?)\1""")
+
+
+class ChatTemplate:
+    """A chat template with the special tokens that it may name. Thread-safe.
+
+    There are as many workers as renderings at the same time. They end with this process.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`InvalidArgument` if ``source`` is not a Jinja template."""
+        self._source = source
+        self._setup = {
+            "source": source,
+            "special_tokens": dict(special_tokens),
+            "seconds": MAX_SECONDS,
+        }
+        self._idle: list[_Worker] = []
+        self.separators = frozenset(text for _, text in _SPLIT_AT.findall(source))
+        """Where it splits texts, for example to drop the thoughts of earlier answers."""
+        try:
+            self._idle.append(_Worker(self._setup))
+        except ValueError as error:
+            raise InvalidArgument(f"the chat template is not valid Jinja ({error}).") from None
+
+    def knows(self, word: str) -> bool:
+        """Whether its source holds ``word``, such as a role."""
+        return word in self._source
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> str:
+        """The prompt that asks for the next message; `ValueError` if the template refuses them, or
+        needs more time or memory than there is.
+
+        ``variables``: others of the template, such as Qwen3's ``enable_thinking``.
+        """
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self._setup)
+        answer = worker.ask({"messages": messages, "variables": variables or {}})
+        self._idle.append(worker)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
+
+
+class _Worker:
+    """A process that renders one template: a line of JSON in, a line of JSON out."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        """`ValueError` if the template does not compile."""
+        self._seconds = setup["seconds"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "inflight_openai.chat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a traceback could quote a message
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # Ctrl-C is for this process; the worker ends with its input
+        )
+        if error := self.ask(setup).get("error"):
+            raise ValueError(error)
+
+    def ask(self, question: Mapping[str, Any]) -> dict[str, str]:
+        """The worker's answer; `ValueError` if it was ended at a limit."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = json.dumps(question).encode() + b"\n"
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            answer: dict[str, str] = json.loads(self._process.stdout.readline())
+        except (OSError, ValueError):  # the worker has ended, in the middle of a line or before it
+            self._process.kill()
+            if self._process.wait() == -signal.SIGPROF:
+                raise ValueError(f"it takes longer than {self._seconds:g} s") from None
+            raise ValueError("its process has ended") from None
+        return answer
+
+
+def find_template(files: Mapping[str, str]) -> ChatTemplate | None:
+    """The template among the tokenizer's files; None if there is none.
+
+    ``chat_template.jinja`` comes before the key ``chat_template`` of ``tokenizer_config.json``,
+    whose value is a template or a list of named ones.
+    """
+    config = read_object(files, "tokenizer_config.json")
+    source: Any = files.get("chat_template.jinja") or config.get("chat_template")
+    if isinstance(source, list):
+        named = {
+            each.get("name"): each.get("template") for each in source if isinstance(each, dict)
+        }
+        source = named.get("default")
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, special_tokens(files))
+
+
+def special_tokens(files: Mapping[str, str]) -> dict[str, str]:
+    """``bos_token`` and its like with their texts, as templates name them."""
+    found: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in read_object(files, name).items():
+            if isinstance(value, dict):
+                value = value.get("content")
+            if key.endswith("_token") and isinstance(value, str):
+                found[key] = value
+    return found
+
+
+def read_object(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    """A JSON object among the files; empty if it is missing. `InvalidArgument` if it is none."""
+    try:
+        content = json.loads(files.get(name, "{}"))
+    except ValueError as error:
+        raise InvalidArgument(f"{name} of the checkpoint is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{name} of the checkpoint holds no JSON object.")
+    return content
+
+
+# The worker process.
+
+
+def _work() -> None:
+    """Compile the template of the first line, then render it with each further line."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    template, setup = environment.from_string(""), json.loads(sys.stdin.readline())
+    common = {**setup["special_tokens"], **dict.fromkeys(RESERVED), "add_generation_prompt": True}
+
+    def compile_source() -> str:
+        nonlocal template
+        template = environment.from_string(setup["source"])
+        return ""
+
+    _answer(compile_source, setup["seconds"])
+    for line in sys.stdin:
+        question = json.loads(line)
+        own = {**common, **question["variables"], "messages": question["messages"]}
+        _answer(partial(template.render, own), setup["seconds"])
+
+
+def _answer(work: Callable[[], str], seconds: float) -> None:
+    """Write the text that ``work`` returns, or its error; after ``seconds`` of CPU time the kernel
+    ends the process (SIGPROF), also in the middle of a call of C."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        answer = {"text": work()}
+        if len(answer["text"]) > MAX_CHARACTERS:
+            answer = {"error": f"the text has more than {MAX_CHARACTERS} characters"}
+    except TemplateSyntaxError as error:
+        answer = {"error": f"line {error.lineno}: {error.message}"}
+    except (TemplateError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        answer = {"error": str(error)}
+    except MemoryError:
+        answer = {"error": f"it takes more than {MAX_BYTES >> 20} MB of memory"}
+    except Exception as error:
+        answer = {"error": f"it fails with {type(error).__name__}"}
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+class _GenerationBlock(Extension):
+    """Marks the assistant's own text for training; here only its body counts."""
+
+    tags = {"generation"}  # noqa: RUF012 (as the base class has it)
+
+    def parse(self, parser: Parser) -> Node:
+        """Replace the block by its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body, lineno=line)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+if __name__ == "__main__":
+    _work()

@@ -1,0 +1,546 @@
+"""The front over a local server: its calls, its limits, and requests that fail or end early."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from client.conftest import Local
+from starlette.applications import Starlette
+from support.local_server import GAP_SECONDS, Arrival, LocalTriton
+from support.openai_front import (
+    CHAT,
+    CHATS_PATH,
+    COMPLETION,
+    COMPLETIONS_PATH,
+    app_of,
+    client_of,
+    front_of,
+    post,
+)
+
+from inflight_client.errors import InvalidArgument
+from inflight_client.grpc_wire import encode_bytes
+from inflight_openai import app as app_module
+from inflight_openai import chat, triton_client
+from inflight_openai.app import cors
+from inflight_openai.generation import parse_chat
+from inflight_openai.server import serving
+from inflight_openai.settings import FrontSettings
+
+WAIT_SECONDS = 60.0
+MIB = 2**20
+SLOW_TEMPLATE = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+_Result = TypeVar("_Result")
+
+
+def finish(work: Awaitable[_Result]) -> _Result:
+    """The result of ``work``, which must not take for ever."""
+
+    async def wait() -> _Result:
+        return await asyncio.wait_for(work, WAIT_SECONDS)
+
+    return asyncio.run(wait())
+
+
+async def until(is_so: Any) -> None:
+    while not is_so():
+        await asyncio.sleep(GAP_SECONDS)
+
+
+def request(local: Local, method: str, path: str, *, body: Any = None, **settings: Any) -> Any:
+    """The response to one request to a front of ``local``."""
+
+    async def ask() -> httpx.Response:
+        async with front_of(local, **settings) as client:
+            return await client.request(method, path, json=body)
+
+    return finish(ask())
+
+
+def answer_one_token_and_wait(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    yield {"text_output": [" 1"], "sequence_length": [1]}
+    arrival.is_left.wait(WAIT_SECONDS)
+
+
+def answer_nothing(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    arrival.is_left.wait(WAIT_SECONDS)
+    yield from ()
+
+
+@pytest.mark.parametrize("refusal", ["", "[UNAVAILABLE] the server is shutting down"])
+def test_health_asks_the_model(local_grpc: Local, refusal: str) -> None:
+    """Triton calls it ready all the same."""
+    local_grpc.triton.refusal = refusal
+    assert request(local_grpc, "GET", "/health").status_code == (503 if refusal else 200)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "hint"),
+    [
+        ("POST", "/v1/responses", 404, "Not Found: POST; there are POST /v1/completions"),
+        ("GET", "/v1/completions", 405, "Method Not Allowed: GET; there are POST /v1/completions"),
+        ("POST", "/v1/models", 405, "Method Not Allowed: POST; there are POST /v1/completions"),
+        ("GET", "/v1/models/other", 404, "the model does not exist here; this is demo"),
+    ],
+)
+def test_a_call_that_does_not_exist_names_those_that_do(
+    local_grpc: Local, method: str, path: str, status: int, hint: str
+) -> None:
+    answer = request(local_grpc, method, path)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"].startswith(hint)
+
+
+@pytest.mark.parametrize("path", ["/v1/models/org/name", "/v1/models/org%2Fname"])
+def test_the_name_of_a_model_may_have_slashes(local_grpc: Local, path: str) -> None:
+    assert request(local_grpc, "GET", path, served_name="org/name").json()["id"] == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "words"),
+    [
+        ("", 404, "are not shown here"),
+        ("http://127.0.0.1:1/metrics", 503, "cannot be reached: start inflight openai with"),
+        ("http://{}/v2/models/none/ready", 502, "answers 400"),
+    ],
+)
+def test_a_missing_metrics_page_is_an_error_without_its_address(
+    local_grpc: Local, local_http: Local, url: str, status: int, words: str
+) -> None:
+    own = url.format(local_http.url)
+    answer = request(local_grpc, "GET", "/metrics", metrics_url=own)
+    message = answer.json()["error"]["message"]
+    assert (answer.status_code, words in message, "127.0.0.1" in message) == (status, True, False)
+
+
+def test_a_client_s_request_id_is_not_used_on_the_server(local_grpc: Local) -> None:
+    """Two of the same would clash there."""
+
+    async def ask() -> list[str]:
+        async with front_of(local_grpc) as client:
+            body = COMPLETION | {"request_id": "mine"}
+            return [json.loads((await post(client, COMPLETIONS_PATH, body))[1])["id"] for _ in "12"]
+
+    assert finish(ask()) == ["cmpl-mine"] * 2
+    ids = [arrival.request_id for arrival in local_grpc.triton.arrivals]
+    assert len(set(ids)) == len(ids)
+    assert "cmpl-mine" not in ids
+
+
+def test_headers_of_the_settings_go_with_every_call(local_grpc: Local) -> None:
+    name, value = "inflight-key", "s3cret"
+    local_grpc.triton.key = (name, value)
+    headers = {f"triton-grpc-protocol-{name}": value}
+    for settings, status in (({"headers": headers}, 200), ({}, 503)):
+        health = request(local_grpc, "GET", "/health", **settings)
+        answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=COMPLETION, **settings)
+        assert (health.status_code, answer.status_code) == (status, status)
+        assert name not in answer.text
+    assert value not in repr(FrontSettings(headers=headers))
+
+
+def test_a_failure_in_mid_stream_is_an_event(
+    local_grpc: Local, caplog: pytest.LogCaptureFixture
+) -> None:
+    local_grpc.triton.is_strange = True
+    body = {**COMPLETION, "n": 2, "stream": True}
+    answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=body)
+    assert answer.status_code == 200
+    error, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line][-2:]
+    assert (json.loads(error)["error"]["message"], done) == ("the request failed", "[DONE]")
+    assert "IndexError" in caplog.text
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [
+        (json.dumps(COMPLETION).encode(), {}, 200),
+        (
+            gzip.compress(json.dumps(COMPLETION).encode(), mtime=0),
+            {"Content-Encoding": "gzip"},
+            200,
+        ),
+        (b'{"model": "demo"}', {"Content-Encoding": "gzip"}, 400),
+        (json.dumps(COMPLETION).encode(), {"Content-Encoding": "br"}, 415),
+        (b" " * 5000, {}, 413),
+        (gzip.compress(b" " * 5000, mtime=0), {"Content-Encoding": "gzip"}, 413),
+        ([b" " * 1500] * 4, {}, 413),  # chunked
+    ],
+)
+def test_encoding_and_size_of_a_body(
+    local_grpc: Local, content: Any, headers: Mapping[str, str], status: int
+) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in content:
+            yield chunk
+
+    async def ask() -> tuple[int, Any]:
+        async with front_of(local_grpc, max_body_bytes=4096) as client:
+            body = chunks() if isinstance(content, list) else content
+            answer = await client.post(COMPLETIONS_PATH, content=body, headers=headers)
+            return answer.status_code, answer.json()
+
+    found, answer = finish(ask())
+    assert (found, "error" in answer) == (status, status != 200)
+
+
+def test_a_slow_body_holds_a_place(local_grpc: Local) -> None:
+    """So the number of places bounds the bodies in memory."""
+
+    async def ask() -> None:
+        is_admitted, is_over = asyncio.Event(), asyncio.Event()
+
+        async def slow_body() -> AsyncIterator[bytes]:
+            yield json.dumps(COMPLETION).encode()[:-1]
+            is_admitted.set()
+            await is_over.wait()
+            yield b"}"
+
+        async with (
+            app_of(local_grpc, max_requests=1) as app,
+            client_of(app) as client,
+        ):
+            slow = asyncio.create_task(client.post(COMPLETIONS_PATH, content=slow_body()))
+            await is_admitted.wait()
+            await until(lambda: app.admission.num_running)
+            status, text = await post(client, COMPLETIONS_PATH, COMPLETION)
+            assert (status, "1 requests are running" in text) == (429, True)
+            is_over.set()
+            assert (await slow).status_code == 200
+            assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
+
+    finish(ask())
+
+
+async def raw_request(app: Any, body: bytes, size: int) -> tuple[Any, Any]:
+    """A connection that sent ``body`` as the beginning of one of ``size`` bytes."""
+    reader, writer = await asyncio.open_connection(*app)
+    head = f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+def test_a_body_that_does_not_arrive_is_a_408(local_grpc: Local) -> None:
+    async def ask() -> bytes:
+        async with app_of(local_grpc, body_timeout=0.3) as app, serving(app) as [listening]:
+            reader, writer = await raw_request(listening.getsockname(), b"", 9)
+            answer: bytes = await reader.read()  # to the end: the connection is closed
+            writer.close()
+            return answer
+
+    assert finish(ask()).startswith(b"HTTP/1.1 408 ")
+
+
+# Clients that leave or do not read.
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_leaves_cancels_its_request(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
+) -> None:
+    """Before the first token."""
+    monkeypatch.setattr(LocalTriton, "answer", answer_nothing)
+    body = json.dumps({**COMPLETION, "stream": is_streaming}).encode()
+
+    async def ask() -> None:
+        async with app_of(local_grpc) as app, serving(app) as [listening]:
+            _, writer = await raw_request(listening.getsockname(), body, len(body))
+            await until(lambda: local_grpc.triton.arrivals)
+            assert app.admission.num_running == 1
+            writer.close()
+            await until(local_grpc.triton.arrivals[0].is_left.is_set)
+            await until(lambda: not app.admission.num_running)
+
+    finish(ask())
+
+
+@pytest.mark.parametrize("size", [5, 0])
+def test_a_client_that_leaves_before_its_request_is_parsed_frees_its_place(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """While its body arrives, and while it waits for a thread."""
+    is_over = threading.Event()
+    monkeypatch.setattr(app_module, "_NUM_THREADS", 1)
+
+    def parse(*arguments: Any) -> Any:
+        assert is_over.wait(WAIT_SECONDS)
+        raise ValueError
+
+    monkeypatch.setattr(app_module, "parse_completion", parse)
+
+    async def ask() -> None:
+        async with app_of(local_grpc) as app, serving(app) as [listening]:
+            address = listening.getsockname()
+            _, holder = await raw_request(address, b"", 0)
+            await until(lambda: app.admission.num_running == 1)
+            _, leaving = await raw_request(address, b"", size)
+            await until(lambda: app.admission.num_running == 2)
+            leaving.close()
+            await until(lambda: app.admission.num_running == 1)
+            is_over.set()
+            holder.close()
+
+    finish(ask())
+
+
+def answer_at_length(self: LocalTriton, arrival: Arrival) -> Iterator[dict[str, Any]]:
+    """More than the kernel takes for a client that reads nothing."""
+    is_large = arrival.values["request_output_len"] > 3
+    for _ in range(8 if is_large else 1):
+        yield {"text_output": ["x" * (MIB // 8 if is_large else 1)], "sequence_length": [1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_a_client_that_does_not_read_holds_a_place_until_it_is_hung_up(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", answer_at_length)
+    large = json.dumps({**COMPLETION, "max_tokens": 97, "stream": is_streaming}).encode()
+
+    async def ask() -> None:
+        async with (
+            app_of(local_grpc, max_requests=1, timeout=3.0) as app,
+            serving(app) as [listening],
+        ):
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            address = listening.getsockname()
+            with socket.socket() as silent:
+                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                silent.connect(address)
+                head = f"POST {COMPLETIONS_PATH} HTTP/1.1\r\nHost: x\r\n"
+                head += f"Content-Length: {len(large)}\r\n\r\n"
+                silent.sendall(head.encode() + large)
+                await until(lambda: local_grpc.triton.arrivals)
+                await until(local_grpc.triton.arrivals[0].is_completed.is_set)
+                url = f"http://{address[0]}:{address[1]}"
+                async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                    begin = time.monotonic()
+                    assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 429
+                    await until(lambda: not app.admission.num_running)
+                    assert time.monotonic() - begin < 10
+                    assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
+                silent.settimeout(WAIT_SECONDS)
+                received = sum(map(len, iter(lambda: silent.recv(MIB), b"")))
+                assert received < MIB, "the connection ended before the answer"
+
+    finish(ask())
+
+
+# Time and threads.
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_an_answer_that_takes_too_long_is_a_504(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, is_streaming: bool
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", answer_nothing)
+    body = {**COMPLETION, "stream": is_streaming}
+    answer = request(local_grpc, "POST", COMPLETIONS_PATH, body=body, timeout=0.5)
+    assert (answer.status_code, "took too long" in answer.text) == (504, True)
+    assert local_grpc.triton.arrivals[0].is_left.wait(WAIT_SECONDS)
+
+
+@pytest.mark.slow
+def test_a_slow_template_delays_its_own_request_only(
+    local_grpc: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 2.0)
+    template = tmp_path / "template.jinja"
+    template.write_text(SLOW_TEMPLATE)
+
+    async def ask() -> tuple[int, str, int]:
+        async with front_of(local_grpc, chat_template=template) as client:
+            slow = asyncio.create_task(post(client, CHATS_PATH, CHAT))
+            num_served = 0
+            while not slow.done():
+                assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
+                num_served += 1
+            return *await slow, num_served
+
+    status, text, num_served = finish(ask())
+    assert (status, "it takes longer than 2 s" in text) == (400, True)
+    assert num_served > 3
+
+
+def test_chats_that_are_slow_to_parse_delay_chats_only(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def parse_late(*arguments: Any) -> Any:
+        assert is_over.wait(WAIT_SECONDS / 2)
+        return parse_chat(*arguments)
+
+    monkeypatch.setattr(app_module, "parse_chat", parse_late)
+
+    async def ask() -> list[int]:
+        async with front_of(local_grpc) as client:
+            chats = [asyncio.create_task(post(client, CHATS_PATH, CHAT)) for _ in range(12)]
+            for _ in range(3):
+                assert (await post(client, COMPLETIONS_PATH, COMPLETION))[0] == 200
+            assert not any(chat.done() for chat in chats)
+            is_over.set()
+            return [status for status, _ in await asyncio.gather(*chats)]
+
+    assert finish(ask()) == [200] * 12
+
+
+def test_a_request_that_waits_too_long_for_a_thread_is_a_503(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two that have a thread take longer, and are answered."""
+    is_over = threading.Event()
+
+    def parse_late(*arguments: Any) -> Any:
+        assert is_over.wait(WAIT_SECONDS / 2)
+        return parse_chat(*arguments)
+
+    monkeypatch.setattr(app_module, "parse_chat", parse_late)
+
+    async def ask() -> None:
+        async with front_of(local_grpc, thread_timeout=0.2) as client:
+            chats = [asyncio.create_task(post(client, CHATS_PATH, CHAT)) for _ in range(3)]
+            [first], others = await asyncio.wait(chats, return_when=asyncio.FIRST_COMPLETED)
+            status, text = await first
+            assert (status, "too many requests are being read" in text) == (503, True)
+            is_over.set()
+            assert [status for status, _ in await asyncio.gather(*others)] == [200] * 2
+
+    finish(ask())
+
+
+def test_requests_are_encoded_in_a_thread(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def noted(call: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return encode_bytes(call)
+
+    monkeypatch.setattr(triton_client, "encode_bytes", noted)
+    body = {**COMPLETION, "logit_bias": {"5": 1}}
+    assert request(local_grpc, "POST", COMPLETIONS_PATH, body=body).status_code == 200
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+@pytest.mark.slow
+@pytest.mark.case(100, 126)
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_requests_that_run_at_the_drain_limit_are_told_so(
+    local_grpc: Local, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(LocalTriton, "answer", answer_one_token_and_wait)
+    triton = local_grpc.triton
+
+    async def ask() -> tuple[list[str], httpx.Response, float]:
+        async with (
+            app_of(local_grpc, drain_seconds=seconds) as app,
+            httpx.AsyncClient(trust_env=False, timeout=WAIT_SECONDS) as client,
+        ):
+            lines: list[str] = []
+
+            async def stream() -> None:
+                body = {**COMPLETION, "stream": True}
+                async with client.stream("POST", url, json=body) as answer:
+                    async for line in answer.aiter_lines():
+                        lines.append(line)
+
+            async with serving(app) as [listening]:
+                url = f"http://127.0.0.1:{listening.getsockname()[1]}{COMPLETIONS_PATH}"
+                whole = asyncio.create_task(client.post(url, json=COMPLETION))
+                streamed = asyncio.create_task(stream())
+                await until(lambda: lines and len(triton.arrivals) == 2)
+                begin = time.monotonic()
+            duration = time.monotonic() - begin
+            await streamed
+            return lines, await whole, duration
+
+    lines, whole, duration = finish(ask())
+    first, error, done = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(first)["choices"][0]["text"] == " 1"
+    assert "shutting down" in json.loads(error)["error"]["message"]
+    assert done == "[DONE]"
+    assert (whole.status_code, "shutting down" in whole.text) == (503, True)
+    assert seconds <= duration < seconds + 20
+    assert all(arrival.is_left.wait(WAIT_SECONDS) for arrival in triton.arrivals)
+
+
+# Browsers.
+
+PAGE = "https://chat.example"
+# What Firefox sends for a page that uses the `openai` package for JavaScript.
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+def ask_from_page(
+    local: Local,
+    origins: Sequence[str],
+    method: str = "OPTIONS",
+    headers: Mapping[str, str] = PREFLIGHT,
+    origin: str = PAGE,
+    body: object = None,
+) -> tuple[int, Mapping[str, str]]:
+    """Status and headers of one answer."""
+
+    async def ask() -> tuple[int, Mapping[str, str]]:
+        async with front_of(local, allowed_origins=tuple(origins)) as client:
+            answer = await client.request(
+                method, CHATS_PATH, headers={**headers, "Origin": origin}, json=body
+            )
+            return answer.status_code, answer.headers
+
+    return finish(ask())
+
+
+@pytest.mark.parametrize(("origins", "named"), [([PAGE, "http://b"], PAGE), (["*"], "*")])
+def test_a_page_of_an_allowed_origin_may_call(
+    local_grpc: Local, origins: list[str], named: str
+) -> None:
+    status, headers = ask_from_page(local_grpc, origins)
+    assert (status, headers["Access-Control-Allow-Origin"]) == (200, named)
+    assert "POST" in headers["Access-Control-Allow-Methods"]
+    wanted = PREFLIGHT["Access-Control-Request-Headers"]
+    assert headers["Access-Control-Allow-Headers"] == wanted
+    for body, status in ((CHAT, 200), ({**CHAT, "stream": True}, 200), ({}, 400)):
+        found, headers = ask_from_page(local_grpc, origins, "POST", {}, body=body)
+        assert (found, headers["Access-Control-Allow-Origin"]) == (status, named)
+        if named == PAGE:  # a cache must not give the answer for one page to another
+            assert "Origin" in headers["Vary"]
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "status"), [([], PAGE, 405), ([PAGE], "https://evil.example", 400)]
+)
+def test_no_other_page_may_call(
+    local_grpc: Local, origins: list[str], origin: str, status: int
+) -> None:
+    found, headers = ask_from_page(local_grpc, origins, origin=origin)
+    assert (found, "Access-Control-Allow-Origin" in headers) == (status, False)
+    _, headers = ask_from_page(local_grpc, origins, "POST", {}, origin, CHAT)
+    assert "Access-Control-Allow-Origin" not in headers
+
+
+@pytest.mark.parametrize("origin", ["https://chat.example/", "chat.example", "https://a/b", ""])
+def test_an_invalid_origin_is_named(origin: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"--allow-origin {origin} is no origin"):
+        cors(Starlette(), [PAGE, "null", "chrome-extension://abc", origin])

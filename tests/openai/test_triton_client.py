@@ -1,0 +1,38 @@
+"""Requests as calls of the inference server, and where its metrics page is."""
+
+from __future__ import annotations
+
+import pytest
+from support.openai_front import DESCRIPTION, parse
+
+from inflight_client.address import parse_address
+from inflight_client.errors import InvalidArgument
+from inflight_openai.prompts import make_prompt_reader
+from inflight_openai.triton_client import MetricsPage, make_calls
+from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
+
+SERVER = parse_address("10.0.0.1:9001", "grpc")
+
+
+def test_every_prompt_is_a_call() -> None:
+    body = {"model": "demo", "prompt": ["1", "2"], "n": 2, "logprobs": 0, "stream": True}
+    request = parse(make_prompt_reader(DESCRIPTION, None, None), body)
+    calls = make_calls(request, "id")
+    assert [call.request_id for call in calls] == ["id-0", "id-1"]
+    for call in calls:
+        assert set(call.values) <= set(INPUT_BY_NAME)
+        assert set(call.outputs) <= set(OUTPUT_BY_NAME)
+        assert call.values["streaming"] is True
+        assert "sequence_index" in call.outputs
+
+
+@pytest.mark.parametrize("url", ["8002", "ftp://a/b", "http://"])
+def test_an_invalid_metrics_url_is_named(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="--metrics-url"):
+        MetricsPage(url, SERVER)
+
+
+@pytest.mark.parametrize("given", [None, "", "https://m/metrics"])
+def test_the_metrics_page_is_the_server_s_by_default(given: str | None) -> None:
+    wanted = "http://10.0.0.1:8002/metrics" if given is None else given
+    assert MetricsPage(given, SERVER).url == wanted
