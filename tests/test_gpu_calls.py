@@ -54,7 +54,7 @@ import json
 import torch
 from gpu_parts import compiling
 from gpu_parts.common import Setting
-from kernels.compile_recorder import record_keys
+from support.compile_recorder import record_keys
 
 setting = Setting(torch.device("meta"), is_dry=False, is_quick=False, stop_at=float("inf"))
 with record_keys(90):

@@ -31,7 +31,7 @@ class Machine:
         self.now = self.busy_until = 0.0
         self.host = host
         self.is_dry = False
-        self._recordings = SimpleNamespace(steps=SimpleNamespace(run=self.replay))
+        self._graphs = SimpleNamespace(steps=SimpleNamespace(run=self.replay))
         self.config = SimpleNamespace(max_batch_size=8)
         self.model_config = None
         self.vocab_size = 64
@@ -154,24 +154,24 @@ def test_the_replays_of_a_whole_engine_leave_it_as_it_was() -> None:
 def test_mixed_steps_are_timed_replayed_and_eagerly() -> None:
     from gpu_parts import steps
 
-    runner: Any = SimpleNamespace(num_recordings=3)
+    runner: Any = SimpleNamespace(num_graphs=3)
     recordings = GraphCache(None, runner)
     engine: Any = SimpleNamespace(
         config=SimpleNamespace(cuda_graph_mixed_tokens=512),
-        num_mixed_recordings=3,
-        _recordings=recordings,
+        num_mixed_graphs=3,
+        _graphs=recordings,
     )
 
     def rows(num_tokens: int) -> list[tuple[str, int]]:
         measured = steps._recorded_and_eager(
-            engine, num_tokens, lambda: {"sizes": engine._recordings.num_mixed}
+            engine, num_tokens, lambda: {"sizes": engine._graphs.num_mixed}
         )
         return [(row["mixed_steps"], row["sizes"]) for row in measured]
 
     assert rows(512) == [("recorded", 3), ("eager", 0)]
-    assert engine._recordings is recordings
+    assert engine._graphs is recordings
     assert rows(513) == [("eager", 0)]
-    engine.num_mixed_recordings = 0
+    engine.num_mixed_graphs = 0
     assert rows(5) == [("eager", 0)]
 
 
@@ -182,17 +182,17 @@ def test_steps_of_generations_are_timed_before_a_mixed_one_is_replayed(
     from gpu_parts import steps
     from gpu_parts.common import Setting
 
-    runner: Any = SimpleNamespace(num_recordings=3)
+    runner: Any = SimpleNamespace(num_graphs=3)
     engine = SimpleNamespace(
         config=SimpleNamespace(cuda_graph_mixed_tokens=512),
-        num_mixed_recordings=3,
+        num_mixed_graphs=3,
         execute=lambda batch: None,
         _attention=None,
-        _recordings=GraphCache(None, runner),
+        _graphs=GraphCache(None, runner),
     )
 
     def told(what: str) -> Any:
-        return lambda *_: {"what": what, "sizes": engine._recordings.num_mixed}
+        return lambda *_: {"what": what, "sizes": engine._graphs.num_mixed}
 
     monkeypatch.setattr(steps, "make_engine", lambda *_: engine)
     monkeypatch.setattr(steps, "start_row", told("start"))

@@ -260,10 +260,9 @@ def test_v1_answers_in_lock_step_with_statistics_of_its_own(
 def test_the_scheduler_of_the_page_decides_on_the_server(
     serve: Callable[..., ServeProcess], tmp_path: Path
 ) -> None:
-    """The code block of docs/scheduling.md: of those who wait, the shortest starts first. And that
-    of docs/sampling.md: no token twice in a row."""
-    page = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
+    """examples/own_scheduler.py: of the waiting requests the shortest starts first. And the code
+    block of docs/sampling.md: no token twice in a row."""
+    code = (ROOT / "examples/own_scheduler.py").read_text(encoding="utf-8")
     (tmp_path / "my_module.py").write_text(code, encoding="utf-8")
     page = (ROOT / "docs/sampling.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]

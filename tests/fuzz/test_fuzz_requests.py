@@ -115,8 +115,8 @@ class Panic(BaseException):
         "inflight_backend.text.tokenizer.TextCodec.decode",
         "inflight_backend.manager.intake.validate",
         "inflight_backend.manager.gpt_manager.make_tensors",
-        "fakes.CountingEngine.execute",
-        "fakes.FakeSender.send",
+        "support.triton_stub.CountingEngine.execute",
+        "support.triton_stub.FakeSender.send",
     ],
 )
 @pytest.mark.parametrize("kind", [RuntimeError, Panic])
