@@ -77,7 +77,7 @@ def test_files_of_tests_can_be_named_in_any_order() -> None:
         ("inflight_kernels", "triton"),
         # A server without a GPU has no triton; pytriton is only a place to find a tritonserver.
         (
-            "inflight_server.serve.command inflight_backend.triton.model",
+            "inflight_server.commands.serve inflight_backend.triton.model",
             "triton pytriton transformers",
         ),
     ],

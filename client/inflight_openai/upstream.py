@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight_client.address import default_url, parse_address
-from inflight_client.aio_transport import AsyncGrpcTransport, takes_requests
-from inflight_client.encoding import (
-    InferCall,
+from inflight_client.aio import takes_requests
+from inflight_client.errors import ServerError
+from inflight_client.grpc_transport import GrpcTransport, encode_bytes
+from inflight_client.headers import checked_headers
+from inflight_client.options import (
+    Request,
     Response,
-    describe_call,
+    describe_request,
     last_answer,
     read_description,
 )
-from inflight_client.errors import ServerError
-from inflight_client.grpc_wire import encode_bytes
-from inflight_client.headers import checked_headers
 from inflight_openai.errors import from_upstream
 from inflight_openai.log_probs import TokenLogProbs, read_log_probs
 from inflight_openai.parsing import GenerationJob
@@ -54,12 +54,12 @@ class Upstream:
         """``timeout``: seconds for an answer; ``headers`` go with every call. `InvalidArgument` for
         a bad ``url`` or header."""
         self.address = parse_address(default_url("grpc") if url is None else url, "grpc")
-        self._transport = AsyncGrpcTransport(self.address, checked_headers(headers))
+        self._transport = GrpcTransport(self.address, checked_headers(headers))
         self._timeout = timeout
 
     async def describe(self) -> dict[str, Any]:
         """What the server says of its model."""
-        responses = self._transport.infer(describe_call(LLM_MODEL_NAME), _DESCRIBE_SECONDS)
+        responses = self._transport.infer(describe_request(LLM_MODEL_NAME), _DESCRIBE_SECONDS)
         return last_answer([read_description(each) async for each in responses.receive()])
 
     async def is_ready(self) -> bool:
@@ -98,7 +98,7 @@ def encode_job(job: GenerationJob, job_id: str) -> list[bytes]:
     return [encode_bytes(call) for call in make_calls(job, job_id)]
 
 
-def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
+def make_calls(job: GenerationJob, job_id: str) -> list[Request]:
     """One request per prompt; text comes back, with the count of the tokens it was made of."""
     outputs = ["text_output", "sequence_length", "finish_reason"]
     if job.has_log_probs or job.has_token_ids:
@@ -120,7 +120,7 @@ def make_calls(job: GenerationJob, job_id: str) -> list[InferCall]:
             "exclude_input_in_output": True,
         }
         request_id = job_id if len(job.prompts) == 1 else f"{job_id}-{i}"
-        calls.append(InferCall(values, tuple(outputs), request_id))
+        calls.append(Request(values, tuple(outputs), request_id))
     return calls
 
 

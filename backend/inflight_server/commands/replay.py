@@ -11,7 +11,10 @@ from inflight_server.commands.common import (
     scheduler_maker,
 )
 
+app = typer.Typer()
 
+
+@app.command()
 def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
     """Decide again what a recording says was decided. Tells the first difference, if any."""
     from inflight_recorder.files import open_recording

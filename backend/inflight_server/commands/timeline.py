@@ -13,9 +13,12 @@ from inflight_server.commands.common import RecordingArgument, check_output, rep
 if TYPE_CHECKING:
     from inflight_recorder.history import History
 
+app = typer.Typer()
+
 _SUFFIXES = (".svg", ".html", ".json")
 
 
+@app.command()
 def timeline(
     recording: RecordingArgument,
     output: Annotated[

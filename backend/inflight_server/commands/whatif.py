@@ -44,11 +44,14 @@ if TYPE_CHECKING:
     from inflight_recorder.simulation import MakeScheduler
     from inflight_recorder.whatif import Variant
 
+app = typer.Typer()
+
 MAX_VARIANTS = 64
 MAX_SURE_JOBS = 5000
 """For more requests the range of the first tokens, two more predictions each, is left out."""
 
 
+@app.command()
 def whatif(
     recording: RecordingArgument,
     policy: Annotated[

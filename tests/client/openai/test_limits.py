@@ -20,7 +20,7 @@ from client.conftest import Local
 from client.local_server import GAP_SECONDS, Arrival, LocalTriton
 from client.openai.front import front_of, serving
 
-from inflight_client.grpc_wire import encode_bytes
+from inflight_client.grpc_transport import encode_bytes
 from inflight_openai import app, upstream
 from inflight_openai.parsing import parse_chat
 from inflight_openai.running import run
