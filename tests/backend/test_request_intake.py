@@ -17,7 +17,7 @@ from triton_harness import wait_until
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.guided.compiler import PendingGuide
 from inflight_backend.guided.guide import Guide
-from inflight_backend.guided.service import GuideService
+from inflight_backend.guided.compiler import GuideService
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
 from inflight_backend.manager.logits_processors import ActiveProcessors

@@ -17,9 +17,9 @@ from llguidance import LLParserLimits
 from manager_harness import Recorder, request, running
 
 from inflight_backend.guided import compiler as compiler_module
+from inflight_backend.guided.compiler import GuidedDecodingConfig
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
-from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
