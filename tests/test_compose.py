@@ -18,7 +18,7 @@ from support.promql import FAMILY_TO_LABELS, check, selectors_of
 from typer.main import get_command
 
 from inflight_openai.command import openai
-from inflight_server.serve.command import serve
+from inflight_server.commands.serve import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"

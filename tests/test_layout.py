@@ -74,7 +74,7 @@ def test_no_top_level_folder_is_a_package() -> None:
         ("inflight_kernels", "triton"),
         # A server without a GPU has no triton; pytriton is only a place to find a tritonserver.
         (
-            "inflight_server.serve.command inflight_backend.triton.model",
+            "inflight_server.commands.serve inflight_backend.triton.model",
             "triton pytriton transformers",
         ),
     ],

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         ServerUnreachable,
         StreamInterrupted,
     )
-    from inflight_client.results import GenerateChunk, GenerateResult
+    from inflight_client.options import GenerateChunk, GenerateResult
 
 __all__ = [
     "AccessDenied",
@@ -42,8 +42,8 @@ __all__ = [
 _NAME_TO_MODULE = {
     "AsyncGenerateStream": "aio",
     "AsyncInflightClient": "aio",
-    "GenerateChunk": "results",
-    "GenerateResult": "results",
+    "GenerateChunk": "options",
+    "GenerateResult": "options",
     "GenerateStream": "client",
     "InflightClient": "client",
 }

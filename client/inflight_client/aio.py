@@ -1,43 +1,94 @@
-"""The client for an event loop: the twin of `inflight_client.client`, method by method."""
+"""The client for an event loop: generate, stream, stop, statistics, health."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from inflight_client.address import Protocol, default_url, parse_address
-from inflight_client.aio_transport import (
-    AsyncGrpcTransport,
-    AsyncHttpTransport,
-    AsyncResponses,
-    AsyncTransport,
-    takes_requests,
-)
-from inflight_client.client import HEALTH_TIMEOUT
-from inflight_client.encoding import (
+from inflight_client import address
+from inflight_client.address import default_url, parse_address
+from inflight_client.errors import ServerError
+from inflight_client.grpc_transport import GrpcTransport
+from inflight_client.headers import checked_headers
+from inflight_client.http_transport import HttpTransport
+from inflight_client.options import (
     DEFAULT_MAX_TOKENS,
     AnswerCollector,
-    AnswersCollector,
+    GenerateChunk,
     GenerateOptions,
-    describe_call,
-    generate_call,
+    GenerateResult,
+    Request,
+    Response,
+    describe_request,
+    explain_request,
+    generate_request,
+    is_unknown_question,
     last_answer,
     read_chunk,
     read_description,
     read_stats,
     read_why,
-    recording_call,
-    stats_call,
-    stop_call,
-    why_call,
+    ready_request,
+    recording_request,
+    stats_request,
+    stop_request,
 )
-from inflight_client.headers import checked_headers
-from inflight_client.results import GenerateChunk, GenerateResult
 from inflight_protocol import LLM_MODEL_NAME
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+HEALTH_TIMEOUT = 5.0
+"""Seconds within which a healthy server answers a question about itself."""
+
+RELAYING_MODELS = frozenset({"ensemble", "tensorrt_llm_bls", "vllm_model"})
+"""Models of ours that pass requests on to `LLM_MODEL_NAME`, which is asked in their place."""
+
+
+class Responses(Protocol):
+    """The responses to one request, to be iterated once."""
+
+    def receive(self) -> AsyncGenerator[Response, None]:
+        """Send the request and give its responses; closing the generator cancels the request."""
+
+    async def cancel(self) -> None:
+        """Cancel the request, from any task; the iteration ends without an error."""
+
+
+class Transport(Protocol):
+    """A connection to one server, for any number of requests at once.
+
+    It belongs to the event loop in which it is first used. A request is sent when the iteration
+    over its responses starts; an iteration that is left early, fails or is cancelled cancels the
+    request on the server.
+    """
+
+    def infer(self, request: Request, timeout: float | None) -> Responses:
+        """The responses to ``request``; ``timeout`` in seconds for all of them together."""
+
+    async def is_loaded(self, model: str, timeout: float) -> bool:
+        """Whether Triton has loaded ``model``; `ServerUnreachable` when nobody answers."""
+
+    async def close(self) -> None:
+        """Close the connection; requests still running are cancelled."""
+
+
+async def takes_requests(transport: Transport, model: str, timeout: float) -> bool:
+    """Whether ``model`` says that it will serve a request sent now, within ``timeout`` seconds.
+
+    Triton's own word alone counts only where the model does not know the question: Triton 24.10
+    says that a model is ready while it refuses every request. Raises what `Responses.receive`
+    raises when nobody answers.
+    """
+    asked = LLM_MODEL_NAME if model in RELAYING_MODELS else model
+    try:
+        async with aclosing(transport.infer(ready_request(asked), timeout).receive()) as responses:
+            async for _ in responses:
+                pass
+    except ServerError as error:
+        return is_unknown_question(error) and await transport.is_loaded(model, timeout)
+    return asked == model or await transport.is_loaded(model, timeout)
 
 
 class AsyncInflightClient:
@@ -47,18 +98,14 @@ class AsyncInflightClient:
         self,
         url: str | None = None,
         model: str = LLM_MODEL_NAME,
-        protocol: Protocol = "grpc",
+        protocol: address.Protocol = "grpc",
         *,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        address = parse_address(default_url(protocol) if url is None else url, protocol)
-        sent = checked_headers(headers)
+        server = parse_address(default_url(protocol) if url is None else url, protocol)
+        transport = GrpcTransport if protocol == "grpc" else HttpTransport
+        self._transport: Transport = transport(server, checked_headers(headers))
         self._model = model
-        self._transport: AsyncTransport = (
-            AsyncGrpcTransport(address, sent)
-            if protocol == "grpc"
-            else AsyncHttpTransport(address, sent)
-        )
 
     async def generate(
         self,
@@ -70,7 +117,7 @@ class AsyncInflightClient:
         **options: Unpack[GenerateOptions],
     ) -> GenerateResult:
         """See `InflightClient.generate`; a cancelled task cancels the request."""
-        call = generate_call(
+        request = generate_request(
             self._model,
             prompt,
             max_tokens,
@@ -79,11 +126,7 @@ class AsyncInflightClient:
             is_streaming=False,
             is_single=True,
         )
-        answer = AnswerCollector(call)
-        async with aclosing(self._transport.infer(call, timeout).receive()) as responses:
-            async for response in responses:
-                answer.add(response)
-        return answer.result()
+        return (await self._collect(request, 1, timeout))[0]
 
     async def generate_many(
         self,
@@ -95,14 +138,10 @@ class AsyncInflightClient:
         **options: Unpack[GenerateOptions],
     ) -> list[GenerateResult]:
         """See `InflightClient.generate_many`."""
-        call = generate_call(
+        request = generate_request(
             self._model, prompt, max_tokens, request_id, options, is_streaming=False
         )
-        answers = AnswersCollector(call, options.get("n", 1))
-        async with aclosing(self._transport.infer(call, timeout).receive()) as responses:
-            async for response in responses:
-                answers.add(response)
-        return answers.results()
+        return await self._collect(request, options.get("n", 1), timeout)
 
     def stream(
         self,
@@ -114,24 +153,23 @@ class AsyncInflightClient:
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerateStream:
         """See `InflightClient.stream`."""
-        call = generate_call(
+        request = generate_request(
             self._model, prompt, max_tokens, request_id, options, is_streaming=True
         )
-        return AsyncGenerateStream(self._transport.infer(call, timeout), call.request_id)
+        return AsyncGenerateStream(self._transport.infer(request, timeout), request.request_id)
 
     async def stop(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> None:
         """See `InflightClient.stop`."""
-        responses = self._transport.infer(stop_call(self._model, request_id), timeout)
-        async for _ in responses.receive():
+        async for _ in self._receive(stop_request(self._model, request_id), timeout):
             pass
 
     async def stats(
         self, follow: bool = True, *, timeout: float | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """See `InflightClient.stats`."""
-        responses = self._transport.infer(stats_call(self._model, is_feed=follow), timeout)
-        async with aclosing(responses.receive()) as received:
-            async for response in received:
+        request = stats_request(self._model, is_feed=follow)
+        async with aclosing(self._receive(request, timeout)) as responses:
+            async for response in responses:
                 for stats in read_stats(response):
                     yield stats
 
@@ -139,20 +177,18 @@ class AsyncInflightClient:
         self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT
     ) -> dict[str, Any]:
         """See `InflightClient.why`."""
-        responses = self._transport.infer(why_call(self._model, request_id), timeout)
-        answers = [read_why(response) async for response in responses.receive()]
-        return last_answer(answers)
+        responses = self._receive(explain_request(self._model, request_id), timeout)
+        return last_answer([read_why(response) async for response in responses])
 
     async def describe(self, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
         """See `InflightClient.describe`."""
-        responses = self._transport.infer(describe_call(self._model), timeout)
-        answers = [read_description(response) async for response in responses.receive()]
-        return last_answer(answers)
+        responses = self._receive(describe_request(self._model), timeout)
+        return last_answer([read_description(response) async for response in responses])
 
     async def recording(self, *, timeout: float | None = None) -> str:
         """See `InflightClient.recording`."""
-        responses = self._transport.infer(recording_call(self._model), timeout)
-        pieces = [response.tensors.get("recording", ()) async for response in responses.receive()]
+        responses = self._receive(recording_request(self._model), timeout)
+        pieces = [response.tensors.get("recording", ()) async for response in responses]
         return "".join(text for piece in pieces for text in piece)
 
     async def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
@@ -160,7 +196,7 @@ class AsyncInflightClient:
         return await takes_requests(self._transport, self._model, timeout)
 
     async def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection."""
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -169,6 +205,18 @@ class AsyncInflightClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _receive(self, request: Request, timeout: float | None) -> AsyncGenerator[Response, None]:
+        return self._transport.infer(request, timeout).receive()
+
+    async def _collect(
+        self, request: Request, num_answers: int, timeout: float | None
+    ) -> list[GenerateResult]:
+        answers = AnswerCollector(request, num_answers)
+        async with aclosing(self._receive(request, timeout)) as responses:
+            async for response in responses:
+                answers.add(response)
+        return answers.results()
+
 
 class AsyncGenerateStream:
     """An answer on its way: iterate it once. Leaving the iteration early cancels the request.
@@ -176,12 +224,12 @@ class AsyncGenerateStream:
     After a ``break`` the event loop does so in its next turn; ``aclosing(stream)`` does it at once.
     """
 
-    def __init__(self, responses: AsyncResponses, request_id: str) -> None:
+    def __init__(self, responses: Responses, request_id: str) -> None:
         self.request_id = request_id
         self._responses = responses
         self._chunks = _read_chunks(responses)
 
-    def __aiter__(self) -> AsyncIterator[GenerateChunk]:
+    def __aiter__(self) -> AsyncGenerator[GenerateChunk, None]:
         return self._chunks
 
     async def __anext__(self) -> GenerateChunk:
@@ -196,7 +244,7 @@ class AsyncGenerateStream:
         await self._chunks.aclose()
 
 
-async def _read_chunks(responses: AsyncResponses) -> AsyncGenerator[GenerateChunk, None]:
+async def _read_chunks(responses: Responses) -> AsyncGenerator[GenerateChunk, None]:
     async with aclosing(responses.receive()) as received:
         async for response in received:
             chunk = read_chunk(response)

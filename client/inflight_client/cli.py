@@ -1,8 +1,8 @@
 """The command ``inflight``: generate, stop, stats, why, record, health, demo, and plug-ins.
 
-A package adds a command with an entry point of the group ``inflight.commands`` that names a
-function with typer annotations. Heavy imports happen inside the commands, so that ``--help`` is
-quick.
+A package adds commands with an entry point of the group ``inflight.commands`` that names a typer
+app, or one command as a function with typer annotations. Heavy imports happen inside the commands,
+so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inflight_scheduler.sampling import SETTINGS
 if TYPE_CHECKING:
     from inflight_client.address import Protocol
     from inflight_client.client import InflightClient
-    from inflight_client.encoding import GenerateOptions
+    from inflight_client.options import GenerateOptions
 
 PLUGIN_GROUP = "inflight.commands"
 
@@ -277,20 +277,27 @@ def add_plugins(target: typer.Typer, plugins: Sequence[EntryPoint]) -> None:
     """Add the commands of other packages; one that cannot be loaded says what is missing."""
     for plugin in plugins:
         try:
-            target.command(plugin.name)(plugin.load())
+            loaded = plugin.load()
         except ImportError as error:
-            missing = error.name or str(error)
-            settings = {"allow_extra_args": True, "ignore_unknown_options": True}
-            target.command(
-                plugin.name,
-                help=f"Not installed ({missing} is missing): in a clone, pip install '.[server]'",
-                short_help=f"Not installed ({missing} is missing).",
-                context_settings=settings,
-                add_help_option=False,
-            )(_refusal(plugin.name, missing))
+            add_missing_command(target, plugin.name, error)
+            continue
+        if isinstance(loaded, typer.Typer):
+            target.registered_commands += loaded.registered_commands
+        else:
+            target.command(plugin.name)(loaded)
 
 
-def _refusal(name: str, missing: str) -> Callable[[], None]:
+def add_missing_command(target: typer.Typer, name: str, error: ImportError) -> None:
+    """Add a command in place of ``name``, which tells what to install."""
+    missing = error.name or str(error)
+
+    @target.command(
+        name,
+        help=f"Not installed ({missing} is missing): in a clone, pip install '.[server]'",
+        short_help=f"Not installed ({missing} is missing).",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        add_help_option=False,
+    )
     def refuse() -> None:
         typer.echo(
             f"error: `inflight {name}` needs the package {missing}. "
@@ -298,8 +305,6 @@ def _refusal(name: str, missing: str) -> Callable[[], None]:
             err=True,
         )
         raise typer.Exit(1)
-
-    return refuse
 
 
 @contextmanager

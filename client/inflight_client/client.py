@@ -1,45 +1,58 @@
-"""The client for threads: generate, stream, stop, statistics, health."""
+"""The client for threads: each call runs in `AsyncInflightClient` on an event loop of its own.
+
+That loop lives in one background thread per client. Calling threads only wait for a queue, so
+Ctrl-C reaches the main thread at once and never inside gRPC, where it can leave a lock taken for
+ever (grpcio 1.85: one Ctrl-C in about 300 while an answer is awaited).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
-
-from inflight_client.address import Protocol, default_url, parse_address
-from inflight_client.encoding import (
-    DEFAULT_MAX_TOKENS,
-    AnswerCollector,
-    AnswersCollector,
-    GenerateOptions,
-    describe_call,
-    generate_call,
-    last_answer,
-    read_chunk,
-    read_description,
-    read_stats,
-    read_why,
-    recording_call,
-    stats_call,
-    stop_call,
-    why_call,
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
 )
-from inflight_client.headers import checked_headers
-from inflight_client.results import GenerateChunk, GenerateResult
-from inflight_client.transport import (
-    GrpcTransport,
-    HttpTransport,
-    Responses,
-    Transport,
-    takes_requests,
+from contextlib import aclosing, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from weakref import WeakSet
+
+from inflight_client.address import Protocol
+from inflight_client.aio import HEALTH_TIMEOUT, AsyncGenerateStream, AsyncInflightClient
+from inflight_client.errors import InflightError, StreamInterrupted
+from inflight_client.options import (
+    DEFAULT_MAX_TOKENS,
+    GenerateChunk,
+    GenerateOptions,
+    GenerateResult,
 )
 from inflight_protocol import LLM_MODEL_NAME
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-HEALTH_TIMEOUT = 5.0
-"""Seconds within which a server that is well says so."""
+_Item = TypeVar("_Item")
+
+_READ_AHEAD: Final = 64
+"""Items that the loop's thread takes before they are asked for."""
+
+_SIGNAL_CHECK_SECONDS: Final = 0.2
+"""After so long at most Ctrl-C is noticed where a signal does not end a wait: on Windows, or after
+``signal.siginterrupt(SIGINT, False)``."""
+
+_CLOSE_SECONDS: Final = 10.0
+"""More than a running HTTP request may take to be stopped on the server."""
+
+_CLOSED: Final = "this InflightClient is closed."
 
 
 class InflightClient:
@@ -58,12 +71,12 @@ class InflightClient:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        address = parse_address(default_url(protocol) if url is None else url, protocol)
-        sent = checked_headers(headers)
-        self._model = model
-        self._transport: Transport = (
-            GrpcTransport(address, sent) if protocol == "grpc" else HttpTransport(address, sent)
-        )
+        self._connect = partial(AsyncInflightClient, url, model, protocol, headers=headers)
+        self._connect()  # reports a bad argument now
+        self._uses_grpc = protocol == "grpc"
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._is_closed = False
 
     def generate(
         self,
@@ -76,20 +89,12 @@ class InflightClient:
     ) -> GenerateResult:
         """The whole answer to ``prompt``, text or token ids; without the prompt unless
         ``exclude_input_in_output=False``."""
-        call = generate_call(
-            self._model,
-            prompt,
-            max_tokens,
-            request_id,
-            options,
-            is_streaming=False,
-            is_single=True,
+        worker = self._get_worker()
+        return worker.run(
+            worker.client.generate(
+                prompt, max_tokens, request_id=request_id, timeout=timeout, **options
+            )
         )
-        answer = AnswerCollector(call)
-        with closing(self._transport.infer(call, timeout).receive()) as responses:
-            for response in responses:
-                answer.add(response)
-        return answer.result()
 
     def generate_many(
         self,
@@ -102,14 +107,12 @@ class InflightClient:
     ) -> list[GenerateResult]:
         """``n`` answers to ``prompt``, each as `generate` gives it; with ``seed``, answer i is that
         of ``seed`` + i."""
-        call = generate_call(
-            self._model, prompt, max_tokens, request_id, options, is_streaming=False
+        worker = self._get_worker()
+        return worker.run(
+            worker.client.generate_many(
+                prompt, max_tokens, request_id=request_id, timeout=timeout, **options
+            )
         )
-        answers = AnswersCollector(call, options.get("n", 1))
-        with closing(self._transport.infer(call, timeout).receive()) as responses:
-            for response in responses:
-                answers.add(response)
-        return answers.results()
 
     def stream(
         self,
@@ -124,17 +127,17 @@ class InflightClient:
 
         The request is sent when the iteration starts.
         """
-        call = generate_call(
-            self._model, prompt, max_tokens, request_id, options, is_streaming=True
+        worker = self._get_worker()
+        stream = worker.client.stream(
+            prompt, max_tokens, request_id=request_id, timeout=timeout, **options
         )
-        return GenerateStream(self._transport.infer(call, timeout), call.request_id)
+        return GenerateStream(worker, stream)
 
     def stop(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> None:
-        """End the running request ``request_id``, whoever started it: it gets its normal final
-        response with what it has so far. No error if there is none such (any more)."""
-        responses = self._transport.infer(stop_call(self._model, request_id), timeout)
-        for _ in responses.receive():
-            pass
+        """End the running request ``request_id`` of any client: it gets its normal final response
+        with what it has so far. No error if there is none such (any more)."""
+        worker = self._get_worker()
+        worker.run(worker.client.stop(request_id, timeout=timeout))
 
     def stats(
         self, follow: bool = True, *, timeout: float | None = None
@@ -143,37 +146,37 @@ class InflightClient:
 
         Leaving the iteration ends the feed.
         """
-        responses = self._transport.infer(stats_call(self._model, is_feed=follow), timeout)
-        with closing(responses.receive()) as received:
-            for response in received:
-                yield from read_stats(response)
+        worker = self._get_worker()
+        return worker.iterate(worker.client.stats(follow, timeout=timeout))
 
     def why(self, request_id: str, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
         """Why ``request_id`` does not run now: ``state``, ``reason``, and the numbers behind it."""
-        responses = self._transport.infer(why_call(self._model, request_id), timeout)
-        answers = [read_why(response) for response in responses.receive()]
-        return last_answer(answers)
+        worker = self._get_worker()
+        return worker.run(worker.client.why(request_id, timeout=timeout))
 
     def describe(self, *, timeout: float | None = HEALTH_TIMEOUT) -> dict[str, Any]:
         """What is served: ``model``, limits in tokens, and ``files`` of the tokenizer by name."""
-        responses = self._transport.infer(describe_call(self._model), timeout)
-        answers = [read_description(response) for response in responses.receive()]
-        return last_answer(answers)
+        worker = self._get_worker()
+        return worker.run(worker.client.describe(timeout=timeout))
 
     def recording(self, *, timeout: float | None = None) -> str:
-        """What the scheduler decided lately, as JSON lines for ``inflight replay``."""
-        responses = self._transport.infer(recording_call(self._model), timeout)
-        pieces = [response.tensors.get("recording", ()) for response in responses.receive()]
-        return "".join(text for piece in pieces for text in piece)
+        """The scheduler's recent decisions, as JSON lines for ``inflight replay``."""
+        worker = self._get_worker()
+        return worker.run(worker.client.recording(timeout=timeout))
 
     def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
         """Whether the model will serve a request sent now; `ServerUnreachable` if nobody answers,
         `RequestTimeout` if the model does not, as one that hangs."""
-        return takes_requests(self._transport, self._model, timeout)
+        worker = self._get_worker()
+        return worker.run(worker.client.health(timeout=timeout))
 
     def close(self) -> None:
-        """Give the connection back."""
-        self._transport.close()
+        """Close the connection; calls still running in other threads are interrupted."""
+        with self._lock:
+            self._is_closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
 
     def __enter__(self) -> Self:
         return self
@@ -181,14 +184,28 @@ class InflightClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _get_worker(self) -> _Worker:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(_CLOSED)
+            if self._worker is None or not self._worker.is_running:
+                if self._uses_grpc and _has_broken_grpc:
+                    raise InflightError(
+                        "this process was forked while a gRPC call was running. Start it with "
+                        'spawn, fork it before the first call, or use protocol="http".'
+                    )
+                self._worker = _Worker(self._connect(), self._uses_grpc)
+            return self._worker
+
 
 class GenerateStream:
     """An answer on its way: iterate it once. Leaving the iteration early cancels the request."""
 
-    def __init__(self, responses: Responses, request_id: str) -> None:
-        self.request_id = request_id
-        self._responses = responses
-        self._chunks = _read_chunks(responses)
+    def __init__(self, worker: _Worker, stream: AsyncGenerateStream) -> None:
+        self.request_id = stream.request_id
+        self._worker = worker
+        self._stream = stream
+        self._chunks = worker.iterate(stream.__aiter__())
 
     def __iter__(self) -> Iterator[GenerateChunk]:
         return self._chunks
@@ -198,12 +215,184 @@ class GenerateStream:
 
     def cancel(self) -> None:
         """Cancel the request, from any thread; the iteration ends without an error."""
-        self._responses.cancel()
+        if self._worker.is_running:
+            self._worker.run(self._stream.cancel())
 
 
-def _read_chunks(responses: Responses) -> Iterator[GenerateChunk]:
-    with closing(responses.receive()) as received:
-        for response in received:
-            chunk = read_chunk(response)
-            if chunk.text or chunk.token_ids:
-                yield chunk
+class _Worker:
+    """An asyncio client, and the thread whose event loop runs its calls."""
+
+    def __init__(self, client: AsyncInflightClient, uses_grpc: bool) -> None:
+        self.client = client
+        self.uses_grpc = uses_grpc
+        self.is_closed = False
+        self._process_id = os.getpid()
+        self._lock = threading.Lock()
+        self._close_wanted = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        # The thread knows the parts but not this object, which is closed when nobody refers to it.
+        self._thread = threading.Thread(
+            target=_run_loop,
+            args=(self._loop, client, self._tasks, self._close_wanted),
+            name="inflight-client",
+            daemon=True,
+        )
+        self._thread.start()
+        _workers.add(self)
+
+    @property
+    def is_running(self) -> bool:
+        """False once closed, and in a child process, which has no threads of its parent."""
+        return not self.is_closed and self._process_id == os.getpid()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is running."""
+        return not self._tasks
+
+    def run(self, call: Coroutine[Any, Any, _Item]) -> _Item:
+        """The result of ``call``; Ctrl-C in the waiting thread cancels it."""
+
+        async def only_result() -> AsyncGenerator[_Item, None]:
+            yield await call
+
+        (result,) = self.iterate(only_result())
+        return result
+
+    def iterate(self, source: AsyncGenerator[_Item, None]) -> Generator[_Item, None, None]:
+        """The items of ``source``; leaving the iteration cancels it and waits for its end."""
+        call = _Call(source)
+        with self._lock:  # what is started before `close` is cancelled by it
+            if not self.is_running:
+                raise RuntimeError(_CLOSED)
+            self._loop.call_soon_threadsafe(call.start, self._tasks)
+        try:
+            while (entry := _get(call.items)) is not None:
+                yield entry[0]
+                if call.items.qsize() == _READ_AHEAD // 2:
+                    self._notify(call.has_room.set)
+        finally:
+            if not call.has_ended.is_set() and self._process_id == os.getpid():
+                self._notify(call.cancel)
+                # The garbage collector may end an iteration in the thread that is waited for.
+                while threading.current_thread() is not self._thread:
+                    if call.has_ended.wait(_SIGNAL_CHECK_SECONDS):
+                        break
+        if call.errors:
+            raise call.errors.pop()
+
+    def close(self) -> None:
+        """Cancel the calls that run, close the connection and end the thread."""
+        self._begin_close()
+        if self._process_id == os.getpid() and threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_SECONDS)
+
+    def __del__(self) -> None:
+        self._begin_close()
+
+    def _begin_close(self) -> None:
+        with self._lock:
+            if self.is_running:
+                self.is_closed = True
+                self._notify(self._close_wanted.set)
+
+    def _notify(self, callback: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it what is to be told
+            self._loop.call_soon_threadsafe(callback)
+
+
+class _Call(Generic[_Item]):
+    """Takes the items of ``source`` on the loop, `_READ_AHEAD` before they are asked for."""
+
+    def __init__(self, source: AsyncGenerator[_Item, None]) -> None:
+        self.items: SimpleQueue[tuple[_Item] | None] = SimpleQueue()  # None: it has ended
+        self.errors: list[BaseException] = []  # at most one, which ended it
+        self.has_room = asyncio.Event()
+        self.has_ended = threading.Event()
+        self._source = source
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, tasks: set[asyncio.Task[None]]) -> None:
+        """Begin; ``tasks`` has the task as long as it runs."""
+        self._task = asyncio.get_running_loop().create_task(self._read())
+        tasks.add(self._task)
+        self._task.add_done_callback(tasks.discard)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        """End it soon; nothing if it has ended."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _read(self) -> None:
+        async with aclosing(self._source) as source:
+            async for item in source:
+                self.items.put((item,))
+                if self.items.qsize() >= _READ_AHEAD:
+                    self.has_room.clear()
+                    await self.has_room.wait()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if task.cancelled():
+            self.errors.append(
+                StreamInterrupted("the client was closed before the final response.")
+            )
+        elif error := task.exception():
+            self.errors.append(error)
+        self.has_ended.set()
+        self.items.put(None)
+
+
+def _run_loop(
+    loop: asyncio.AbstractEventLoop,
+    client: AsyncInflightClient,
+    tasks: set[asyncio.Task[None]],
+    close_wanted: asyncio.Event,
+) -> None:
+    async def serve() -> None:
+        await close_wanted.wait()
+        running = list(tasks)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        await client.close()
+
+    loop.run_until_complete(serve())
+    loop.close()
+
+
+def _get(items: SimpleQueue[_Item]) -> _Item:
+    while True:
+        with suppress(Empty):
+            return items.get(timeout=_SIGNAL_CHECK_SECONDS)
+
+
+_workers: WeakSet[_Worker] = WeakSet()
+_has_broken_grpc = False
+"""True in a child process that was forked while a gRPC call was running."""
+
+
+def _before_fork() -> None:
+    """Connections are closed and opened again when needed: gRPC works in a forked child, and goes
+    on working in the parent, only if no thread is inside it."""
+    for worker in list(_workers):
+        if worker.is_idle:
+            worker.close()
+
+
+def _after_fork_in_child() -> None:
+    global _has_broken_grpc
+    _has_broken_grpc = any(worker.uses_grpc and not worker.is_closed for worker in list(_workers))
+
+
+def _at_exit() -> None:
+    """No thread may be inside gRPC when the interpreter is taken down."""
+    for worker in list(_workers):
+        worker.close()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

@@ -7,11 +7,18 @@ out of order in any stream is a bug, and the exit code says so.
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
+import psutil
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -19,7 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight_client.aio import AsyncInflightClient
-from inflight_client.demo_server import DemoServer
+from inflight_client.client import InflightClient
+from inflight_client.errors import InflightError, RequestTimeout, ServerUnreachable
 from inflight_client.stats_table import stats_table
 
 _PROMPTS = ("1 2 3", "10 11 12", "42 43 44", "100 101 102")
@@ -28,6 +36,11 @@ _STOP_AFTER_NUMBERS = 25
 _MAX_TOKENS = 400
 _PANEL_LINES = 12
 _REFRESH_PER_SECOND = 12
+
+_HOST = "127.0.0.1"
+_START_SECONDS = 120.0
+_STOP_SECONDS = 30.0
+_POLL_SECONDS = 0.1
 
 _NEXT = """\
 What to type next:
@@ -206,3 +219,106 @@ def _report(demo: Demo, seconds: float, console: Console) -> None:
         highlight=False,
     )
     console.print(stats_table(demo.busiest, "the busiest iteration"))
+
+
+class DemoServer:
+    """``inflight serve`` in a subprocess on free ports; a ``with`` block never leaves it behind.
+
+    It runs in its own session, so that Ctrl-C on the terminal reaches the demo alone, which then
+    shuts the server down in order.
+    """
+
+    def __init__(self) -> None:
+        self._http_port, self._grpc_port, self._metrics_port = _free_ports(3)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+
+    @property
+    def grpc_url(self) -> str:
+        """Where clients find it."""
+        return f"{_HOST}:{self._grpc_port}"
+
+    def __enter__(self) -> DemoServer:
+        ports = {"http": self._http_port, "grpc": self._grpc_port, "metrics": self._metrics_port}
+        options = [f"--{name}-port={port}" for name, port in ports.items()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "inflight_client.cli", "serve", f"--host={_HOST}", *options],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._log.close()
+
+    def wait_until_ready(self) -> None:
+        """Return when the model takes requests; `InflightError` with the server's words if not."""
+        assert self._process is not None, "enter the with block first"
+        deadline = time.monotonic() + _START_SECONDS
+        with InflightClient(self.grpc_url) as client:
+            while not _is_ready(client):
+                if self._process.poll() is not None:
+                    raise InflightError(f"the server did not start:\n{self._output()}")
+                if time.monotonic() > deadline:
+                    raise InflightError(
+                        f"the server was not ready after {_START_SECONDS:g} s:\n{self._output()}"
+                    )
+                time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> list[str]:
+        """Shut the server down as Ctrl-C would; what did not go well, empty if all did."""
+        process, self._process = self._process, None
+        if process is None:
+            return []
+        family: list[psutil.Process] = []
+        problems = []
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        try:
+            code = process.wait(_STOP_SECONDS)
+            if code != 0:
+                problems.append(f"the server ended with exit code {code}:\n{self._output()}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            problems.append(f"the server had to be killed after {_STOP_SECONDS:g} s")
+        left = [str(child.pid) for child in family if _is_alive(child)]
+        if left:
+            problems.append(f"the server left processes behind: {', '.join(left)}")
+        return problems
+
+    def _output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace").strip()
+
+
+def _is_ready(client: InflightClient) -> bool:
+    try:
+        return client.health()
+    except (ServerUnreachable, RequestTimeout):
+        return False
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now; all are held until all are found, so they differ."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((_HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs still; psutil tells it from a later process of the same number."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

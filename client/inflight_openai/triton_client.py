@@ -14,17 +14,17 @@ import anyio
 import httpx
 
 from inflight_client.address import Address, default_url, parse_address
-from inflight_client.aio_transport import AsyncGrpcTransport, takes_requests
-from inflight_client.encoding import (
-    InferCall,
+from inflight_client.aio import takes_requests
+from inflight_client.errors import InvalidArgument, ServerError
+from inflight_client.grpc_transport import GrpcTransport, encode_bytes
+from inflight_client.headers import checked_headers
+from inflight_client.options import (
+    Request,
     Response,
-    describe_call,
+    describe_request,
     last_answer,
     read_description,
 )
-from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.grpc_wire import encode_bytes
-from inflight_client.headers import checked_headers
 from inflight_openai.errors import ApiError, from_server
 from inflight_openai.generation import GenerationRequest
 from inflight_protocol import LLM_MODEL_NAME
@@ -71,12 +71,12 @@ class TritonClient:
         """``timeout``: seconds for an answer; ``headers`` go with every call. `InvalidArgument` for
         a bad ``url`` or header."""
         self.address = parse_address(default_url("grpc") if url is None else url, "grpc")
-        self._transport = AsyncGrpcTransport(self.address, checked_headers(headers))
+        self._transport = GrpcTransport(self.address, checked_headers(headers))
         self._timeout = timeout
 
     async def describe(self) -> dict[str, Any]:
         """The server's description of its model."""
-        responses = self._transport.infer(describe_call(LLM_MODEL_NAME), _DESCRIBE_SECONDS)
+        responses = self._transport.infer(describe_request(LLM_MODEL_NAME), _DESCRIBE_SECONDS)
         return last_answer([read_description(each) async for each in responses.receive()])
 
     async def is_ready(self) -> bool:
@@ -154,7 +154,7 @@ def encode_calls(request: GenerationRequest, request_id: str) -> list[bytes]:
     return [encode_bytes(call) for call in make_calls(request, request_id)]
 
 
-def make_calls(request: GenerationRequest, request_id: str) -> list[InferCall]:
+def make_calls(request: GenerationRequest, request_id: str) -> list[Request]:
     """One call per prompt; responses have text and the number of its tokens."""
     outputs = ["text_output", "sequence_length", "finish_reason"]
     if request.has_log_probs or request.has_token_ids:
@@ -176,7 +176,7 @@ def make_calls(request: GenerationRequest, request_id: str) -> list[InferCall]:
             "exclude_input_in_output": True,
         }
         call_id = request_id if len(request.prompts) == 1 else f"{request_id}-{i}"
-        calls.append(InferCall(values, tuple(outputs), call_id))
+        calls.append(Request(values, tuple(outputs), call_id))
     return calls
 
 

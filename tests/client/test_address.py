@@ -6,8 +6,8 @@ import pytest
 
 from inflight_client.address import Address, Protocol, default_url, parse_address
 from inflight_client.errors import InvalidArgument
-from inflight_client.grpc_wire import channel_options
-from inflight_client.http_wire import client_settings
+from inflight_client.grpc_transport import channel_options
+from inflight_client.http_transport import client_settings
 
 
 @pytest.mark.parametrize(

@@ -10,26 +10,26 @@ import pytest
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import serialize_byte_tensor
 
-from inflight_client.encoding import (
+from inflight_client.errors import InvalidArgument, ServerError
+from inflight_client.grpc_transport import decode_response, encode_request
+from inflight_client.http_transport import decode_event, encode_body, error_of_status, model_path
+from inflight_client.options import (
     FINISH_OUTPUT,
     INDEX_OUTPUT,
     OPTION_TO_INPUT,
     TEXT_OUTPUTS,
     TOKEN_OUTPUTS,
     AnswerCollector,
+    GenerateChunk,
     GenerateOptions,
-    InferCall,
+    Request,
     Response,
-    generate_call,
+    generate_request,
     read_chunk,
     read_stats,
-    stats_call,
-    stop_call,
+    stats_request,
+    stop_request,
 )
-from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.grpc_wire import decode_response, encode_request
-from inflight_client.http_wire import decode_event, encode_body, error_of_status, model_path
-from inflight_client.results import GenerateChunk
 from inflight_protocol import INPUT_BY_NAME, OUTPUT_BY_NAME
 
 EVERY_OPTION: GenerateOptions = {
@@ -62,8 +62,8 @@ EVERY_OPTION: GenerateOptions = {
 
 def make_call(
     prompt: Any = "1 2 3", max_tokens: Any = 4, *, is_streaming: bool = True, **options: Any
-) -> InferCall:
-    return generate_call(
+) -> Request:
+    return generate_request(
         "tensorrt_llm",
         prompt,
         max_tokens,
@@ -78,8 +78,8 @@ ALL_CALLS = {
     "tokens": make_call([1, 2, 3], **EVERY_OPTION),
     "one token": make_call([1]),
     "whole text": make_call(is_streaming=False),
-    "stop": stop_call("tensorrt_llm", "x"),
-    "stats": stats_call("tensorrt_llm", is_feed=True),
+    "stop": stop_request("tensorrt_llm", "x"),
+    "stats": stats_request("tensorrt_llm", is_feed=True),
 }
 
 
@@ -175,7 +175,7 @@ def test_what_the_wire_cannot_carry(arguments: dict[str, Any], message: str) -> 
 
 def test_request_id_must_be_text() -> None:
     with pytest.raises(InvalidArgument, match="request_id = 7: give a string"):
-        generate_call("m", "1", 1, 7, {}, is_streaming=True)  # type: ignore[arg-type]
+        generate_request("m", "1", 1, 7, {}, is_streaming=True)  # type: ignore[arg-type]
 
 
 def test_padding_behind_the_count_is_dropped() -> None:
@@ -194,8 +194,8 @@ def test_finish(counts: tuple[int, ...], include_prompt: bool, finish: str | Non
     for count in counts:
         answer.add(Response({"output_ids": [7] * count, "sequence_length": [count]}))
 
-    assert answer.result().finish == finish
-    assert answer.result().token_ids == (7,) * sum(counts)
+    assert answer.results()[0].finish == finish
+    assert answer.results()[0].token_ids == (7,) * sum(counts)
 
 
 def test_statistics_that_are_not_json() -> None:
@@ -255,7 +255,7 @@ def test_the_server_says_why_it_ended(reason: str, finish: str) -> None:
     answer = AnswerCollector(make_call([1], 1, is_streaming=False))
     tensors: dict[str, Any] = {"output_ids": [7], "sequence_length": [1], "finish_reason": [reason]}
     answer.add(Response(tensors))
-    assert answer.result().finish == finish
+    assert answer.results()[0].finish == finish
 
 
 @pytest.mark.parametrize("words", ["one string", [1], 7])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight_client.sse import SseParser
+from inflight_client.http_transport import SseParser
 
 
 def parse(pieces: list[bytes]) -> list[str]:

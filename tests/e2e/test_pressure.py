@@ -22,8 +22,8 @@ import pytest
 from support.server_process import HOST, TRITONSERVER, ServeProcess, assert_counts, stream_text
 from tritonclient.grpc import service_pb2
 
-from inflight_client import AsyncInflightClient, InflightClient, grpc_wire
-from inflight_client.encoding import ready_call
+from inflight_client import AsyncInflightClient, InflightClient, grpc_transport
+from inflight_client.options import ready_request
 from inflight_protocol import LLM_MODEL_NAME
 
 pytestmark = pytest.mark.e2e
@@ -139,7 +139,7 @@ def test_a_thousand_idle_streams(server: ServeProcess) -> None:
     began = time.monotonic()
     assert_counts(PROMPT, "".join(stream_text(server, PROMPT, 60)), 60)
     assert time.monotonic() - began < 20.0
-    question = grpc_wire.encode_request(ready_call(LLM_MODEL_NAME)).SerializeToString()
+    question = grpc_transport.encode_request(ready_request(LLM_MODEL_NAME)).SerializeToString()
     for idle in held:
         idle.ask(question)
     for each in calls:

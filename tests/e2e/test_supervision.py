@@ -26,7 +26,7 @@ from support.server_process import (
     stream_text,
 )
 
-from inflight_client import InflightClient, StreamInterrupted, grpc_wire
+from inflight_client import InflightClient, StreamInterrupted, grpc_transport
 from inflight_openai.triton_client import TritonClient
 from inflight_server.serve.repository import OPTIONAL_MODELS
 from inflight_server.serve.settings import DEMO_MODEL
@@ -261,8 +261,8 @@ def test_who_waits_for_a_machine_that_is_gone_hears_of_it(
 ) -> None:
     """No packet says that a machine has lost its power: a server that is frozen says as little.
     (Five minutes, outside of tests: servers take more frequent questions for abuse.)"""
-    monkeypatch.setattr(grpc_wire, "_KEEPALIVE_MS", 500)
-    monkeypatch.setattr(grpc_wire, "_KEEPALIVE_TIMEOUT_MS", 500)
+    monkeypatch.setattr(grpc_transport, "_KEEPALIVE_MS", 500)
+    monkeypatch.setattr(grpc_transport, "_KEEPALIVE_TIMEOUT_MS", 500)
     running = serve()
     stream = grpc_text(running, ENDLESS)
     assert next(stream)

@@ -138,12 +138,12 @@ def is_set(value: Any) -> bool:
 
 
 def rounded(value: Any) -> Any:
-    """To five significant digits: sums may be taken in another order."""
+    """To four decimals, five significant digits: sums may be taken in another order."""
     if isinstance(value, list):
         return [rounded(each) for each in value]
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
-    return float(f"{value:.5g}") if isinstance(value, float) else value
+    return float(f"{round(value, 4):.5g}") if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize("model", BASE)

@@ -29,7 +29,7 @@ from support.openai_front import (
 )
 
 from inflight_client.errors import InvalidArgument
-from inflight_client.grpc_wire import encode_bytes
+from inflight_client.grpc_transport import encode_bytes
 from inflight_openai import app as app_module
 from inflight_openai import chat, triton_client
 from inflight_openai.app import cors

@@ -17,12 +17,15 @@ from inflight_server.commands.recordings import reported_errors
 if TYPE_CHECKING:
     from inflight_backend.engine.memory_plan import Concurrency, MemoryPlan
 
+app = typer.Typer()
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MAX_BYTES = 2**60
 _MAX_TOKENS = 2**40  # the bound of the server's parameters
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
 
 
+@app.command()
 def plan(
     folder: Annotated[Path, typer.Argument(help="Hugging Face checkpoint folder.")],
     gpu_memory: Annotated[

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from inflight_recorder.simulator import MakeScheduler
     from inflight_recorder.timeline import Timeline
 
+app = typer.Typer()
+
 _SUFFIXES = (".svg", ".html", ".json")
 
 RecordingArgument = Annotated[
@@ -78,6 +80,7 @@ def scheduler_maker(class_name: str | None) -> MakeScheduler:
     return partial(make_guarded, find_scheduler_class(class_name))
 
 
+@app.command()
 def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption = None) -> None:
     """Decide again what a recording says was decided. Tells the first difference, if any."""
     from inflight_recorder.replay import replay as run_replay
@@ -95,6 +98,7 @@ def replay(recording: RecordingArgument, scheduler_class: SchedulerClassOption =
         raise typer.Exit(1)
 
 
+@app.command()
 def timeline(
     recording: RecordingArgument,
     output: Annotated[

@@ -37,6 +37,8 @@ _ABOUT_RANDOM_ONES = "is about requests that come at random: give their --rate"
 _ABOUT_OTHERS = "is about others than the recorded ones: give a --rate or a --trace"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
+app = typer.Typer()
+
 MAX_VARIANTS = 64
 MAX_SURE_JOBS = 5000
 """For more requests the range of the first tokens, two more predictions each, is left out."""
@@ -141,6 +143,7 @@ class OtherRequests:
         return Requests(traced.jobs, tokens_per_block, num_left_out=traced.num_left_out)
 
 
+@app.command()
 def whatif(
     recording: RecordingArgument,
     policy: Annotated[

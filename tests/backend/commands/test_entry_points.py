@@ -1,38 +1,44 @@
-"""Every command of the package is found, answers --help, and is light to load."""
+"""Every command of the server side is found, answers --help, and is light to load."""
 
 from __future__ import annotations
 
-import importlib
-import re
 import subprocess
 import sys
-from pathlib import Path
+from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
-from support.command_runner import run
+import typer
+from typer.testing import CliRunner
 
-PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
-SECTION = PYPROJECT.read_text(encoding="utf-8").partition('."inflight.commands"]\n')[2]
-COMMANDS = dict(re.findall(r'^([\w-]+) = "(\S+)"$', SECTION.partition("\n[")[0], re.MULTILINE))
+from inflight_client.cli import PLUGIN_GROUP, add_plugins
+from inflight_server.commands import app
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-def test_there_are_commands() -> None:
-    assert {"serve", "replay", "timeline", "plan", "whatif", "model-repository"} <= set(COMMANDS)
+def test_a_module_with_an_app_is_a_command() -> None:
+    assert set(COMMANDS) == {"serve", "replay", "timeline", "plan", "whatif", "model-repository"}
+
+
+def test_the_entry_points_name_them_all() -> None:
+    whole = typer.Typer()
+    add_plugins(whole, list(entry_points(group=PLUGIN_GROUP)))
+    names = set(typer.main.get_command(whole).commands)  # type: ignore[attr-defined]
+    assert names == {*COMMANDS, "openai"}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_help(name: str) -> None:
-    module, _, function = COMMANDS[name].partition(":")
-    done = run(getattr(importlib.import_module(module), function), "--help")
+    done = CliRunner().invoke(app, [name, "--help"])
     assert done.exit_code == 0
     assert "Usage" in done.stdout
 
 
-def test_the_commands_that_read_files_load_no_torch_and_no_numpy() -> None:
-    modules = {target.partition(":")[0] for target in COMMANDS.values() if ".commands." in target}
+def test_commands_load_no_torch_and_no_grpc() -> None:
     code = (
-        f"import sys; [__import__(name) for name in {sorted(modules)!r}]\n"
-        "print({'torch', 'numpy', 'triton', 'grpc'} & set(sys.modules))"
+        "import sys, inflight_server.commands\n"
+        "print({'torch', 'triton', 'grpc'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

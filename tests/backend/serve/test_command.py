@@ -6,15 +6,14 @@ import errno
 import shutil
 import sys
 from contextlib import AbstractContextManager
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from inflight_server.commands.serve import serve
 from inflight_server.serve import launcher
-from inflight_server.serve.command import serve
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings
 
 app = typer.Typer()
@@ -96,8 +95,3 @@ def test_a_folder_that_cannot_be_copied_is_one_line(
     result = CliRunner().invoke(app, [])
     assert result.exit_code == 1
     assert result.stderr == "error: [Errno 28] No space left on device\n"
-
-
-def test_command_is_registered_under_its_name() -> None:
-    (point,) = entry_points(group="inflight.commands", name="serve")
-    assert point.load() is serve

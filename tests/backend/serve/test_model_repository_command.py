@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2 as pb
 from typer.testing import CliRunner
 
-from inflight_server.serve.command import model_repository
+from inflight_server.commands.serve import model_repository
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS
 
 APP = typer.Typer()

@@ -15,6 +15,8 @@ from inflight_server.serve.console import say
 from inflight_server.serve.repository import DEFAULT_MODELS, OPTIONAL_MODELS, install
 from inflight_server.serve.settings import DEMO_MODEL, ServeSettings, parse_overrides
 
+app = typer.Typer()
+
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -48,6 +50,7 @@ def chosen_models(added: Sequence[str]) -> tuple[str, ...]:
     return (*DEFAULT_MODELS, *dict.fromkeys(added))
 
 
+@app.command()
 def model_repository(
     out_dir: Annotated[
         Path, typer.Argument(help="Folder to write; may hold other models, which stay.")
@@ -104,6 +107,7 @@ def _port(what: str) -> typer.models.OptionInfo:
     return option
 
 
+@app.command()
 def serve(
     model: Annotated[
         Path | None,

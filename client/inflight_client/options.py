@@ -1,9 +1,8 @@
-"""What every client sends and reads, independent of how the bytes travel.
+"""Options of a request, and how they become tensors; how responses become results.
 
-A call is plain values under the names of `inflight_protocol`; the transports turn it into a
+A `Request` is plain values under the names of `inflight_protocol`; a transport turns it into a
 protobuf message or into JSON. Values are checked here only for what the wire cannot carry (a number
-outside its dtype, text that is not Unicode): the server judges the rest, and its words are passed
-on.
+outside its dtype, text that is not Unicode). The server checks the rest and explains its refusals.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
 from inflight_client.errors import InvalidArgument, ServerError
-from inflight_client.results import FinishReason, GenerateChunk, GenerateResult
 from inflight_protocol import DTYPE_TO_NUMPY, INPUT_BY_NAME, LLM_MODEL_NAME
 from inflight_protocol.sampling import SAMPLING_OPTIONS
 
@@ -32,6 +30,10 @@ FINISH_OUTPUT = "finish_reason"
 
 INDEX_OUTPUT = "sequence_index"
 """Comes with every response of a request for several answers."""
+
+FinishReason = Literal["length", "stop", "timed_out", "cancelled"]
+"""``length``: the answer has ``max_tokens`` tokens; ``stop``: it came to its end id or a stop word;
+``timed_out``, ``cancelled``: it was ended from outside."""
 
 _FINISH_REASONS: dict[str, FinishReason] = {
     "end_id": "stop",
@@ -100,7 +102,33 @@ OPTION_TO_INPUT: dict[str, str] = SAMPLING_OPTIONS | {
 
 
 @dataclass(frozen=True, slots=True)
-class InferCall:
+class GenerateChunk:
+    """What one response of a stream adds to the answer.
+
+    A prompt of text is answered with ``text``, a prompt of token ids with ``token_ids``; the other
+    one is empty. ``index``: which of ``n`` answers this belongs to.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """A whole answer; ``text`` or ``token_ids`` is filled, as in `GenerateChunk`.
+
+    ``finish`` is None when the server did not say why the answer ended.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
     """One request to the model: input values by tensor name, and the outputs it asks for."""
 
     values: Mapping[str, object]
@@ -121,7 +149,7 @@ class Response:
     tensors: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
-def generate_call(
+def generate_request(
     model: str,
     prompt: str | Sequence[int],
     max_tokens: int,
@@ -130,7 +158,7 @@ def generate_call(
     *,
     is_streaming: bool,
     is_single: bool = False,
-) -> InferCall:
+) -> Request:
     """The request that continues ``prompt``; text is answered with text, ids with ids.
 
     ``is_single``: the caller has room for one answer, so ``n`` must be 1.
@@ -168,41 +196,41 @@ def generate_call(
         raise InvalidArgument(f"n = {num_answers}: generate gives one answer; use generate_many.")
     if num_answers != 1:
         outputs += (INDEX_OUTPUT,)
-    return InferCall(values, outputs, checked_request_id(request_id), model)
+    return Request(values, outputs, checked_request_id(request_id), model)
 
 
-def stop_call(model: str, request_id: str) -> InferCall:
+def stop_request(model: str, request_id: str) -> Request:
     """The request that ends the running request ``request_id``; `InvalidArgument` if empty."""
     if not request_id:
         raise InvalidArgument("request_id is empty: give the id the request was started with.")
-    return InferCall({"stop": True}, (), checked_request_id(request_id), model)
+    return Request({"stop": True}, (), checked_request_id(request_id), model)
 
 
-def stats_call(model: str, *, is_feed: bool) -> InferCall:
+def stats_request(model: str, *, is_feed: bool) -> Request:
     """The request for statistics: the last iteration's, then (a feed) every one until cancelled."""
-    return InferCall({"stats": True, "stream": is_feed}, ("stats",), "", model)
+    return Request({"stats": True, "stream": is_feed}, ("stats",), "", model)
 
 
-def why_call(model: str, request_id: str) -> InferCall:
+def explain_request(model: str, request_id: str) -> Request:
     """The question why ``request_id`` does not run; `InvalidArgument` if empty."""
     if not request_id:
         raise InvalidArgument("request_id is empty: give the id the request was started with.")
-    return InferCall({"why": True}, ("why",), checked_request_id(request_id), model)
+    return Request({"why": True}, ("why",), checked_request_id(request_id), model)
 
 
-def recording_call(model: str) -> InferCall:
+def recording_request(model: str) -> Request:
     """The request for what the scheduler decided lately."""
-    return InferCall({"recording": True}, ("recording",), "", model)
+    return Request({"recording": True}, ("recording",), "", model)
 
 
-def describe_call(model: str) -> InferCall:
+def describe_request(model: str) -> Request:
     """The question what is served."""
-    return InferCall({"describe": True}, ("description",), "", model)
+    return Request({"describe": True}, ("description",), "", model)
 
 
-def ready_call(model: str) -> InferCall:
+def ready_request(model: str) -> Request:
     """The question whether requests sent now will be served: an error if not."""
-    return InferCall({"ready": True}, (), "", model)
+    return Request({"ready": True}, (), "", model)
 
 
 def is_unknown_question(error: ServerError) -> bool:
@@ -264,36 +292,33 @@ def last_answer(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return answers[-1]
 
 
-class AnswersCollector:
-    """Puts the responses of a request for ``n`` answers together, each by its index."""
+class AnswerCollector:
+    """Puts the responses of one request together into ``num_answers`` results."""
 
-    def __init__(self, call: InferCall, n: int) -> None:
-        self._answers = [AnswerCollector(call) for _ in range(n)]
+    def __init__(self, request: Request, num_answers: int = 1) -> None:
+        self._answers = [_Answer(request) for _ in range(num_answers)]
 
     def add(self, response: Response) -> None:
-        """Append what ``response`` carries; `ServerError` for an answer nobody asked for."""
+        """Append what ``response`` carries; `ServerError` for an index beyond ``num_answers``."""
         index = sum(response.tensors.get(INDEX_OUTPUT, ()))
         if not 0 <= index < len(self._answers):
             raise ServerError(f"the server sent answer {index} of {len(self._answers)}.")
         self._answers[index].add(response)
 
     def results(self) -> list[GenerateResult]:
-        """The answers so far."""
+        """The answers so far, by their index."""
         return [answer.result() for answer in self._answers]
 
 
-class AnswerCollector:
-    """Puts the responses of one request together into a `GenerateResult`."""
-
-    def __init__(self, call: InferCall) -> None:
-        self._call = call
+class _Answer:
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._num_tokens: int | None = None
         self._reason: FinishReason | None = None
 
     def add(self, response: Response) -> None:
-        """Append what ``response`` carries."""
         chunk = read_chunk(response)
         self._texts.append(chunk.text)
         self._token_ids.extend(chunk.token_ids)
@@ -304,15 +329,13 @@ class AnswerCollector:
             self._reason = _FINISH_REASONS.get(reason, self._reason)
 
     def result(self) -> GenerateResult:
-        """The answer so far."""
-        return GenerateResult(
-            self._call.request_id, "".join(self._texts), tuple(self._token_ids), self._finish()
-        )
+        text, token_ids = "".join(self._texts), tuple(self._token_ids)
+        return GenerateResult(self._request.request_id, text, token_ids, self._finish())
 
     def _finish(self) -> FinishReason | None:
         if self._reason is not None:
             return self._reason
-        values = self._call.values
+        values = self._request.values
         # With the prompt in the answer the count holds both, and its length is not known in text.
         if self._num_tokens is None or not values["exclude_input_in_output"]:
             return None

@@ -1,0 +1,276 @@
+"""Triton's HTTP generate extension: requests to JSON, events and status codes back.
+
+Every request is a ``generate_stream``, which delivers server-sent events as they come, one in case
+of a whole answer. The end of the body is the final response. A server that goes away in the middle
+leaves the chunked body unfinished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from inflight_client.address import Address
+from inflight_client.errors import InflightError, RequestTimeout, ServerError, StreamInterrupted
+from inflight_client.headers import Headers, denied
+from inflight_client.options import Request, Response, stop_request
+
+_DENIED = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds; a server that runs accepts a connection at once."""
+
+STOP_TIMEOUT = 5.0
+"""Seconds that a stop on behalf of an abandoned request may take."""
+
+_FIRST_STOP_PAUSE = 0.05
+
+
+class HttpTransport:
+    """A `Transport` over HTTP: server-sent events from ``generate_stream``."""
+
+    def __init__(self, address: Address, headers: Headers = ()) -> None:
+        self.address = address
+        self.client = httpx.AsyncClient(**client_settings(address, headers))
+
+    def infer(self, request: Request, timeout: float | None) -> HttpResponses:
+        """See `Transport`. The server is given up after ``timeout`` seconds of silence."""
+        return HttpResponses(self, request, timeout)
+
+    async def is_loaded(self, model: str, timeout: float) -> bool:
+        """See `Transport`."""
+        try:
+            response = await self.client.get(model_path(model, "ready"), timeout=timeout)
+        except httpx.HTTPError as error:
+            raise translate_error(error, self.address, timeout) from None
+        if response.status_code in _DENIED:
+            raise error_of_status(response.status_code, response.content)
+        return response.status_code == httpx.codes.OK
+
+    async def close(self) -> None:
+        """See `Transport`."""
+        await self.client.aclose()
+
+
+class HttpResponses:
+    """The `Responses` to one HTTP request.
+
+    Triton does not notice that an HTTP client has gone before the first response of its request.
+    So every generation has an id, and one that is given up before then is stopped by that id.
+    """
+
+    def __init__(self, transport: HttpTransport, request: Request, timeout: float | None) -> None:
+        if request.is_generation and not request.request_id:
+            request = replace(request, request_id=uuid.uuid4().hex)
+        self._transport = transport
+        self._request = request
+        self._timeout = timeout
+        self._response: httpx.Response | None = None
+        self._is_sent = False
+        self._is_cancelled = False
+        self._is_answered = asyncio.Event()
+
+    async def cancel(self) -> None:
+        """See `Responses`."""
+        self._is_cancelled = True
+        if self._response is not None:
+            _cut_connection(self._response)
+        elif self._is_sent:
+            await self._stop_until_answered()
+
+    async def receive(self) -> AsyncGenerator[Response, None]:
+        """See `Responses`."""
+        if self._is_cancelled:
+            return
+        address, num_responses = self._transport.address, 0
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        try:
+            async with aclosing(self._receive()) as responses:
+                async for response in responses:
+                    if self._is_cancelled:
+                        return
+                    num_responses += 1
+                    yield response
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise timed_out(address, self._timeout)
+        except httpx.HTTPError as error:
+            if not self._is_cancelled:
+                raise translate_error(error, address, self._timeout, num_responses) from None
+        finally:
+            self._is_answered.set()
+            if self._is_sent and self._response is None and not self._is_cancelled:
+                await self._stop()
+
+    async def _receive(self) -> AsyncGenerator[Response, None]:
+        self._is_sent = True
+        path = model_path(self._request.model, "generate_stream")
+        body = encode_body(self._request)
+        limits = timeouts(self._timeout)
+        try:
+            async with self._transport.client.stream(
+                "POST", path, json=body, timeout=limits
+            ) as response:
+                self._response = response
+                self._is_answered.set()
+                if response.status_code != httpx.codes.OK:
+                    raise error_of_status(response.status_code, await response.aread())
+                parser = SseParser()
+                async for received in response.aiter_bytes():
+                    for data in parser.feed(received):
+                        yield decode_event(data)
+        except httpx.ConnectError:
+            self._is_sent = False  # there is nothing to stop
+            raise
+
+    async def _stop_until_answered(self) -> None:
+        """A stop that overtakes its request on the way is forgotten by the server."""
+        pause, deadline = _FIRST_STOP_PAUSE, time.monotonic() + STOP_TIMEOUT
+        await self._stop()
+        while time.monotonic() < deadline:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_answered.wait(), pause)
+                return
+            await self._stop()
+            pause *= 2
+
+    async def _stop(self) -> None:
+        if not self._request.is_generation:
+            return
+        request = stop_request(self._request.model, self._request.request_id)
+        with suppress(InflightError):  # best effort: the caller has another error already
+            async for _ in HttpResponses(self._transport, request, STOP_TIMEOUT).receive():
+                pass
+
+
+class SseParser:
+    """Takes bytes as they arrive, cut anywhere, and gives the data of every complete event.
+
+    Rules: the event stream format of the WHATWG HTML standard, section 9.2: lines end in LF, CR LF
+    or CR, ``data`` lines of one event are joined by LF, a blank line ends the event, an event that
+    the end of the stream cuts off is dropped, lines that start with a colon are comments.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[str] = []
+
+    def feed(self, received: bytes) -> list[str]:
+        """The data of the events that ``received`` completes, in order."""
+        # A CR at the end may be half of a CR LF: it waits for the next bytes. Lines are cut before
+        # decoding, so a character split between two reads is whole again here.
+        block = self._rest + received
+        held = b"\r" if block.endswith(b"\r") else b""
+        block = block[: len(block) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, tail = block.split(b"\n")
+        self._rest = tail + held
+        events: list[str] = []
+        for line in lines:
+            if line:
+                self._read_line(line.decode("utf-8", errors="replace"))
+            elif self._data:
+                events.append("\n".join(self._data))
+                self._data = []
+        return events
+
+    def _read_line(self, line: str) -> None:
+        name, _, value = line.partition(":")
+        if name == "data":
+            self._data.append(value.removeprefix(" "))
+
+
+def client_settings(address: Address, headers: Headers = ()) -> dict[str, Any]:
+    """Arguments for ``httpx.AsyncClient``: any number of streams, no proxy for this machine."""
+    return {
+        "headers": headers,
+        "base_url": str(address),
+        "limits": httpx.Limits(max_connections=None, max_keepalive_connections=20),
+        "trust_env": not address.is_loopback,
+    }
+
+
+def timeouts(timeout: float | None) -> httpx.Timeout:
+    """Limits of one call; reading may take as long as the call may."""
+    connect = CONNECT_TIMEOUT if timeout is None else min(CONNECT_TIMEOUT, timeout)
+    return httpx.Timeout(timeout, connect=connect)
+
+
+def model_path(model: str, action: str) -> str:
+    """The path of a model's endpoint; the name is data and cannot leave its place in the path."""
+    return f"/v2/models/{quote(model, safe='')}/{action}"
+
+
+def encode_body(request: Request) -> dict[str, object]:
+    """The JSON object of a request."""
+    body: dict[str, object] = {"id": request.request_id} if request.request_id else {}
+    body.update(request.values)
+    return body
+
+
+def decode_event(data: str) -> Response:
+    """The tensors of one event; `ServerError` when it carries an error.
+
+    Triton writes a tensor of one element as a plain value.
+    """
+    try:
+        fields = json.loads(data)
+    except json.JSONDecodeError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ServerError(f"the server sent an event that is not a JSON object: {data[:200]!r}")
+    if "error" in fields:
+        raise ServerError(str(fields["error"]))
+    return Response(
+        {name: value if isinstance(value, list) else [value] for name, value in fields.items()}
+    )
+
+
+def error_of_status(status: int, body: bytes) -> InflightError:
+    """The error of a response whose status is not 200: Triton's text, with or without framing."""
+    text = body.decode("utf-8", errors="replace").strip()
+    try:
+        message = json.loads(text.removeprefix("data:"))["error"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        message = f"HTTP status {status}: {text[:200] or 'no explanation'}"
+    return denied(str(message)) if status in _DENIED else ServerError(str(message))
+
+
+def translate_error(
+    error: httpx.HTTPError, address: Address, timeout: float | None, num_responses: int = 0
+) -> InflightError:
+    """The exception for a call that httpx could not carry out."""
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        return address.unreachable(str(error) or "no connection")
+    if isinstance(error, httpx.TimeoutException):
+        return timed_out(address, timeout)
+    if num_responses == 0 and isinstance(error, httpx.RemoteProtocolError):
+        return address.unreachable(f"{error}; is this the gRPC port? Then leave out --http")
+    return StreamInterrupted(
+        f"the connection to {address} broke after {num_responses} responses, "
+        f"before the end ({error}). Is the server still running?"
+    )
+
+
+def timed_out(address: Address, timeout: float | None) -> RequestTimeout:
+    """The error for a call that took longer than its ``timeout``."""
+    return RequestTimeout(
+        f"no final response from {address} within timeout = {timeout} s; the request was cancelled."
+    )
+
+
+def _cut_connection(response: httpx.Response) -> None:
+    """End a response from any task: the one that reads it sees the end of the connection."""
+    stream = response.extensions.get("network_stream")
+    sock = None if stream is None else stream.get_extra_info("socket")
+    if sock is not None:
+        with suppress(OSError):  # the connection is gone already
+            sock.shutdown(socket.SHUT_RDWR)
