@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-_T = "backend/triton/"
-_METRICS = (
-    f"{_T}test_triton_model.py::test_metrics_and_the_lines_of_the_log_agree_integer_for_integer"
-)
-_NAMED_KEYS = (
-    "backend/test_compatibility.py::test_metrics_are_set_from_the_statistics_the_contract_names"
-)
-_PAGE = "e2e/test_serve.py::test_metrics_page_shows_the_batch_manager"
-_V1_TEST = "e2e/test_scheduling.py::test_v1_answers_in_lock_step_with_statistics_of_its_own"
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +14,6 @@ class MetricRow:
     family: str
     label: str
     values: Mapping[str, str]
-    tests: tuple[str, ...] = field(default=(_METRICS, _NAMED_KEYS, _PAGE))
     later: str = ""
 
 
@@ -84,7 +73,6 @@ METRIC_ROWS: tuple[MetricRow, ...] = (
         _SUCCESSORS[3],
         "inflight_batcher_specific_metric",
         {"terminated_requests": "Terminated Requests"},
-        (),
         "v0.8 only; later paused_requests",
     ),
     MetricRow(
@@ -95,7 +83,6 @@ METRIC_ROWS: tuple[MetricRow, ...] = (
             "total_generation_tokens": "Total Generation Tokens",
             "empty_generation_slots": "Empty Generation Slots",
         },
-        (f"{_T}test_triton_model.py::test_v1_has_its_own_metrics_and_answers_whole", _V1_TEST),
     ),
     MetricRow(
         _SUCCESSORS[5],
@@ -114,7 +101,6 @@ METRIC_ROWS: tuple[MetricRow, ...] = (
             name.replace("_metrics", "_statistics"),
             "",
             {"all": ""},
-            (),
             f"v0.6 only; later `{name}`",
         )
         for name in _SUCCESSORS

@@ -44,3 +44,11 @@ def all_tests() -> Iterator[tuple[str, ast.FunctionDef]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield f"{path.relative_to(TESTS)}::{node.name}", node
+
+
+def marks(function: ast.FunctionDef, name: str) -> Iterator[list[object]]:
+    """The constants that each ``@pytest.mark.name(...)`` of a test is given."""
+    for decorator in function.decorator_list:
+        for node in ast.walk(decorator):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f"pytest.mark.{name}":
+                yield [each.value for each in node.args if isinstance(each, ast.Constant)]

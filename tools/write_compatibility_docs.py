@@ -1,13 +1,12 @@
 """Write docs/compatibility.md: what clients of the peer's models send, and which test shows what we
 do with it; ``--check`` compares.
 
-Fails for a row that is honoured without a test, for a test that does not exist, and for tests none
-of whose files names the row.
+Tests name their rows: ``@pytest.mark.contract("ensemble input", "top_k top_p")``. Fails for a row
+that is honoured without a test, and for a test that names what is no row.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from string import Template
 from typing import Any
 
 from contract_metrics import METRIC_ROWS, MetricRow
-from contract_rows import CLIENT_ROWS, MODELS, REFUSALS, ModelRows, Row
+from contract_rows import CLIENT_ROWS, MODELS, ModelRows, Row
 from google.protobuf import text_format
-from page import ROOT, TESTS, all_tests, table, write_or_check
+from page import ROOT, all_tests, marks, table, write_or_check
 from tritonclient.grpc import model_config_pb2
 
 import inflight_protocol as protocol
@@ -70,9 +69,12 @@ through `ensemble`, which names them all, every request has. Who names outputs o
 """
 
 
+Claims = dict[tuple[str, str], list[str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``kind`` of `REFUSALS`; "" for what is honoured."""
+    """``kind``: of the marks of tests that go through all refusals of it; "" for honoured."""
 
     kind: str = ""
     passes: object = None
@@ -93,7 +95,7 @@ def judge(model: str, part: str, name: str) -> Verdict:
         return _judge_parameter(model, name)
     tensors = _config(model).input if part == "inputs" else _config(model).output
     if name not in {tensor.name for tensor in tensors}:
-        return Verdict("absent" if part == "inputs" else "absent output")
+        return Verdict("absent" if part == "inputs" else "absent-output")
     if part == "outputs":
         spec = protocol.OUTPUT_BY_NAME.get(name)
         return Verdict() if spec is None or spec.is_honoured else Verdict("output")
@@ -107,12 +109,12 @@ _TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 
 def _judge_parameter(model: str, name: str) -> Verdict:
     if model != protocol.LLM_MODEL_NAME:
-        return Verdict() if name in _config(model).parameters else Verdict("absent parameter")
+        return Verdict() if name in _config(model).parameters else Verdict("absent-parameter")
     if name in protocol.TRITON_PARAMETERS or name in DEFAULTS:
         return Verdict()
     spec = protocol.PARAMETER_BY_NAME.get(name)
     if spec is None:
-        return Verdict("absent parameter")
+        return Verdict("absent-parameter")
     return Verdict() if spec.is_honoured else Verdict("parameter", spec.default)
 
 
@@ -133,95 +135,80 @@ def absent(part: str) -> Iterator[tuple[str, str]]:
 
 def render(old: str) -> str:
     """The whole page; ``ValueError`` lists what is wrong with the rows."""
-    problems = list(_problems())
-    if problems:
-        raise ValueError("\n".join(problems))
-    clients = ((row.tags, row.needs, _shown(row.tests)) for row in CLIENT_ROWS)
+    tests = _claims()
+    clients = ((row.tags, row.needs, _shown(tests["client", row.name])) for row in CLIENT_ROWS)
     parts = [HEAD, CLIENTS, table(("tag", "its clients", "test"), clients), ANSWERS]
     for rows in MODELS:
-        parts += _render_model(rows)
+        parts += _render_model(rows, tests)
     parts.append("## Metrics\n")
-    parts.append(table(("family", "label", "status", "test"), map(_metric_row, METRIC_ROWS)))
+    metrics = [_metric_row(row, tests) for row in METRIC_ROWS]
+    parts.append(table(("family", "label", "status", "test"), metrics))
     return "\n".join(parts)
 
 
-def _render_model(rows: ModelRows) -> Iterator[str]:
-    is_later = rows.note.startswith("The model of that name")
-    yield f"## `{rows.model}`{' of the LLM API' if is_later else ''}\n"
+def _claims() -> Claims:
+    """(where, name) of a row -> the tests that name it."""
+    rows = dict(_rows_with_tests())
+    found: Claims = {(where, n): [] for where in rows for n in rows[where]}
+    problems = []
+    for test, function in all_tests():
+        for where, names in marks(function, "contract"):
+            there = rows.get(str(where), ())
+            for name in there if names == "*" else str(names).split():
+                if name in there:
+                    found[str(where), name].append(test)
+                else:
+                    problems.append(f"{test}: there is no row {name} in {where}")
+    problems += [
+        f"{where}: no test names {name}" for (where, name), tests in found.items() if not tests
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+    return found
+
+
+def _rows_with_tests() -> Iterator[tuple[str, list[str]]]:
+    """Where rows stand, and the names of those that are honoured there."""
+    refusals: set[str] = set()
+    for rows in MODELS:
+        for part in ("inputs", "outputs", "parameters"):
+            kinds = {
+                row.name: judge(rows.model, part, row.name).kind for row in getattr(rows, part)
+            }
+            refusals.update(kinds.values())
+            yield f"{rows.title} {part[:-1]}", [name for name, kind in kinds.items() if not kind]
+    yield "refusal", sorted(refusals - {""})
+    yield "metric", [row.family for row in METRIC_ROWS if _is_there(row)]
+    yield "client", [row.name for row in CLIENT_ROWS]
+
+
+def _render_model(rows: ModelRows, tests: Claims) -> Iterator[str]:
+    yield f"## `{rows.model}`{' of the LLM API' if rows.is_llm_api else ''}\n"
     if rows.note:
         yield f"{rows.note}\n"
     for part in ("inputs", "outputs", "parameters"):
         if listed := getattr(rows, part):
-            head = (part.removesuffix("s"), "", "status", "test")
-            yield table(head, [_row(rows.model, part, row) for row in listed])
+            head = (part[:-1], "", "status", "test")
+            yield table(head, [_row(rows, part, row, tests) for row in listed])
 
 
-def _row(model: str, part: str, row: Row) -> tuple[str, ...]:
-    verdict = judge(model, part, row.name)
-    tests = REFUSALS[verdict.kind] if verdict.kind else row.tests
-    return (f"`{row.name}`", row.note, verdict.text, _shown(tests))
+def _row(rows: ModelRows, part: str, row: Row, tests: Claims) -> tuple[str, ...]:
+    verdict = judge(rows.model, part, row.name)
+    where = ("refusal", verdict.kind) if verdict.kind else (f"{rows.title} {part[:-1]}", row.name)
+    return (f"`{row.name}`", row.note, verdict.text, _shown(tests[where]))
 
 
-def _names(model: str, name: str) -> set[str]:
-    """Under which names a test may speak of a row: those of a whole table of rows, too."""
-    inner = protocol.ENSEMBLE_INPUT_MAP.get(name, name)
-    names = {name, inner, protocol.RENAMED_INPUTS.get(inner, inner)}
-    return names | {"ENSEMBLE_INPUT_MAP"} if model in _TEXT_MODELS else names
-
-
-def _metric_row(row: MetricRow) -> tuple[str, ...]:
+def _metric_row(row: MetricRow, tests: Claims) -> tuple[str, ...]:
     values = ", ".join(row.values)
     if not _is_there(row):
         return (f"`{row.family}`", values, f"not there: {row.later}", "")
-    return (f"`{row.family}`", values, "honoured", _shown(row.tests))
+    return (f"`{row.family}`", values, "honoured", _shown(tests["metric", row.family]))
 
 
 def _is_there(row: MetricRow) -> bool:
     families = [*protocol.METRICS, *protocol.V1_METRICS]
     there = {value for each in families if each.name == row.family for value in each.values}
     return set(row.values) <= there
-
-
-def _problems() -> Iterator[str]:
-    """Honoured rows without a test that exists and speaks of them."""
-    for tests in (*REFUSALS.values(), *(row.tests for row in CLIENT_ROWS)):
-        yield from _missing(tests)
-    for rows in MODELS:
-        for part in ("inputs", "outputs", "parameters"):
-            for row in getattr(rows, part):
-                if not judge(rows.model, part, row.name).kind:
-                    yield from _check(
-                        f"{rows.model}: {row.name}", _names(rows.model, row.name), row.tests
-                    )
-    for metric in METRIC_ROWS:
-        if _is_there(metric):
-            yield from _check(metric.family, {metric.family, "METRICS"}, metric.tests)
-        elif not metric.later:
-            yield f"{metric.family}: {metric.values} is not there; say what is in its place"
-
-
-def _check(what: str, names: set[str], tests: Sequence[str]) -> Iterator[str]:
-    if not tests:
-        yield f"{what} is honoured and has no test: name one in contract_rows.py"
-    missing = list(_missing(tests))
-    yield from missing
-    if tests and not missing and not names & set().union(*map(_words, tests)):
-        yield f"{what}: the files of {', '.join(tests)} do not speak of it"
-
-
-def _missing(tests: Sequence[str]) -> Iterator[str]:
-    return (f"there is no test {test}" for test in tests if test not in _all_tests())
-
-
-@cache
-def _words(test: str) -> frozenset[str]:
-    path = TESTS / test.partition("::")[0]
-    return frozenset(re.findall(r"\w+", path.read_text(encoding="utf-8")))
-
-
-@cache
-def _all_tests() -> frozenset[str]:
-    return frozenset(test for test, _ in all_tests())
 
 
 def _shown(tests: Sequence[str]) -> str:

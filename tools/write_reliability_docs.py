@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 
 import reliability_figures
-from page import all_tests, write_or_check
+from page import all_tests, marks, write_or_check
 from reliability_cases import SECTIONS, Case
 
 MARK = "<!-- the rest: python tools/write_reliability_docs.py -->"
@@ -18,7 +16,7 @@ def claims() -> dict[int, list[str]]:
     """Case number -> ids of the tests that carry ``@pytest.mark.case(number)``."""
     found: dict[int, list[str]] = defaultdict(list)
     for test, function in all_tests():
-        for number in sorted(_numbers(function)):
+        for number in sorted({int(str(each)) for mark in marks(function, "case") for each in mark}):
             found[number].append(test)
     return found
 
@@ -54,22 +52,6 @@ def _row(case: Case, tests: list[str]) -> str:
     if not shown:
         shown = f"*not there: {case.absent}*" if case.absent else "**open**"
     return f"| {case.number} | {case.text} | {shown} |"
-
-
-def _numbers(function: ast.FunctionDef) -> set[int]:
-    return {
-        argument.value
-        for decorator in function.decorator_list
-        for call in _case_marks(decorator)
-        for argument in call.args
-        if isinstance(argument, ast.Constant) and isinstance(argument.value, int)
-    }
-
-
-def _case_marks(decorator: ast.expr) -> Iterator[ast.Call]:
-    for node in ast.walk(decorator):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.case":
-            yield node
 
 
 def main() -> int:

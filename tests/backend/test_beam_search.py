@@ -130,6 +130,7 @@ def answers(
     return [beams_of(recorder.named_tensors[i][-1]) for i in range(len(CASES))], recorder.stats
 
 
+@pytest.mark.contract("tensorrt_llm input", "embedding_bias beam_width len_penalty early_stopping")
 def test_the_beams_are_those_of_transformers_whatever_runs_beside_them(
     folder: Path, end_ids: list[int | None], expected: list[list[list[int]]], tmp_path: Path
 ) -> None:
@@ -329,6 +330,7 @@ def test_a_server_has_so_many_beams_at_most() -> None:
             pass
 
 
+@pytest.mark.contract("tensorrt_llm input", "beam_search_diversity_rate")
 def test_a_diversity_rate_on_the_wire_changes_the_winners(folder: Path) -> None:
     """One above all log probabilities: each step goes on from the last beam alone, so that the
     answers differ in their last token only."""

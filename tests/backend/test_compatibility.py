@@ -47,6 +47,7 @@ REFUSED_INPUTS = [spec for spec in protocol.INPUTS if not spec.is_honoured]
 REFUSED_PARAMETERS = [spec for spec in protocol.PARAMETERS if not spec.is_honoured]
 
 
+@pytest.mark.contract("refusal", "input")
 @pytest.mark.parametrize("spec", REFUSED_INPUTS, ids=names_of(REFUSED_INPUTS))
 def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
     """Whatever it asks for, unless that is nothing."""
@@ -65,6 +66,7 @@ def test_every_refused_input_is_refused_by_name(spec: TensorSpec) -> None:
             validate(request, LIMITS)
 
 
+@pytest.mark.contract("refusal", "output")
 def test_every_refused_output_is_refused_by_name() -> None:
     """Also beside outputs that are there, and those that only questions are answered with."""
     refused = {spec.name for spec in protocol.OUTPUTS if not spec.is_honoured}
@@ -73,6 +75,7 @@ def test_every_refused_output_is_refused_by_name() -> None:
             choose_outputs(frozenset({"output_ids", "sequence_length", name}), is_text=False)
 
 
+@pytest.mark.contract("refusal", "parameter")
 @pytest.mark.parametrize("spec", REFUSED_PARAMETERS, ids=names_of(REFUSED_PARAMETERS))
 def test_every_refused_parameter_is_refused_by_name(spec: ParameterSpec) -> None:
     flipped = "false" if spec.default == "true" else "true"
@@ -82,6 +85,7 @@ def test_every_refused_parameter_is_refused_by_name(spec: ParameterSpec) -> None
     assert parse_parameters({**MINIMAL, spec.name: spec.default}) == parse_parameters(MINIMAL)
 
 
+@pytest.mark.contract("refusal", "absent-parameter")
 def test_unknown_settings_are_refused_by_name() -> None:
     names = [name for _, name in absent("parameters")]
     assert {"triton_backend", "multimodal_model_path"} <= set(names)
@@ -101,6 +105,11 @@ def test_what_fills_the_peers_templates_is_told_what_it_is_here() -> None:
     assert known - {"TYPE_FP32", "tensorrt_llm"} <= set(protocol.PARAMETER_BY_NAME)
 
 
+@pytest.mark.contract(
+    "tensorrt_llm parameter",
+    "kv_cache_free_gpu_mem_fraction enable_kv_cache_reuse normalize_log_probs "
+    "guided_decoding_backend",
+)
 @pytest.mark.parametrize(
     ("setting", "read", "texts"),
     [
@@ -139,6 +148,7 @@ def test_settings_reach_the_batch_manager(
         assert read(TrtGptModelOptionalParams.from_parameters(parameters)) == value
 
 
+@pytest.mark.contract("metric", "*")
 def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
     """Value by value: two that change places would be two true numbers under wrong names."""
     families = [*protocol.METRICS, *protocol.V1_METRICS]
@@ -159,6 +169,10 @@ def test_metrics_are_set_from_the_statistics_the_contract_names() -> None:
     assert {row: key for row, key in there.items() if row not in ours} == contract
 
 
+@pytest.mark.contract(
+    "tensorrt_llm parameter",
+    "exclude_input_in_output cancellation_check_period_ms stats_check_period_ms",
+)
 def test_settings_reach_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = CountingEngine()
     monkeypatch.setattr(FakePbUtils, "families", {})

@@ -70,6 +70,7 @@ def test_a_whole_answer_for_which_nothing_can_be_drawn_ends_with_an_error_amid_i
     assert recorder.tokens(2)[1:] == list(range(201, 210))
 
 
+@pytest.mark.contract("tensorrt_llm input", "exclude_input_in_output")
 def test_request_tensor_overrides_exclude_input_in_output() -> None:
     recorder = Recorder([request(1, [5], 1, streaming=False, exclude_input_in_output=True)])
     with running(recorder):
@@ -77,6 +78,7 @@ def test_request_tensor_overrides_exclude_input_in_output() -> None:
     assert recorder.tokens(1) == [6]
 
 
+@pytest.mark.contract("tensorrt_llm input", "end_id")
 def test_end_id_ends_the_request_and_is_not_part_of_the_answer() -> None:
     recorder = Recorder([request(1, [5], 50, end_id=8)])
     with running(recorder):

@@ -48,6 +48,16 @@ def signature(tensor: Any) -> tuple[str, str, tuple[int, ...]]:
     return tensor.name, pb.DataType.Name(tensor.data_type), tuple(tensor.dims)
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "FORCE_CPU_ONLY_INPUT_TENSORS")
+@pytest.mark.contract(
+    "ensemble input",
+    "bad_words end_id pad_id top_k top_p temperature length_penalty repetition_penalty "
+    "min_tokens presence_penalty frequency_penalty random_seed seed return_log_probs "
+    "return_context_logits return_generation_logits return_perf_metrics "
+    "return_kv_cache_reuse_stats return_num_input_tokens return_num_output_tokens "
+    "beam_width",
+)
+@pytest.mark.contract("ensemble output", "*")
 def test_the_committed_configs_are_those_that_the_tables_make(tmp_path: Path) -> None:
     """After a change of a table: ``python -m inflight_protocol.pbtxt``."""
     shutil.copytree(REPOSITORY, tmp_path, dirs_exist_ok=True)
@@ -73,6 +83,7 @@ def test_a_new_row_of_a_table_is_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert tensor.allow_ragged_batch
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "triton_max_batch_size decoupled_mode")
 def test_llm_is_one_decoupled_python_instance_on_the_cpu(llm: Any) -> None:
     assert (llm.name, llm.backend, llm.max_batch_size) == (LLM_MODEL_NAME, "python", 1)
     assert llm.model_transaction_policy.decoupled
@@ -105,6 +116,8 @@ def test_ensemble_has_its_version_folder() -> None:
     assert (REPOSITORY / ENSEMBLE_MODEL_NAME / "1").is_dir()
 
 
+@pytest.mark.contract("tensorrt_llm_bls input", "*")
+@pytest.mark.contract("tensorrt_llm_bls output", "*")
 def test_the_relay_has_the_tensors_of_the_ensemble(ensemble: Any) -> None:
     relay = load("tensorrt_llm_bls")
     assert list(relay.input) == list(ensemble.input)

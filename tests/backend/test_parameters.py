@@ -39,6 +39,10 @@ def test_template_as_it_stands_is_all_defaults() -> None:
     assert parse_parameters(filled) == parse_parameters(MINIMAL)
 
 
+@pytest.mark.contract(
+    "tensorrt_llm parameter",
+    "gpt_model_type batch_scheduler_policy kv_cache_free_gpu_mem_fraction exclude_input_in_output",
+)
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -65,6 +69,7 @@ def test_values_are_typed(key: str, text: str, value: object) -> None:
     assert getattr(parse_parameters({**MINIMAL, key: text}), key) == value
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "max_beam_width")
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [

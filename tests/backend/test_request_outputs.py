@@ -61,6 +61,12 @@ def oracle(folder: Path, prompt: list[int], answer: list[int]) -> tuple[Any, Any
     return logits[: len(prompt)].numpy(), logits[len(prompt) - 1 : -1].numpy()
 
 
+@pytest.mark.contract(
+    "tensorrt_llm input", "return_log_probs return_context_logits return_generation_logits"
+)
+@pytest.mark.contract(
+    "tensorrt_llm output", "cum_log_probs output_log_probs context_logits generation_logits"
+)
 @pytest.mark.parametrize("is_streaming", [True, False])
 @pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
 @pytest.mark.parametrize(
@@ -153,6 +159,7 @@ FILTERS: tuple[tuple[dict[str, Any], list[tuple[str, Any]]], ...] = (
 )
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "normalize_log_probs")
 def test_normalized_log_probs_are_those_of_what_could_be_drawn(folder: Path) -> None:
     """With ``normalize_log_probs``; greedy rows had one token to draw. Logits stay the model's."""
     wants: dict[str, Any] = {
@@ -217,6 +224,17 @@ def test_who_is_stopped_in_the_prompt_gets_the_logits_so_far(folder: Path, num_s
     assert sent["cum_log_probs"].tolist() == [[0]]
 
 
+@pytest.mark.contract(
+    "tensorrt_llm input", "return_perf_metrics return_num_input_tokens return_num_output_tokens"
+)
+@pytest.mark.contract(
+    "tensorrt_llm output",
+    "kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks "
+    "arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns "
+    "acceptance_rate total_accepted_draft_tokens total_draft_tokens num_input_tokens "
+    "num_output_tokens",
+)
+@pytest.mark.contract("tensorrt_llm of the LLM API output", "*")
 def test_numbers_and_times(folder: Path) -> None:
     """Counts, block use with and without a cached prefix, and times in order."""
     wants = {

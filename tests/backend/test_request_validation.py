@@ -35,6 +35,7 @@ def error_of(kind: type[InvalidRequest] = InvalidRequest, /, **values: Any) -> s
     return str(caught.value)
 
 
+@pytest.mark.contract("tensorrt_llm input", "request_output_len beam_search_diversity_rate")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -157,6 +158,7 @@ def test_every_tensor_not_honoured_passes_with_its_neutral_value_only() -> None:
             assert validate(request, LIMITS).tokens == [1], spec.name
 
 
+@pytest.mark.contract("tensorrt_llm input", "pad_id min_tokens")
 @pytest.mark.case(30)
 def test_accepted_values_arrive() -> None:
     request = InferenceRequest.from_tokens(

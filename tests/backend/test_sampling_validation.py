@@ -80,6 +80,12 @@ def test_refused_with_field_and_bound(values: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
 
 
+@pytest.mark.contract(
+    "tensorrt_llm input",
+    "bad_words_list embedding_bias temperature runtime_top_k runtime_top_p "
+    "runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids repetition_penalty "
+    "presence_penalty frequency_penalty no_repeat_ngram_size noRepeatNgramSize",
+)
 def test_everything_arrives() -> None:
     request = accept(
         temperature=0.5,

@@ -42,6 +42,7 @@ def params(**values: Any) -> TrtGptModelOptionalParams:
     return TrtGptModelOptionalParams(**{"max_batch_size": 8, **values})
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "enable_chunked_context")
 @pytest.mark.parametrize("chunking", list(ContextChunkingPolicy), ids=lambda each: each.name)
 @pytest.mark.parametrize("policy", [GUARANTEED, MAX_UTILIZATION, STATIC_BATCH])
 def test_a_prompt_over_the_token_budget_runs_in_chunks(
@@ -76,6 +77,7 @@ def test_without_chunks_such_a_prompt_is_refused_with_the_fix(options: dict[str,
     assert "16" in text
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "enable_chunked_context")
 @pytest.mark.parametrize(("max_seq_len", "is_chunked"), [(17, True), (16, False)])
 def test_contexts_run_in_chunks_by_default_where_a_step_may_not_hold_them(
     max_seq_len: int, is_chunked: bool

@@ -230,6 +230,7 @@ def test_the_look_up_of_transformers_gives_the_same(folder: Path, engine: Any) -
     assert answers.total("Accepted Draft Tokens") > 0
 
 
+@pytest.mark.contract("tensorrt_llm input", "draft_input_ids")
 @pytest.mark.parametrize("overlap", [OFF, ON], ids=lambda each: each.value)
 @pytest.mark.parametrize("num_right", [0, 2, 6])
 def test_the_drafts_of_a_client_change_no_answer(

@@ -75,6 +75,7 @@ def test_an_answer_ends_with_the_first_word_in_it(
     assert llm_request.finish_reason is reason
 
 
+@pytest.mark.contract("tensorrt_llm input", "stop_words_list")
 @pytest.mark.parametrize("overlap", [OverlapScheduler.OFF, OverlapScheduler.ON])
 def test_requests_end_with_their_reason(overlap: OverlapScheduler) -> None:
     """The engine counts. Word by word, at the last token, at an end id, and cut by the limit."""

@@ -18,6 +18,8 @@ def beams_of(response: dict[str, Any]) -> list[list[int]]:
     return [ids[:length].tolist() for ids, length in rows]
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "max_beam_width")
+@pytest.mark.contract("ensemble input", "beam_width")
 @pytest.mark.case(27, 28)
 def test_beams_whole_and_as_they_grow(serve: ServeFactory) -> None:
     server = serve(settings={"max_beam_width": 3})

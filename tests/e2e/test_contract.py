@@ -145,6 +145,9 @@ def run_inflight(*arguments: object) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.contract("tensorrt_llm input", "input_ids streaming")
+@pytest.mark.contract("tensorrt_llm output", "output_ids sequence_length")
+@pytest.mark.contract("tensorrt_llm of the LLM API input", "streaming")
 def test_tokens_stream_from_tensorrt_llm(client: PeerClient, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("1 2 3").ids
     client.send(
@@ -184,6 +187,7 @@ def test_whole_answer_includes_the_prompt_unless_excluded(
     assert client.ask(**values, exclude_input_in_output=True) == whole[len(ids) :]
 
 
+@pytest.mark.contract("tensorrt_llm input", "seed")
 @pytest.mark.case(30)
 def test_seeded_sampling_repeats_whatever_runs_beside_it(
     server: Any, client: PeerClient, tokenizer: Tokenizer
@@ -205,6 +209,7 @@ def test_seeded_sampling_repeats_whatever_runs_beside_it(
     assert client.ask(**{**values, "seed": 1}) != alone
 
 
+@pytest.mark.contract("tensorrt_llm input", "min_length")
 def test_min_length_holds_the_end_back(client: PeerClient, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("1 2 3").ids
     free = client.ask(input_ids=ids, request_output_len=20, streaming=True)
@@ -234,6 +239,8 @@ def test_the_next_request_may_come_on_the_same_stream(client: PeerClient) -> Non
     assert client.ask("again", input_ids=[20], **values) == first
 
 
+@pytest.mark.contract("tensorrt_llm input", "stop")
+@pytest.mark.contract("tensorrt_llm of the LLM API input", "stop")
 @pytest.mark.case(66)
 def test_stop_by_id_ends_a_stream_and_gives_its_blocks_back(
     server: Any, client: PeerClient
@@ -375,6 +382,9 @@ def test_duplicate_id_is_refused_and_the_first_goes_on(server: Any, client: Peer
     assert_counts(text, 4, length)
 
 
+@pytest.mark.contract(
+    "tensorrt_llm parameter", "batch_scheduler_policy max_tokens_in_paged_kv_cache"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.case(78, 113)

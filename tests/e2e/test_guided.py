@@ -49,6 +49,8 @@ def post(server: ServeProcess, model: str, **values: Any) -> httpx.Response:
     return httpx.post(url, json=body, timeout=60, trust_env=False)
 
 
+@pytest.mark.contract("tensorrt_llm input", "guided_decoding_guide_type guided_decoding_guide")
+@pytest.mark.contract("ensemble input", "guided_decoding_guide_type guided_decoding_guide")
 @pytest.mark.parametrize("guide_type", GUIDES)
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_answers_parse(server: ServeProcess, model: str, guide_type: str) -> None:

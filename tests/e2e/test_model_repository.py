@@ -56,6 +56,9 @@ def is_decoupled(request: pytest.FixtureRequest, server: PlainServer) -> bool:
     return bool(request.node.callspec.params["server"] == "--decoupled")
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "triton_max_batch_size decoupled_mode")
+@pytest.mark.contract("ensemble input", "exclude_input_in_output")
+@pytest.mark.contract("ensemble output", "text_output")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "tensorrt_llm_bls"])
 def test_whole_answers_with_http(server: PlainServer, model: str) -> None:
     answer = generate(
@@ -90,6 +93,12 @@ def test_unary_calls_run_side_by_side(server: PlainServer, is_decoupled: bool) -
             ask(1)
 
 
+@pytest.mark.contract("preprocessing input", "QUERY REQUEST_OUTPUT_LEN")
+@pytest.mark.contract(
+    "preprocessing output", "INPUT_ID REQUEST_INPUT_LEN REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID"
+)
+@pytest.mark.contract("postprocessing input", "TOKENS_BATCH SEQUENCE_LENGTH")
+@pytest.mark.contract("postprocessing output", "OUTPUT")
 def test_tokenising_generating_and_decoding_in_three_calls(
     server: PlainServer, is_decoupled: bool
 ) -> None:
@@ -173,6 +182,14 @@ async def stream_by_aio(server: PlainServer, **request: Any) -> list[dict[str, A
     return responses
 
 
+@pytest.mark.contract(
+    "vllm_model input",
+    "text_input stream sampling_parameters exclude_input_in_output return_finish_reason "
+    "return_num_input_tokens return_num_output_tokens",
+)
+@pytest.mark.contract(
+    "vllm_model output", "text_output finish_reason num_input_tokens num_output_tokens"
+)
 def test_the_sample_client_of_vllms_backend(server: PlainServer, is_decoupled: bool) -> None:
     """Its `samples/client.py`: settings as a tensor and once more as parameters of the request."""
     settings = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
@@ -195,6 +212,8 @@ def test_the_sample_client_of_vllms_backend(server: PlainServer, is_decoupled: b
         assert reasons == [[b"None"]] * (len(answers) - 1) + [[b"length"]]
 
 
+@pytest.mark.contract("vllm_model input", "return_cumulative_logprob")
+@pytest.mark.contract("vllm_model output", "cumulative_logprob")
 def test_vllms_sums_of_log_probabilities(server: PlainServer, is_decoupled: bool) -> None:
     """One for each answer, of all its tokens so far."""
     num_answers = 2 if is_decoupled else 1
@@ -212,6 +231,8 @@ def test_vllms_sums_of_log_probabilities(server: PlainServer, is_decoupled: bool
         np.testing.assert_allclose(growing[-1], sums, rtol=1e-4)
 
 
+@pytest.mark.contract("vllm_model input", "return_logprobs")
+@pytest.mark.contract("vllm_model output", "logprobs")
 @torch.inference_mode()
 def test_vllms_log_probabilities_of_tokens(server: PlainServer, is_decoupled: bool) -> None:
     """Those of transformers; the likeliest of a greedy answer read as its text."""
@@ -269,6 +290,9 @@ def test_tritonclients_http_client(
             assert result.get_response()["id"] == "7"
 
 
+@pytest.mark.contract("tensorrt_llm_bls input", "*")
+@pytest.mark.contract("tensorrt_llm_bls output", "*")
+@pytest.mark.contract("tensorrt_llm_bls parameter", "accumulate_tokens")
 def test_the_relay_accumulates_and_passes_errors_on(
     server: PlainServer, is_decoupled: bool
 ) -> None:
@@ -367,6 +391,7 @@ def test_perf_analyzer(server: PlainServer, is_decoupled: bool, tmp_path: Path) 
 GENAI_PERF = {"tensorrtllm": "ensemble", "vllm": "vllm_model"}
 
 
+@pytest.mark.contract("ensemble input", "min_length")
 @pytest.mark.timeout(2 * LOAD_TOOL_SECONDS)
 def test_genai_perf(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> None:
     """Both shapes in which it speaks to Triton, with the demo model's own tokenizer."""
@@ -390,6 +415,7 @@ def test_genai_perf(server: PlainServer, is_decoupled: bool, tmp_path: Path) -> 
         assert results["inter_token_latency"]["avg"] > 0
 
 
+@pytest.mark.contract("refusal", "absent absent-output")
 def test_what_a_model_lacks_is_refused_by_name(server: PlainServer, is_decoupled: bool) -> None:
     """Every tensor of docs/compatibility.md that a model of ours does not have."""
     questions: list[tuple[str, str, list[str], list[str]]]
@@ -421,6 +447,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.contract("refusal", "absent")
 def test_unknown_fields_and_parameters_are_refused_by_name(
     server: PlainServer, is_decoupled: bool
 ) -> None:

@@ -109,6 +109,7 @@ def check_end_to_end(server: PlainServer, tag: int, **flags: Any) -> None:
             assert generation.tolist() == [[[[0]]]]
 
 
+@pytest.mark.contract("client", "unasked-outputs")
 @pytest.mark.slow
 @on(WHOLE, 7, 8, 9, 12, 13)
 def test_end_to_end_test(server: PlainServer, tag: int) -> None:
@@ -118,6 +119,7 @@ def test_end_to_end_test(server: PlainServer, tag: int) -> None:
         check_end_to_end(server, tag, return_generation_logits=[[True]])
 
 
+@pytest.mark.contract("client", "unasked-outputs")
 @pytest.mark.slow
 @on(WHOLE, 7, 8, 9, 12, 13)
 def test_e2e_grpc_speculative_decoding_client(server: PlainServer, tag: int) -> None:
@@ -171,6 +173,7 @@ def run_end_to_end_grpc_client(server: PlainServer, tag: int, model: str, stream
     assert_counts(PROMPT, text if stream else text.removeprefix(PROMPT), NUM_TOKENS)
 
 
+@pytest.mark.contract("client", "batch-index")
 @on(STREAMED, 7, 9, 12, 13)
 def test_end_to_end_grpc_client_streams(server: PlainServer, tag: int) -> None:
     for model in ("ensemble", "tensorrt_llm_bls"):
@@ -178,6 +181,7 @@ def test_end_to_end_grpc_client_streams(server: PlainServer, tag: int) -> None:
         run_end_to_end_grpc_client(server, tag, model, stream=False)
 
 
+@pytest.mark.contract("client", "batch-index")
 @pytest.mark.slow
 @on(WHOLE, 7, 9, 12, 13)
 def test_end_to_end_grpc_client(server: PlainServer, tag: int) -> None:
@@ -185,6 +189,7 @@ def test_end_to_end_grpc_client(server: PlainServer, tag: int) -> None:
         run_end_to_end_grpc_client(server, tag, model, stream=False)
 
 
+@pytest.mark.contract("client", "uint32")
 @pytest.mark.slow
 @on(STREAMED_UINT32, 5, 6)
 def test_end_to_end_streaming_client(server: PlainServer, tag: int) -> None:
@@ -222,18 +227,21 @@ def run_inflight_batcher_llm_client(server: PlainServer, tag: int, *, stream: bo
     assert stream_infer(server, "tensorrt_llm", stop, request_id="1") == []
 
 
+@pytest.mark.contract("client", "stop-and-stream")
 @pytest.mark.slow
 @on(STREAMED, 7, 9, 12, 13)
 def test_inflight_batcher_llm_client_streams(server: PlainServer, tag: int) -> None:
     run_inflight_batcher_llm_client(server, tag, stream=True)
 
 
+@pytest.mark.contract("client", "uint32")
 @pytest.mark.slow
 @on(STREAMED_UINT32, 5, 6)
 def test_inflight_batcher_llm_client_streams_with_uint32(server: PlainServer, tag: int) -> None:
     run_inflight_batcher_llm_client(server, tag, stream=True)
 
 
+@pytest.mark.contract("client", "uint32 lengths")
 @pytest.mark.slow
 @on(WHOLE_UINT32, 5, 6)
 def test_the_clients_with_uint32(server: PlainServer, tag: int) -> None:
@@ -277,6 +285,7 @@ def run_identity_test(server: PlainServer, tag: int, prompts: Sequence[Sequence[
             assert length == len(prompts[int(response["id"])]) + NUM_TOKENS
 
 
+@pytest.mark.contract("client", "folded-ids")
 @pytest.mark.slow
 @on(WHOLE, 7, 9, 12, 13)
 def test_benchmark_core_model(server: PlainServer, tag: int) -> None:
@@ -285,6 +294,7 @@ def test_benchmark_core_model(server: PlainServer, tag: int) -> None:
     run_identity_test(server, tag, [CODEC.encode(PROMPT, 100), *drawn.tolist()])
 
 
+@pytest.mark.contract("client", "end-id")
 @pytest.mark.slow
 @on(STREAMED, 13)
 def test_an_end_id_that_no_vocabulary_has_ends_nothing(server: PlainServer, tag: int) -> None:

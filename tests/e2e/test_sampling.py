@@ -66,6 +66,8 @@ def generate(server: ServeProcess, model: str, **values: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.contract("ensemble input", "stop_words")
+@pytest.mark.contract("tensorrt_llm of the LLM API output", "finish_reason")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_stop_words_over_http(server: ServeProcess, model: str) -> None:
     """The demo model counts; "9 1" spans tokens, and nothing of it is to be seen."""
@@ -87,6 +89,20 @@ def test_stop_words_over_http(server: ServeProcess, model: str) -> None:
     assert text == " 5 6 7 8 "
 
 
+@pytest.mark.contract(
+    "tensorrt_llm output",
+    "cum_log_probs output_log_probs context_logits generation_logits "
+    "kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks "
+    "arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns "
+    "acceptance_rate total_accepted_draft_tokens total_draft_tokens",
+)
+@pytest.mark.contract(
+    "ensemble input",
+    "return_log_probs return_context_logits return_generation_logits return_perf_metrics "
+    "return_num_input_tokens return_num_output_tokens",
+)
+@pytest.mark.contract("ensemble output", "*")
+@pytest.mark.contract("tensorrt_llm of the LLM API output", "*")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_named_outputs_arrive(server: ServeProcess, model: str) -> None:
     outputs = (
@@ -150,6 +166,8 @@ def test_a_client_that_names_no_output_gets_what_it_asked_for(server: ServeProce
     assert more["cum_log_probs"].all()
 
 
+@pytest.mark.contract("tensorrt_llm input", "return_kv_cache_reuse_stats")
+@pytest.mark.contract("ensemble input", "return_kv_cache_reuse_stats")
 def test_the_older_name_of_return_perf_metrics(server: ServeProcess) -> None:
     """That of v0.16 to v0.18."""
     for model, prompt in (
@@ -188,6 +206,8 @@ def test_a_response_for_every_token(serve: ServeFactory) -> None:
     assert found == [1] * num_streams * num_tokens
 
 
+@pytest.mark.contract("ensemble input", "num_return_sequences")
+@pytest.mark.contract("ensemble output", "batch_index sequence_index")
 def test_several_sequences(server: ServeProcess) -> None:
     """Seeded: sequence 1 is what seed + 1 draws alone."""
     values: dict[str, Any] = {
@@ -209,6 +229,7 @@ def test_several_sequences(server: ServeProcess) -> None:
         assert alone["output_ids"].reshape(-1).tolist() == ids
 
 
+@pytest.mark.contract("tensorrt_llm input", "bad_words_list")
 @pytest.mark.case(36)
 def test_a_bad_word_that_is_every_token_is_an_error(server: ServeProcess) -> None:
     """Acceptance 36: named, and nobody else is disturbed."""

@@ -160,6 +160,7 @@ def test_the_command_line_sends_them(server: ServeProcess) -> None:
 # With settings of their own.
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "max_queue_size")
 def test_priorities_deadlines_and_the_limit_count_in_the_queue(
     serve: Callable[..., ServeProcess],
 ) -> None:
@@ -215,6 +216,8 @@ def test_priorities_deadlines_and_the_limit_count_in_the_queue(
     assert max(chunks) <= 64
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "gpt_model_type")
+@pytest.mark.contract("metric", "nv_trt_llm_v1_metrics")
 @pytest.mark.slow
 def test_v1_answers_in_lock_step_with_statistics_of_its_own(
     server: ServeProcess, serve: Callable[..., ServeProcess]

@@ -109,6 +109,7 @@ def test_the_question_whether_it_is_ready_is_answered(server: ServeProcess) -> N
     assert ask_ready(server).status_code == 200
 
 
+@pytest.mark.contract("ensemble input", "text_input max_tokens stream")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
 def test_text_streams_over_http(server: ServeProcess, model: str) -> None:
     pieces = list(stream_text(server, PROMPT, 60, model=model))
@@ -117,11 +118,18 @@ def test_text_streams_over_http(server: ServeProcess, model: str) -> None:
     assert_counts(PROMPT, "".join(pieces), 60)
 
 
+@pytest.mark.contract("tensorrt_llm input", "random_seed")
+@pytest.mark.contract(
+    "ensemble input",
+    "end_id pad_id top_k top_p temperature length_penalty repetition_penalty "
+    "presence_penalty frequency_penalty random_seed",
+)
 def test_settings_of_the_ensemble_reach_the_model(server: ServeProcess) -> None:
     pieces = stream_text(server, PROMPT, 30, temperature=1.0, top_k=1, random_seed=7, min_length=4)
     assert_counts(PROMPT, "".join(pieces), 30)
 
 
+@pytest.mark.contract("ensemble input", "min_tokens seed")
 def test_newer_names_reach_the_model_through_the_ensemble(server: ServeProcess) -> None:
     """`seed` is `random_seed`, `min_tokens` is `min_length`; both of a pair are too much."""
 
@@ -170,6 +178,7 @@ def values_of(page: str) -> dict[tuple[str, str], float]:
     return values
 
 
+@pytest.mark.contract("metric", "*")
 def test_metrics_page_shows_the_batch_manager(server: ServeProcess) -> None:
     """Integer for integer what the statistics say, once nothing moves; and lengths, and errors."""
     assert "".join(stream_text(server, "1 2 3", 20))

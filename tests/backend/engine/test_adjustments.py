@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -45,6 +46,9 @@ def oracle(folder: Path, prompt: list[int], **options: Any) -> list[int]:
     return tokens
 
 
+@pytest.mark.contract(
+    "tensorrt_llm input", "bad_words_list repetition_penalty no_repeat_ngram_size"
+)
 def test_greedy_answers_are_those_of_transformers(
     small_engine: SmallEngine, checkpoint: Folder
 ) -> None:
@@ -79,6 +83,7 @@ def test_greedy_answers_are_those_of_transformers(
     assert len({tuple(job.generated) for job in jobs}) >= 5
 
 
+@pytest.mark.contract("tensorrt_llm input", "presence_penalty frequency_penalty")
 def test_penalties_count_prompt_and_answer(small_engine: SmallEngine) -> None:
     """A frequency penalty that outweighs everything makes every token new; the ignored part of
     the prompt may come again."""
@@ -169,6 +174,9 @@ def test_ends_wait_for_no_minimum_but_that_of_their_own_request(small_engine: Sm
     assert beside.generated == first.generated
 
 
+@pytest.mark.contract(
+    "tensorrt_llm input", "runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids"
+)
 def test_top_p_decays_and_resets() -> None:
     sampling = SamplingParams(top_p=0.8, top_p_decay=0.5, top_p_min=0.15, top_p_reset_id=9)
 

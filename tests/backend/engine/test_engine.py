@@ -112,6 +112,7 @@ def test_seeded_answers_do_not_depend_on_the_batch(small_engine: SmallEngine) ->
     assert greedy.generated != together[0].generated
 
 
+@pytest.mark.contract("tensorrt_llm input", "temperature runtime_top_k runtime_top_p")
 def test_draws_follow_the_logits_of_transformers(
     small_engine: SmallEngine, checkpoint: Folder
 ) -> None:

@@ -17,6 +17,7 @@ from inflight_backend.manager.step_loop import OverlapScheduler
 SMALL = {"device": "cpu", "max_tokens_in_paged_kv_cache": "256", "max_batch_size": "2"}
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "cuda_graph_mode")
 def test_kernels_and_types_are_the_ones_asked_for(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(head_dim=16)
     raw = {

@@ -353,6 +353,7 @@ def test_bad_guides_are_answered_and_hurt_nobody(random_model: Path) -> None:
     assert len(recorder.tokens(9)) == 10
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "guided_decoding_backend")
 def test_a_server_that_guides_nothing_says_so(random_model: Path) -> None:
     settings = params(guided_decoding_config=GuidedDecodingConfig("none"))
     recorder = serve(random_model, [ask(1, "json", end_id=END)], settings)

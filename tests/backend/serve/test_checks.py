@@ -94,6 +94,7 @@ def test_a_snapshot_mounted_without_its_blobs(checkpoint: Path) -> None:
         check_checkpoint(checkpoint)
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "tokenizer_dir")
 def test_tokenizer_folder_given_must_hold_one(checkpoint: Path, tmp_path: Path) -> None:
     settings = ServeSettings(model=checkpoint, parameters={"tokenizer_dir": str(tmp_path)})
     assert not has_tokenizer(settings)

@@ -28,6 +28,7 @@ def config(folder: Path) -> Any:
     return text_format.Parse((folder / "config.pbtxt").read_text(), pb.ModelConfig())
 
 
+@pytest.mark.contract("tensorrt_llm parameter", "gpt_model_path")
 def test_it_writes_what_triton_loads(tmp_path: Path) -> None:
     out = tmp_path / "a" / "models"
     said = run(out, "--set", "max_batch_size=8", "--set", "tokenizer_dir=/tok")
@@ -39,6 +40,8 @@ def test_it_writes_what_triton_loads(tmp_path: Path) -> None:
     assert llm.parameters["gpt_model_path"].string_value.endswith("demo_model")
 
 
+@pytest.mark.contract("preprocessing parameter", "tokenizer_dir gpt_model_path")
+@pytest.mark.contract("postprocessing parameter", "tokenizer_dir skip_special_tokens")
 def test_every_other_model_is_written_when_asked_for(tmp_path: Path) -> None:
     options = [word for name in OPTIONAL_MODELS for word in ("--add", name)]
     switches = ["--set", "skip_special_tokens=false", "--set", "add_special_tokens=false"]

@@ -104,6 +104,7 @@ def texts_of(sender: Any) -> list[list[str]]:
     return [[text.decode() for text in array] for array in named]
 
 
+@pytest.mark.contract("tensorrt_llm_bls parameter", "tensorrt_llm_model_name")
 @pytest.mark.parametrize(
     ("parameters", "model"), [({}, "tensorrt_llm"), ({"tensorrt_llm_model_name": "mine"}, "mine")]
 )

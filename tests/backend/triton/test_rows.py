@@ -33,6 +33,7 @@ def answers_of(sender: FakeSender) -> dict[tuple[int, int], list[int]]:
     return answers
 
 
+@pytest.mark.contract("tensorrt_llm input", "input_lengths")
 @pytest.mark.case(20)
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_each_row_gets_its_own_answer(server: Server, is_streaming: bool) -> None:
@@ -58,6 +59,7 @@ def test_rows_may_say_that_they_ask_no_question(server: Server, name: str) -> No
         assert message == f"'{name}' must hold one value, got 2"
 
 
+@pytest.mark.contract("tensorrt_llm output", "batch_index sequence_index")
 def test_rows_and_sequences_together(server: Server) -> None:
     sender = ask(
         server,

@@ -18,6 +18,7 @@ def request(content: Any, **more: Any) -> dict[str, Any]:
     return {"sampling_parameters": np.array([[text]], dtype=np.object_), **more}
 
 
+@pytest.mark.contract("tensorrt_llm input", "random_seed")
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [

@@ -32,6 +32,7 @@ def sequences_of(sender: FakeSender) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.contract("tensorrt_llm input", "num_return_sequences")
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_several_sequences_are_one_request(server: Server, is_streaming: bool) -> None:
     sender = server.ask(
@@ -202,6 +203,8 @@ def test_a_special_token_is_a_stop_word_though_no_text_shows_it(
     assert reason.as_numpy().item() == b"stop_words"
 
 
+@pytest.mark.contract("tensorrt_llm input", "embedding_bias")
+@pytest.mark.contract("ensemble input", "bad_words embedding_bias_words embedding_bias_weights")
 def test_words_become_tokens(server: Server) -> None:
     bias = np.zeros(1000, np.float32)
     bias[3] = 0.5

@@ -42,6 +42,8 @@ def query(*prompts: str, **more: Any) -> dict[str, Any]:
     return {"QUERY": strings(*([p] for p in prompts)), "REQUEST_OUTPUT_LEN": lengths, **more}
 
 
+@pytest.mark.contract("preprocessing input", "QUERY REQUEST_OUTPUT_LEN")
+@pytest.mark.contract("preprocessing output", "INPUT_ID REQUEST_INPUT_LEN")
 def test_rows_are_padded_to_the_longest() -> None:
     out = PREPROCESS(query("12", "1 ü"))
     assert out["INPUT_ID"].tolist() == [
@@ -54,6 +56,11 @@ def test_rows_are_padded_to_the_longest() -> None:
     assert {out[name].dtype for name in out if name != "EMBEDDING_BIAS"} == {np.dtype(np.int32)}
 
 
+@pytest.mark.contract("preprocessing input", "DECODER_QUERY")
+@pytest.mark.contract(
+    "preprocessing output",
+    "DECODER_INPUT_ID REQUEST_DECODER_INPUT_LEN REQUEST_OUTPUT_LEN OUT_END_ID OUT_PAD_ID",
+)
 def test_what_is_not_asked_for_is_neutral() -> None:
     out = PREPROCESS(query("12", "1"))
     assert out["BAD_WORDS_IDS"].shape == out["STOP_WORDS_IDS"].shape == (2, 2, 0)
@@ -72,6 +79,8 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         PREPROCESS(inputs)
 
 
+@pytest.mark.contract("preprocessing input", "BAD_WORDS_DICT STOP_WORDS_DICT")
+@pytest.mark.contract("preprocessing output", "BAD_WORDS_IDS STOP_WORDS_IDS")
 def test_words_are_ids_and_ends() -> None:
     words = strings(["ab", "", "c"], ["d", "", ""])
     for name in ("STOP_WORDS", "BAD_WORDS"):
@@ -82,6 +91,8 @@ def test_words_are_ids_and_ends() -> None:
         ]
 
 
+@pytest.mark.contract("preprocessing input", "EMBEDDING_BIAS_WORDS EMBEDDING_BIAS_WEIGHTS")
+@pytest.mark.contract("preprocessing output", "EMBEDDING_BIAS")
 def test_bias_words_weigh_on_their_tokens() -> None:
     out = PREPROCESS(
         query(
@@ -98,6 +109,7 @@ def test_bias_words_weigh_on_their_tokens() -> None:
     }
 
 
+@pytest.mark.contract("preprocessing input", "END_ID PAD_ID")
 def test_ids_of_the_client_win() -> None:
     out = PREPROCESS(
         query(
@@ -114,6 +126,8 @@ def test_ids_of_the_client_win() -> None:
     assert out["DECODER_INPUT_ID"].tolist() == [[BEGIN, *ids("x")], [BEGIN, *ids("y")]]
 
 
+@pytest.mark.contract("preprocessing input", "PROMPT_TABLE_EXTRA_ID")
+@pytest.mark.contract("preprocessing output", "OUT_PROMPT_TABLE_EXTRA_IDS")
 def test_an_id_of_a_prompt_table_marks_no_token_of_a_text() -> None:
     """As the peer's: it marks ids behind the vocabulary, which no text becomes."""
     extra = np.array([[3], [4]], dtype=np.uint64)
@@ -122,6 +136,7 @@ def test_an_id_of_a_prompt_table_marks_no_token_of_a_text() -> None:
     assert found.dtype == np.dtype(np.uint64)
 
 
+@pytest.mark.contract("preprocessing parameter", "add_special_tokens")
 def test_special_tokens_may_be_left_to_the_client() -> None:
     bare = Preprocessor(CODEC, adds_special_tokens=False)
     assert bare(query("12"))["INPUT_ID"].tolist() == [ids("12")]
@@ -133,6 +148,8 @@ def tokens(*rows: list[list[int]]) -> Any:
     return np.array(rows, dtype=np.int32)
 
 
+@pytest.mark.contract("postprocessing input", "TOKENS_BATCH SEQUENCE_LENGTH")
+@pytest.mark.contract("postprocessing output", "OUTPUT")
 def test_answers_are_decoded_up_to_their_length() -> None:
     text = ids("grün")
     out = POSTPROCESS(
@@ -144,6 +161,15 @@ def test_answers_are_decoded_up_to_their_length() -> None:
     assert [text.decode() for text in out["OUTPUT"]] == ["grün", "gr", "gr", ""]
 
 
+@pytest.mark.contract(
+    "postprocessing input",
+    "CUM_LOG_PROBS OUTPUT_LOG_PROBS CONTEXT_LOGITS GENERATION_LOGITS BATCH_INDEX",
+)
+@pytest.mark.contract(
+    "postprocessing output",
+    "OUT_CUM_LOG_PROBS OUT_OUTPUT_LOG_PROBS OUT_CONTEXT_LOGITS OUT_GENERATION_LOGITS "
+    "OUT_BATCH_INDEX",
+)
 def test_what_comes_beside_the_tokens_of_older_clients_comes_back() -> None:
     """Those of v0.5 send no length; those of v0.6 to v0.13 want these back as they are."""
     passed = {
@@ -166,6 +192,7 @@ def test_what_comes_beside_the_tokens_of_older_clients_comes_back() -> None:
         POSTPROCESS(passed)
 
 
+@pytest.mark.contract("postprocessing parameter", "skip_special_tokens")
 def test_special_tokens_may_be_shown() -> None:
     shown = Postprocessor(CODEC, skips_special_tokens=False)
     request = {

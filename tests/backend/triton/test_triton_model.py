@@ -108,6 +108,8 @@ def test_whole_answer_is_one_response_with_the_prompt(server: Server) -> None:
     assert ids_of(sender) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.contract("tensorrt_llm of the LLM API input", "text_input")
+@pytest.mark.contract("tensorrt_llm of the LLM API output", "text_output")
 def test_text_in_text_out(server: Server) -> None:
     sender = server.ask(text_input="5 6", max_tokens=3, stream=True)
     assert text_of(sender) == " 7 8 9"
@@ -260,6 +262,7 @@ def lines_of(feed: FakeSender) -> list[bytes]:
     ]
 
 
+@pytest.mark.contract("tensorrt_llm of the LLM API input", "return_finish_reason")
 def test_the_reason_comes_with_the_last_response_to_who_asks(server: Server) -> None:
     sender = server.ask(
         input_ids=[1, 2], request_output_len=3, streaming=True, return_finish_reason=True
@@ -288,6 +291,7 @@ def last_line() -> dict[str, Any]:
     return dict(json.loads(["{}", *FakePbUtils.Logger.lines][-1]))
 
 
+@pytest.mark.contract("metric", "*")
 def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Server) -> None:
     """Each line is the JSON from which the gauges were set; lengths count in their buckets."""
     families = FakePbUtils.families
@@ -315,6 +319,7 @@ def test_metrics_and_the_lines_of_the_log_agree_integer_for_integer(server: Serv
     assert compared == 18
 
 
+@pytest.mark.contract("metric", "nv_trt_llm_v1_metrics")
 def test_v1_has_its_own_metrics_and_answers_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

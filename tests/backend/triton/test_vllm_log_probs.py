@@ -80,6 +80,8 @@ def expected_rows(folder: Path, ids: list[int], num_top: int) -> list[dict[str, 
     return rows
 
 
+@pytest.mark.contract("vllm_model input", "return_logprobs")
+@pytest.mark.contract("vllm_model output", "logprobs")
 @pytest.mark.parametrize("is_streaming", [True, False])
 @pytest.mark.parametrize("num_top", [0, 2, "20"])
 def test_values_and_ranks_are_those_of_transformers(

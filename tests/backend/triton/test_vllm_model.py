@@ -42,6 +42,14 @@ NEWER_COMPLETION = {**FRONTEND, "temperature": 0, "max_tokens": 4}
 NO_LOG_PROBS = {"return_logprobs": False}
 
 
+@pytest.mark.contract(
+    "vllm_model input",
+    "text_input stream sampling_parameters exclude_input_in_output return_finish_reason "
+    "return_num_input_tokens return_num_output_tokens",
+)
+@pytest.mark.contract(
+    "vllm_model output", "text_output finish_reason num_input_tokens num_output_tokens"
+)
 @pytest.mark.parametrize(
     ("settings", "more"), [(COMPLETION, {}), (CHAT, {}), (NEWER_COMPLETION, NO_LOG_PROBS)]
 )
