@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/scheduling.md: the demo model with a KV pool a quarter of the demand.
+"""Draws the pictures of docs/recordings.md: the demo model with a KV pool a quarter of the demand.
 
     python tools/draw_scheduling.py [--keep FOLDER]
 
