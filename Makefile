@@ -99,7 +99,7 @@ $(SERVER): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEVELOPMENT): $(SERVER)
 	@echo 'Installing the development tools'
-	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,openai,dev]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[server,embedded,gpu,guided,openai,dev]'
 	@touch $@
 
 # In folders of their own, which only their processes see: they are no part of the project.

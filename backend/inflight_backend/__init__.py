@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inflight_backend.guided.service import GuidedDecodingConfig
+    from inflight_backend.guided.compiler import GuidedDecodingConfig
     from inflight_backend.manager.gpt_manager import GptManager
     from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
     from inflight_backend.requests.inference_request import InferenceRequest, NamedTensor
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NAME_TO_MODULE = {
     "CapacitySchedulerPolicy": "inflight_scheduler",
     "GptManager": "inflight_backend.manager.gpt_manager",
-    "GuidedDecodingConfig": "inflight_backend.guided.service",
+    "GuidedDecodingConfig": "inflight_backend.guided.compiler",
     "InferenceRequest": "inflight_backend.requests.inference_request",
     "KvCacheConfig": "inflight_backend.manager.parameters",
     "NamedTensor": "inflight_backend.requests.inference_request",

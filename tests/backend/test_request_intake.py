@@ -15,9 +15,8 @@ from support.triton_harness import wait_until
 from support.triton_stub import CountingEngine
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.guided.compiler import PendingGuide
+from inflight_backend.guided.compiler import GuideService, PendingGuide
 from inflight_backend.guided.guide import Guide
-from inflight_backend.guided.service import GuideService
 from inflight_backend.manager.gpt_manager import GptManager
 from inflight_backend.manager.health import DeadlineWatch
 from inflight_backend.manager.logits_processors import ActiveProcessors

@@ -170,7 +170,9 @@ def test_one_that_pauses_while_requests_share_blocks_keeps_its_books_right(
 
 def test_the_page_names_what_there_is() -> None:
     page = (Path(__file__).parents[2] / "docs/scheduling.md").read_text(encoding="utf-8")
-    table, _, books = page.partition("| member of the block manager |")[2].partition("`BlockForecast(")
+    table, _, books = page.partition("| member of the block manager |")[2].partition(
+        "`BlockForecast("
+    )
     names = re.findall(r"`(\w+)(?:\(request[\w.]*\))?`", table.partition("\nCount from")[0])
     assert len(names) == 9
     assert all(hasattr(BlockManager, name) for name in names)

@@ -17,7 +17,7 @@ _CLASSES = {
     "[^b]": "ac()éè",
     "[c]": "c",
     "[éa]": "éa",
-    ".": CHARACTERS,
+    r"[^\n]": CHARACTERS,
 }
 _LITERALS = (
     "a",

@@ -23,7 +23,7 @@ class GuideType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A grammar as it was sent; ``text`` is empty for JSON."""
+    """A guide as it was sent; ``text`` is empty for JSON."""
 
     type: GuideType
     text: str = ""

@@ -1,6 +1,6 @@
-"""What the answers of guided requests may go on with, step by step.
+"""The tokens that the answers of guided requests may go on with, step by step.
 
-The state of an answer follows from its tokens alone: whatever was drawn since the last mask is
+The state of an answer follows from its tokens alone: the tokens sampled since the last mask are
 read first, so a pause or a shared prefix changes nothing.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -17,53 +18,100 @@ import numpy.typing as npt
 
 from inflight_backend.engine.interface import TokenMasks
 from inflight_backend.guided.guide import GUIDE_FIELD
+from inflight_backend.log import get_logger
 from inflight_scheduler import LlmRequest
+
+_logger = get_logger(__name__)
+
+MAX_STEP_SECONDS = 1.0
+"""How long a step waits for the masks of EBNF grammars: xgrammar bounds no step of its own, and
+behind many tokens an ambiguous grammar ("root ::= root root | ...") may take seconds for one."""
 
 _NOTHING_FORCED = -1
 _NOTHING = f"'{GUIDE_FIELD}' allows no token here, not even the end"
 _NOTHING_BUT_ENDS = (
     f"'{GUIDE_FIELD}' allows nothing here but 'end_id' or 'stop_token_ids' as text, and no end yet"
 )
-_NO_DETAILS = "<non-verbose/>"  # how the library says that there are more
-_MIN_PARALLEL = 4  # masks below that are made sooner than threads are woken
+_NO_DETAILS = "<non-verbose/>"  # llguidance's mark that there are more
+_MIN_PARALLEL = 4  # fewer masks are made sooner than threads are woken
+_NUM_THREADS = 4
 _MAX_SECONDS_AGAIN = 0.5  # of a step, for all answers that start again; many do so at once
 _TOKENS_AT_ONCE = 32  # of those that are read again; a token may take some ms
 
 
 class Matcher(Protocol):
-    """What is needed of llguidance's ``LLMatcher``."""
+    """Follows one answer: llguidance's ``LLMatcher``, or an `EbnfMatcher`."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Go on; False if the grammar does not allow it."""
-
-    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> None:
-        """Write one bit per token."""
+        """Read tokens; False if the grammar does not allow them."""
 
     def is_accepting(self) -> bool:
         """True where the answer may end."""
 
     def is_error(self) -> bool:
-        """True once something was too much."""
+        """True once a limit was met."""
 
     def get_error(self) -> str:
-        """What it was."""
+        """Which one."""
 
 
-TakeAgain = Callable[[], Matcher | None]
+class EbnfMatcher:
+    """Follows one answer with xgrammar. `consume_tokens` only notes the tokens, since each may take
+    long: `next_mask` reads them, on a thread that a step need not wait for."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        """``matcher`` is a ``GrammarMatcher`` of xgrammar."""
+        self._matcher = matcher
+        self._mask: npt.NDArray[np.int32] = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._unread: list[int] = []
+        self._error = ""
+
+    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+        """Note tokens that `next_mask` is to read."""
+        self._unread += sampled_tokens
+        return True
+
+    def next_mask(self) -> npt.NDArray[np.int32]:
+        """Read the new tokens; one bit per token that may come next, [words]."""
+        unread, self._unread = self._unread, []
+        if not all(map(self._matcher.accept_token, unread)):
+            self.fail("a token of the answer is not allowed")
+        self._matcher.fill_next_token_bitmask(self._mask)
+        row: npt.NDArray[np.int32] = self._mask[0]
+        return row
+
+    def is_accepting(self) -> bool:
+        """True where the answer may end."""
+        return bool(self._matcher.is_completed())
+
+    def fail(self, error: str) -> None:
+        """Let the answer end with an error."""
+        self._error = error
+
+    def is_error(self) -> bool:
+        """True after `fail`."""
+        return bool(self._error)
+
+    def get_error(self) -> str:
+        """Why it failed."""
+        return self._error
+
+
+Recompile = Callable[[], Matcher | None]
 """Makes a matcher that shares nothing with those of other answers; None if there is no time."""
 
-OwnGuide = tuple[Matcher, TakeAgain]
-"""What guides one answer, and what may take its place."""
+OwnGuide = tuple[Matcher, Recompile]
+"""The matcher of one answer, and the call that makes another in its place."""
 
 
-def _take_nothing() -> None:
+def _cannot_recompile() -> None:
     return None
 
 
 @dataclass(slots=True)
 class _Answer:
     matcher: Matcher
-    take_again: TakeAgain
+    recompile: Recompile
     num_read: int = 0
     error: str = ""
 
@@ -76,13 +124,17 @@ class AnswerGuides:
         self.tokenizer_end_id = -1
         self._vocab_size = vocab_size
         self._answers: dict[int, _Answer] = {}
-        self._executor: Any = None
+        self._executor: Any = None  # llguidance's
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="EbnfMask")
+        self._late: list[Future[Any]] = []  # calls of xgrammar that no step waits for any more
         self._seconds_left = 0.0  # of this step, for those that start again
 
-    def add(self, request_id: int, matcher: Matcher, take_again: TakeAgain = _take_nothing) -> None:
+    def add(
+        self, request_id: int, matcher: Matcher, recompile: Recompile = _cannot_recompile
+    ) -> None:
         """Guide a request from its first token on; if ``matcher`` has met a limit that it shares
         with other answers', go on with another."""
-        self._answers[request_id] = _Answer(matcher, take_again)
+        self._answers[request_id] = _Answer(matcher, recompile)
 
     def discard(self, request_id: int) -> None:
         """Forget a request, guided or not."""
@@ -107,21 +159,21 @@ class AnswerGuides:
     def masks(
         self, rows: Sequence[tuple[int, LlmRequest]], latest: Mapping[int, int]
     ) -> TokenMasks:
-        """What ``rows`` may draw now; ``latest`` has the tokens that are drawn and not settled, by
-        request id."""
+        """The masks of ``rows`` for the next token; ``latest`` has the tokens that were sampled and
+        are not yet in the requests, by request id."""
         self._seconds_left = _MAX_SECONDS_AGAIN
         bits = np.zeros((len(rows), -(-self._vocab_size // 32)), dtype=np.int32)
         open_rows: list[tuple[int, _Answer, LlmRequest]] = []
         for index, (_, request) in enumerate(rows):
             answer = self._answers.get(request.request_id)
             if answer is None or not self._read(answer, request, latest):
-                bits[index] = -1  # it has ended: whatever it draws is dropped
+                bits[index] = -1  # it has ended: its token is dropped
             elif not answer.error:
                 open_rows.append((index, answer, request))
-        self._fill([(answer.matcher, index) for index, answer, _ in open_rows], bits)
+        self._fill([(index, answer.matcher) for index, answer, _ in open_rows], bits)
         for index, answer, request in open_rows:
             if answer.matcher.is_error() and self._start_again(answer, request, latest):
-                self._fill([(answer.matcher, index)], bits)
+                self._fill([(index, answer.matcher)], bits)
             self._set_ends(bits[index], answer, request)
         masks = np.empty((len(rows), 2 + bits.shape[1]), dtype=np.int32)
         masks[:, 0], masks[:, 2:] = [row for row, _ in rows], bits
@@ -136,17 +188,17 @@ class AnswerGuides:
         if tokens:
             answer.num_read += len(tokens)
             if not answer.matcher.consume_tokens(tokens):
-                error = _too_much(answer.matcher)
+                error = _limit_met(answer.matcher)
                 if not self._start_again(answer, request, latest):
                     answer.error = error
         return True
 
     def _start_again(self, answer: _Answer, request: LlmRequest, latest: Mapping[int, int]) -> bool:
-        """Follow all tokens there are with another matcher, once; False if that cannot be, or if
-        there is no time left in this step."""
+        """Follow all tokens there are with another matcher, once; False if that cannot be done,
+        or if there is no time left in this step."""
         began = time.monotonic()
-        matcher = answer.take_again() if self._seconds_left > 0 else None
-        answer.take_again = _take_nothing
+        matcher = answer.recompile() if self._seconds_left > 0 else None
+        answer.recompile = _cannot_recompile
         if matcher is not None:
             tokens = _new_tokens(request, latest, 0)
             if _follow(matcher, tokens, began + self._seconds_left):
@@ -154,15 +206,43 @@ class AnswerGuides:
         self._seconds_left -= time.monotonic() - began
         return answer.matcher is matcher
 
-    def _fill(self, matchers: list[tuple[Matcher, int]], bits: npt.NDArray[np.int32]) -> None:
-        """Let each matcher write its row of ``bits``; many do so side by side."""
+    def _fill(self, matchers: list[tuple[int, Matcher]], bits: npt.NDArray[np.int32]) -> None:
+        """Let each matcher write its row of ``bits``, those of xgrammar on threads."""
+        calls: dict[Future[npt.NDArray[np.int32]], tuple[int, EbnfMatcher]] = {}
+        others: list[tuple[Any, int]] = []
+        for index, matcher in matchers:
+            if isinstance(matcher, EbnfMatcher):
+                calls[self._pool.submit(matcher.next_mask)] = (index, matcher)
+            else:
+                others.append((matcher, index))
+        self._fill_from_llguidance(others, bits)
+        if calls:
+            self._late = [call for call in self._late if not call.done()]
+            is_free = len(self._late) < _NUM_THREADS
+            done, late = wait(calls, timeout=MAX_STEP_SECONDS if is_free else 0)
+            for call in done:
+                index, matcher = calls[call]
+                if call.exception() is None:
+                    bits[index] = call.result()
+                else:  # our bug, or the library's
+                    _logger.error("a mask could not be made", exc_info=call.exception())
+                    matcher.fail("the server failed")
+            for call in late:
+                calls[call][1].fail(f"a token took more than {MAX_STEP_SECONDS:g} s")
+                if not call.cancel():
+                    self._late.append(call)
+
+    def _fill_from_llguidance(
+        self, matchers: list[tuple[Any, int]], bits: npt.NDArray[np.int32]
+    ) -> None:
+        """Few one after the other, many in parallel."""
         num_bytes = bits.shape[1] * bits.itemsize
         if len(matchers) < _MIN_PARALLEL:
             for matcher, index in matchers:
                 matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, num_bytes)
             return
         if self._executor is None:
-            from llguidance import LLExecutor  # who has matchers has llguidance
+            from llguidance import LLExecutor
 
             self._executor = LLExecutor()
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, num_bytes, len(bits))
@@ -170,10 +250,10 @@ class AnswerGuides:
     def _set_ends(self, bits: npt.NDArray[np.int32], answer: _Answer, request: LlmRequest) -> None:
         """Allow every end of this request where the grammar allows one, and none elsewhere.
 
-        Where nothing else is left there is only the first: a single token is drawn at any rate.
+        Where nothing else is left only the first is allowed: a single token is forced.
         """
         if answer.matcher.is_error():
-            answer.error = _too_much(answer.matcher)
+            answer.error = _limit_met(answer.matcher)
             bits[:] = 0
             return
         _set_bit(bits, max(self.tokenizer_end_id, 0), False)
@@ -192,7 +272,7 @@ class AnswerGuides:
 
 
 def _new_tokens(request: LlmRequest, latest: Mapping[int, int], num_read: int) -> list[int]:
-    """What was drawn for ``request`` behind the first ``num_read`` tokens."""
+    """The tokens of the answer behind the first ``num_read``."""
     tokens = request.tokens[request.orig_prompt_len + num_read : request.num_drawn_tokens]
     if request.num_pending_tokens:
         tokens.append(latest[request.request_id])
@@ -200,7 +280,7 @@ def _new_tokens(request: LlmRequest, latest: Mapping[int, int], num_read: int) -
 
 
 def _follow(matcher: Matcher, tokens: list[int], deadline: float) -> bool:
-    """Read ``tokens``, all that were drawn; False if one is too much, or if time is up."""
+    """Read ``tokens``, the whole answer; False if one meets a limit, or if time is up."""
     for start in range(0, len(tokens), _TOKENS_AT_ONCE):
         piece = tokens[start : start + _TOKENS_AT_ONCE]
         if time.monotonic() > deadline or not matcher.consume_tokens(piece):
@@ -208,7 +288,7 @@ def _follow(matcher: Matcher, tokens: list[int], deadline: float) -> bool:
     return True
 
 
-def _too_much(matcher: Matcher) -> str:
+def _limit_met(matcher: Matcher) -> str:
     error = matcher.get_error().removesuffix(_NO_DETAILS).strip()
     return f"'{GUIDE_FIELD}' cannot be followed any further: {error[:300]}"
 

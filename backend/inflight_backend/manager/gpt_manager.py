@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_backend.engine.interface import StepEngine
 from inflight_backend.errors import RefusalText
-from inflight_backend.guided.service import GuideService
+from inflight_backend.guided.compiler import GuideService
 from inflight_backend.log import get_logger
 from inflight_backend.manager.batcher import (
     Batcher,

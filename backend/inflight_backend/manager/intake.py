@@ -113,5 +113,5 @@ class RequestIntake:
         llm_request, guide = validate(request, self._limits), request.guide
         request.llm_request = request.guide = None  # sent again, it is another request
         self._activate(
-            request, llm_request, None if guide is None else (guide.take(), guide.take_again)
+            request, llm_request, None if guide is None else (guide.take(), guide.recompile)
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight_backend.errors import ConfigurationError
-from inflight_backend.guided.service import GuidedDecodingConfig
+from inflight_backend.guided.compiler import GuidedDecodingConfig
 from inflight_backend.manager.logits_processors import (
     LogitsPostProcessor,
     check_logits_processors,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.guided.bounds import MAX_SCHEMA_BYTES
 from inflight_backend.guided.guide import GUIDE_FIELD, TYPE_FIELD, Guide, GuideType
 from inflight_backend.requests.inference_request import InferenceRequest
+from inflight_backend.requests.values import read_json_object
 
 MAX_GUIDE_BYTES = 64 * 1024
-"""Size of a regex or of a grammar; a schema may have `MAX_SCHEMA_BYTES`."""
+"""Size of a regex or of a grammar."""
+
+MAX_SCHEMA_BYTES = 256 * 1024
+"""Size of a schema; those of people's tools, which explain every key, have up to some 250 KB."""
 
 MAX_GUIDE_DEPTH = 64
 """Brackets open at once in a guide, of any kind."""
@@ -23,6 +27,9 @@ _PLAIN_TEXT = {  # whose brackets nest nothing
     GuideType.EBNF_GRAMMAR: re.compile("|".join((_ESCAPE, _STRING, _CLASS, _COMMENT)), re.DOTALL),
 }
 _BRACKET = re.compile(r"[()\[\]{}]")
+# xgrammar checks no look-ahead while it masks, lets macros name tokens that are no text, and reads
+# counts modulo 2^32.
+_EBNF_REFUSED = re.compile(r"\(\s*=|\b(?:(?:Exclude)?Token|(?:Token)?TagDispatch)\s*\(|\b\d{10,}")
 
 
 def read_guide(request: InferenceRequest) -> Guide | None:
@@ -55,7 +62,12 @@ def read_guide(request: InferenceRequest) -> Guide | None:
         return Guide(guide_type)
     if not text:
         raise InvalidRequest(f"'{GUIDE_FIELD}' is missing or empty: {guide_type.value} needs it")
-    _check_depth(guide_type, text)
+    plain = _PLAIN_TEXT[guide_type].sub("", text)
+    _check_depth(plain)
+    if guide_type is GuideType.JSON_SCHEMA:
+        _check_schema(read_json_object(GUIDE_FIELD, text, MAX_SCHEMA_BYTES))
+    elif guide_type is GuideType.EBNF_GRAMMAR:
+        _check_ebnf(plain)
     return Guide(guide_type, text)
 
 
@@ -76,15 +88,35 @@ def _string(request: InferenceRequest, name: str, max_bytes: int = MAX_GUIDE_BYT
     return text
 
 
-def _check_depth(guide_type: GuideType, text: str) -> None:
-    """Refuse what is nested so deeply that a parser might not come back; quoted text is skipped."""
+def _check_depth(plain: str) -> None:
+    """Refuse what is nested so deeply that a parser might not return; ``plain`` has no quotes."""
     depth = 0
-    for bracket in _BRACKET.findall(_PLAIN_TEXT[guide_type].sub("", text)):
+    for bracket in _BRACKET.findall(plain):
         depth = depth + 1 if bracket in "([{" else max(depth - 1, 0)
         if depth > MAX_GUIDE_DEPTH:
             raise InvalidRequest(
                 f"'{GUIDE_FIELD}' is nested more than {MAX_GUIDE_DEPTH} brackets deep"
             )
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Refuse the key with which a schema would set options of llguidance."""
+    waiting: list[Any] = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict | list):
+            waiting += node.values() if isinstance(node, dict) else node
+        if isinstance(node, dict) and "x-guidance" in node:
+            raise InvalidRequest(f"'{GUIDE_FIELD}' has the key 'x-guidance'; leave it out")
+
+
+def _check_ebnf(plain: str) -> None:
+    """Refuse what xgrammar would not follow; ``plain`` has no quotes, classes and comments."""
+    if refused := _EBNF_REFUSED.search(plain):
+        raise InvalidRequest(
+            f"'{GUIDE_FIELD}' has {refused[0][:40]!r}: look-ahead, macros and counts of more than "
+            "9 digits are not supported"
+        )
 
 
 def _known() -> str:

@@ -1,11 +1,20 @@
-"""Reads single values of a request, each checked against its bounds by name."""
+"""Reads single values of a request, each checked against its bounds by name: numbers, truth
+values, and small JSON objects."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import numpy as np
 
 from inflight_backend.errors import InvalidRequest
 from inflight_backend.requests.inference_request import InferenceRequest
+
+MAX_JSON_BYTES = 64 * 1024
+"""Size of a JSON object; a parser holds the interpreter lock until it has read all of it."""
+
+_MAX_SHOWN = 100
 
 
 def integer(request: InferenceRequest, name: str, default: int, minimum: int, maximum: int) -> int:
@@ -40,6 +49,39 @@ def number(
 def flag(request: InferenceRequest, name: str, default: bool) -> bool:
     """A truth value; ``default`` if it was not sent."""
     return bool(request.get_tensor(name).reshape(-1)[0]) if request.has_tensor(name) else default
+
+
+def read_json_object(
+    field: str, text: bytes | str, max_bytes: int = MAX_JSON_BYTES
+) -> dict[str, Any]:
+    """The JSON object in ``text``; `InvalidRequest` names ``field``, also for a key given twice."""
+    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if len(data) > max_bytes:
+        raise InvalidRequest(f"'{field}' has {len(data)} bytes, more than {max_bytes}")
+    try:
+        content = json.loads(data, object_pairs_hook=_unique)
+    except _DoubledKey as doubled:
+        raise InvalidRequest(f"'{field}' has the key {doubled} twice in one object") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"'{field}' is not valid JSON: {error}") from None
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"'{field}' is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"'{field}' must be a JSON object")
+    return content
+
+
+class _DoubledKey(ValueError):
+    """Parsers differ in which of the two values counts."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise _DoubledKey(repr(key[:_MAX_SHOWN]))
+        content[key] = value
+    return content
 
 
 def _bounds(minimum: float, maximum: float) -> str:

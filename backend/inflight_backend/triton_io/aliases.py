@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight_backend.errors import InvalidRequest
-from inflight_backend.request_json import read_json_object
 from inflight_backend.requests.outputs import MAX_TOP_LOG_PROBS
+from inflight_backend.requests.values import read_json_object
 from inflight_backend.triton_io.inputs import RequestHead
 from inflight_protocol import (
     ACCUMULATE_PARAMETER,

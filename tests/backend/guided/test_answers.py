@@ -12,14 +12,14 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from llguidance import LLParserLimits
 from support.checkpoints import write_checkpoint
+from support.guided_answers import MANY_WAYS
 from support.manager_harness import Recorder, request, running
 
 from inflight_backend.guided import compiler as compiler_module
+from inflight_backend.guided.compiler import GuidedDecodingConfig
 from inflight_backend.guided.guide import Guide, GuideType
 from inflight_backend.guided.masks import AnswerGuides
-from inflight_backend.guided.service import GuidedDecodingConfig
 from inflight_backend.manager.parameters import KvCacheConfig, TrtGptModelOptionalParams
 from inflight_backend.manager.step_loop import OverlapScheduler
 from inflight_backend.requests.inference_request import InferenceRequest
@@ -252,10 +252,8 @@ def test_what_becomes_too_dear_on_the_way_fails_alone(
     random_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = LLParserLimits(step_max_items=100, verbose_errors=False)
-    monkeypatch.setattr(compiler_module, "_LIMITS", limits)
-    dear = 'root ::= "a" (' + " | ".join(f'"b{i}" root' for i in range(99)) + ")"
-    requests = [ask(number, "ebnf_grammar", dear) for number in range(num_dear)]
+    monkeypatch.setitem(compiler_module._LIMITS, "step_max_items", 400)
+    requests = [ask(number, "json_schema", MANY_WAYS) for number in range(num_dear)]
     recorder = serve(
         random_model,
         [*requests, ask(90, num_new=20), ask(91, "regex", "a{9}")],
@@ -275,8 +273,7 @@ def test_an_answer_that_meets_a_limit_leaves_all_others_theirs(
 ) -> None:
     """Those of one guide share what they find out, and its limits: the first to meet one, after
     however many, ended those under way and all to come."""
-    limits = LLParserLimits(max_lexer_states=600, verbose_errors=False)
-    monkeypatch.setattr(compiler_module, "_LIMITS", limits)
+    monkeypatch.setitem(compiler_module._LIMITS, "max_lexer_states", 600)
     drawn: dict[str, Any] = {"runtime_top_k": 200, "num_new": 90}
     requests = [ask(n, "regex", "x(.{0,90}y){2}", random_seed=n, **drawn) for n in range(16)]
     recorder = serve(random_model, requests, params(overlap_scheduler=choice))
@@ -345,7 +342,7 @@ def test_a_guide_that_cannot_be_taken_ends_its_request_only(
 
 
 def test_bad_guides_are_answered_and_hurt_nobody(random_model: Path) -> None:
-    bad = [("regex", "("), ("json_schema", "[]"), ("ebnf_grammar", "x"), ("regex", "a{20001}")]
+    bad = [("regex", "("), ("json_schema", "[]"), ("ebnf_grammar", "x"), ("regex", "a?" * 20_000)]
     requests = [ask(i, *guide) for i, guide in enumerate(bad)] + [ask(9, num_new=10)]
     recorder = serve(random_model, requests, params())
     for number in range(len(bad)):
