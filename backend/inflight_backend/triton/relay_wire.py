@@ -27,11 +27,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from inflight_backend.errors import CapacityExceeded
 from inflight_backend.triton_io.sender import ResponseFactory
@@ -168,7 +168,7 @@ def address_of(model: str) -> bytes:
     """Where the model ``model`` of this process's tritonserver listens."""
     parent = os.getppid()
     namespace = os.stat("/proc/self/ns/pid").st_ino  # two may have the same network
-    identity = f"{_VERSION} {namespace} {parent} {_stat_of(parent)[_START_TIME]} {model}"
+    identity = f"{_VERSION} {namespace} {parent} {model}"
     return b"\0inflight-relay-" + hashlib.sha256(identity.encode()).hexdigest()[:32].encode()
 
 
@@ -176,8 +176,8 @@ def is_sibling(connection: socket.socket) -> bool:
     """True if the other side is a process of the same user that the same tritonserver started."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(credentials)
-    with suppress(OSError):  # it has gone
-        return user == os.geteuid() and int(_stat_of(process)[_PARENT]) == os.getppid()
+    with suppress(psutil.Error):  # it has gone
+        return user == os.geteuid() and psutil.Process(process).ppid() == os.getppid()
     return False
 
 
@@ -224,11 +224,3 @@ def allow_many_connections() -> None:
     if 0 <= soft < _MIN_DESCRIPTORS:
         limit = _MIN_DESCRIPTORS if hard < 0 else min(_MIN_DESCRIPTORS, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-_PARENT, _START_TIME = 1, 19  # of `_stat_of`
-
-
-def _stat_of(process: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name, which may hold anything."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from inflight_backend.errors import ServerKilled, ServingError
 from inflight_backend.status import ModelStatus, beat_of, read_status
 from inflight_backend.triton.watchdog import AwakeClock
@@ -118,36 +120,31 @@ class ServerProcess:
 
 
 def is_running(pid: int) -> bool:
-    """True while ``pid`` exists and is no zombie (a dead model process that nobody reaped)."""
-    return _stat(pid)[:1] not in ([], ["Z"], ["X"])
+    """True while ``pid`` exists and is no zombie (a dead model process that is not reaped)."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_of(pid: int) -> str:
     """How the process ``pid`` ended, in words; "" unless it is dead and not reaped yet."""
-    stat = _stat(pid)
-    return _in_words(os.waitstatus_to_exitcode(int(stat[-1]))) if stat[:1] == ["Z"] else ""
+    with contextlib.suppress(psutil.NoSuchProcess, OSError):
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            # Its parent alone may wait for it; the last field of this file is its wait status.
+            status = Path(f"/proc/{pid}/stat").read_bytes().split()[-1]
+            return _in_words(os.waitstatus_to_exitcode(int(status)))
+    return ""
 
 
 def children_of(pid: int) -> dict[int, list[str]]:
     """The processes that ``pid`` has started and their command lines; of a dead one it is empty."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        if _stat(int(folder.name))[1:2] == [str(pid)]:
-            with contextlib.suppress(OSError):  # it was reaped just now
-                line = (folder / "cmdline").read_text(encoding="utf-8", errors="replace")
-                found[int(folder.name)] = line.rstrip("\0").split("\0")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):  # it has ended just now
+                found[child.pid] = child.cmdline()
     return found
-
-
-def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process from its state on (man 5 proc); nothing if it is gone.
-
-    The name before that is any bytes: a long one is cut by the kernel, amid a character too.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
-    except OSError:
-        return []
 
 
 def _in_words(code: int) -> str:

@@ -22,6 +22,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from inflight_backend.process_guard import DeathPipe
 from inflight_backend.status import stop_file_of
 from inflight_server.serve.log_file import before
@@ -254,12 +256,11 @@ def _is_left(region: Path) -> bool:
 
 
 def _mapped_files() -> set[str]:
-    """What the processes that we may look at have mapped of shared memory."""
+    """Files mapped by the processes that this user may look at."""
     found: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
-            found |= {line.split(maxsplit=5)[-1] for line in lines if f"{_SHARED_MEMORY}/" in line}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            found |= {each.path for each in process.memory_maps()}
     return found
 
 

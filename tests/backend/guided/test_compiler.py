@@ -109,6 +109,7 @@ def test_ebnf(grammar: str, good: str, bad: str) -> None:
     assert not accepts(Guide(EBNF, grammar), bad)
 
 
+@pytest.mark.slow
 @fuzzing
 @given(st.integers(0, 10**9))
 def test_an_ebnf_grammar_allows_what_it_derives_and_nothing_else(seed: int) -> None:
@@ -670,6 +671,7 @@ def test_a_loop_that_fails_tells_those_who_wait_for_their_grammar(
         assert recorder.responses[1][-1][2] == "", "its id is free, and it is guided"
 
 
+@pytest.mark.slow
 @pytest.mark.case(55)
 def test_a_hundred_grammars_at_once_beside_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream gets a token in every iteration, also while all of them wait; all are answered,
