@@ -49,6 +49,19 @@ def test_no_top_level_folder_is_a_package() -> None:
     assert [str(path) for path in ROOT.glob("*/__init__.py")] == []
 
 
+def test_a_package_holds_at_most_twelve_modules() -> None:
+    folders = {
+        path.parent
+        for package, folder in PACKAGES.items()
+        for path in (ROOT / folder / package).rglob("*.py")
+        if path.parent.name != "families"  # one module for each family
+    }
+    counts = {
+        folder: len(set(folder.glob("*.py")) - {folder / "__init__.py"}) for folder in folders
+    }
+    assert [folder for folder, count in counts.items() if count > 12] == []
+
+
 @pytest.mark.parametrize(
     ("names", "blocked"),
     [
