@@ -44,4 +44,4 @@ class CheckpointError(ConfigurationError):
 
 
 class ServerKilled(ServingError):
-    """A signal ended tritonserver, one of its own (an abort) or of somebody else."""
+    """A signal ended tritonserver, its own (an abort) or another process's."""

@@ -27,7 +27,7 @@ def _leave_out_messages(record: logging.LogRecord) -> bool:
         error, record.exc_info = record.exc_info[1], None
         try:
             record.exc_text = _describe(error)
-        except BaseException:  # logging guards its handlers only, and whoever logs is in trouble
+        except BaseException:  # logging guards only its handlers
             record.exc_text = type(error).__name__
     return True
 

@@ -81,7 +81,7 @@ def _die_with(path: Path) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
     try:
         os.read(descriptor, 1)
-    except BlockingIOError:  # what it says while somebody holds the other end
+    except BlockingIOError:  # the result while the other end is open
         return
     os._exit(1)  # it died before we held on
 

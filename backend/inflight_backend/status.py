@@ -89,7 +89,7 @@ class StatusWriter:
     def write(self, phase: Phase, **fields: Any) -> bool:
         """Replace the status by ``phase`` with its JSON-serialisable ``fields``.
 
-        False if that failed, and must be tried again by whoever wants it to be known.
+        False if that failed; the caller must try again.
         """
         if self._path is None:
             return True
@@ -134,7 +134,7 @@ def read_status(path: str | Path) -> ModelStatus | None:
 def beat_of(path: str | Path) -> int:
     """A number that changes with every beat and every new status; 0 when there is none.
 
-    Whoever wants to know how long there was no beat times the changes: the time in the file is
+    To measure how long there was no beat, time its changes: the time in the file is
     that of a clock that may jump.
     """
     try:

@@ -43,7 +43,7 @@ class Address:
             return False
 
     def unreachable(self, reason: str) -> ServerUnreachable:
-        """The error for an address where nobody answers."""
+        """The error for an address without an answer."""
         return ServerUnreachable(
             f"no server answers at {self} ({reason}). Start one with `inflight serve`, "
             "or name another address with url= (on the command line: --url)."

@@ -68,7 +68,7 @@ class Transport(Protocol):
         """The responses to ``request``; ``timeout`` in seconds for all of them together."""
 
     async def is_loaded(self, model: str, timeout: float) -> bool:
-        """Whether Triton has loaded ``model``; `ServerUnreachable` when nobody answers."""
+        """Whether Triton has loaded ``model``; `ServerUnreachable` without an answer."""
 
     async def close(self) -> None:
         """Close the connection; requests still running are cancelled."""
@@ -79,7 +79,7 @@ async def takes_requests(transport: Transport, model: str, timeout: float) -> bo
 
     Triton's own word alone counts only where the model does not know the question: Triton 24.10
     says that a model is ready while it refuses every request. Raises what `Responses.receive`
-    raises when nobody answers.
+    raises without an answer.
     """
     asked = LLM_MODEL_NAME if model in RELAYING_MODELS else model
     try:

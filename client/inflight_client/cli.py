@@ -163,7 +163,7 @@ def stop(
     http: HttpOption = False,
     header: HeaderOption = None,
 ) -> None:
-    """End a running request. Whoever waits for it gets what there is so far."""
+    """End a running request. Its client gets the tokens so far."""
     with _reported_errors(), _connect(url, http, header) as client:
         client.stop(request_id)
 

@@ -165,7 +165,7 @@ class InflightClient:
         return worker.run(worker.client.recording(timeout=timeout))
 
     def health(self, *, timeout: float = HEALTH_TIMEOUT) -> bool:
-        """Whether the model will serve a request sent now; `ServerUnreachable` if nobody answers,
+        """Whether the model will serve a request sent now; `ServerUnreachable` without an answer,
         `RequestTimeout` if the model does not, as one that hangs."""
         worker = self._get_worker()
         return worker.run(worker.client.health(timeout=timeout))
@@ -231,7 +231,7 @@ class _Worker:
         self._close_wanted = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        # The thread knows the parts but not this object, which is closed when nobody refers to it.
+        # The thread does not refer to this object, which is closed when it is no longer referenced.
         self._thread = threading.Thread(
             target=_run_loop,
             args=(self._loop, client, self._tasks, self._close_wanted),

@@ -128,7 +128,7 @@ async def _stream_all(demo: Demo, url: str, console: Console) -> None:
     async with AsyncInflightClient(url) as client:
         watcher = asyncio.create_task(_watch_stats(client, demo))
         try:
-            # On a terminal the columns grow; elsewhere one line per stream says how it ended.
+            # On a terminal the columns grow; otherwise one line per stream says how it ended.
             if console.is_terminal:
                 with Live(
                     get_renderable=lambda: _columns(demo, console),
@@ -305,7 +305,7 @@ def _is_ready(client: InflightClient) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; all are held until all are found, so they differ."""
+    """Free ports; all are held until all are found, so they differ."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -68,7 +68,7 @@ def openai(
     /v1/completions, /v1/chat/completions and /v1/models; for gateways and monitoring /health,
     /metrics, /version, /server_info and /model_info.
     """
-    # gRPC's own lines would block its threads where nobody reads stderr.
+    # gRPC's own lines would block its threads where stderr has no reader.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         from inflight_openai.server import run

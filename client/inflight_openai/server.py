@@ -238,7 +238,7 @@ class Console(logging.Handler):
             self.print(self.format(record), sys.stderr)
 
     def flush(self) -> None:
-        """Wait for the thread, but not long: nobody may be reading. Called at exit."""
+        """Wait for the thread, but not long: there may be no reader. Called at exit."""
         done = self._lines.all_tasks_done
         with done:
             done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS)

@@ -47,7 +47,7 @@ class SpecialTokens:
         """Keeps a copy of ``tokenizer``."""
         added = tokenizer.get_added_tokens_decoder()
         names = {token_id: each.content for token_id, each in added.items() if each.special}
-        secret = secrets.token_hex(16)  # nobody can send it
+        secret = secrets.token_hex(16)  # no client can send it
         # Splits at added tokens as the tokenizer does, and does nothing else.
         self._finder = Tokenizer(WordLevel({secret: 0}, unk_token=secret))
         if tokenizer.normalizer is not None:

@@ -133,7 +133,7 @@ EVENTS = MetricFamilySpec(
     "Requests that lost their blocks and are computed again",
     "counter",
 )
-"""Ours: a gauge of the last iteration says 0 nearly whenever somebody looks."""
+"""Ours: a gauge of the last iteration would almost always be sampled as 0."""
 
 REUSE = MetricFamilySpec(
     "inflight_kv_cache_reuse",

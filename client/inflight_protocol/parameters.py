@@ -299,7 +299,7 @@ PARAMETERS: tuple[ParameterSpec, ...] = (
     ParameterSpec("gpu_device_ids", "str", "", "multi-GPU", is_honoured=False),
     ParameterSpec("participant_ids", "str", "", "multi-GPU", is_honoured=False),
     ParameterSpec("num_nodes", "int", "1", "multi-GPU", is_honoured=False),
-    # The next two: what its configs say where nobody asks for several processes.
+    # The next two: what its configs have where several processes are not configured.
     ParameterSpec(
         "executor_worker_path",
         "str",

@@ -183,7 +183,7 @@ def tile_key(op: str, capability: int, head_dim: int, group: int, cache_dtype: s
 
 
 def tuned_tile(op: str, head_dim: int, group: int, cache_dtype: str) -> list[int] | None:
-    """The fields of the op's tile for the current GPU, None if nobody measured it."""
+    """The fields of the op's tile for the current GPU, None if it was not measured."""
     return _table().get(tile_key(op, capability(), head_dim, group, cache_dtype))
 
 

@@ -103,7 +103,7 @@ def unless_refused(what: str, record: Callable[[], Runner]) -> Runner | None:
     """What ``record`` gives; None, and a line in the log about ``what``, where a capture fails."""
     try:
         return record()
-    except RuntimeError as error:  # nobody's request is in it: it may be quoted
+    except RuntimeError as error:  # it contains no request, so it may be quoted
         reason = str(error).partition("\n")[0]
         _logger.warning(
             "%s cannot be recorded and run eagerly, which is slower: %s",

@@ -236,7 +236,7 @@ class OutputRecorder:
         self._open().candidates.append(told)
 
     def take(self) -> PendingOutputs | None:
-        """What the step submitted last brings; None if nobody asked."""
+        """The outputs of the step submitted last; None if no request asked for any."""
         pending, self._pending = self._pending, None
         return pending
 

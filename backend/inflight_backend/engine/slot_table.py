@@ -188,7 +188,7 @@ class SlotTable:
 
     @property
     def padding_slot(self) -> int:
-        """The slot of rows that are nobody's."""
+        """The slot of padding rows."""
         return self._padding_slot
 
     def begin(self, batch: ScheduledBatch, words: StepWords) -> StepInputs:
@@ -211,7 +211,7 @@ class SlotTable:
     def begin_generation(self, generation_slots: Tensor) -> StepInputs:
         """A step of generations in ``generation_slots`` [B] int32, made of what the device knows.
 
-        Rows of the padding slot have no context, write no cache and draw a token nobody reads.
+        Rows of the padding slot have no context, write no cache and sample an unused token.
         `book` keeps the host's side for it.
         """
         slots = generation_slots.long()
@@ -235,7 +235,7 @@ class SlotTable:
     def begin_mixed(self, words: MixedWords) -> MixedInputs:
         """A mixed step of fixed sizes, made of ``words`` and of what the device knows.
 
-        Padding has no context, writes no cache and draws tokens nobody reads. `book` keeps the
+        Padding has no context, writes no cache and samples unused tokens. `book` keeps the
         host's side for it.
         """
         slots, tokens = words.token_slots.long(), words.tokens.long()

@@ -25,7 +25,7 @@ from inflight_scheduler.sampling import SETTINGS
 
 
 def to_device(values: Tensor, device: str) -> Tensor:
-    """``values``, which lie on the host, on ``device``; nobody waits.
+    """``values``, which are on the host, copied to ``device`` asynchronously.
 
     On CUDA they go through page-locked memory: a copy of other memory waits for everything that was
     asked of the device before. On a CPU they are the tensor itself.

@@ -76,14 +76,14 @@ class WarmupEngine(Protocol):
         """Rows of the embedding."""
 
     def enqueue(self, batch: ScheduledBatch) -> object:
-        """Start a step; nobody reads it."""
+        """Start a step; its results are not read."""
 
     def mask_next(self, masks: MaskSource) -> None:
         """What the rows of the step behind may draw."""
 
 
 def warm_up(engine: WarmupEngine, largest: ScheduledBatch) -> None:
-    """The small ones, then ``largest``, which also sets slots up anew that those have used.
+    """The small ones, then ``largest``, which also resets the slots that those have used.
 
     Its logits are changed, by a mask, for they are float32 then: that way needs the most room.
     """

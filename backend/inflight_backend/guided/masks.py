@@ -248,7 +248,7 @@ class AnswerGuides:
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, num_bytes, len(bits))
 
     def _set_ends(self, bits: npt.NDArray[np.int32], answer: _Answer, request: LlmRequest) -> None:
-        """Allow every end of this request where the grammar allows one, and none elsewhere.
+        """Allow every end of this request exactly where the grammar allows one.
 
         Where nothing else is left only the first is allowed: a single token is forced.
         """

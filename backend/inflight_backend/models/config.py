@@ -201,8 +201,8 @@ def _read_rope(reader: JsonReader, max_positions: int) -> RopeConfig:
 def _rope_section(reader: JsonReader) -> JsonReader:
     """``rope_parameters`` or ``rope_scaling``, whichever says anything.
 
-    A file of transformers 5 to which somebody has added what a model card tells, for longer
-    contexts, has both: it takes the second then, and forgets the theta of the first.
+    A file of transformers 5 to which a user has added the model card's setting for longer
+    contexts has both: it takes the second then, and forgets the theta of the first.
     """
     new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
     if not any(old):

@@ -107,12 +107,12 @@ class Fp8Linear:
 
     Each number of the weight is rounded to 4 significant bits: when it is loaded (`Fp8Weight`), so
     that no other form of it is ever kept, or here. On CUDA the product is cuBLAS's or CUTLASS's, in
-    bfloat16 out; elsewhere it is taken in float32, for tests. Both dimensions of the weight must
+    bfloat16 out; on other devices float32, for tests. Both dimensions of the weight must
     be multiples of 16 on CUDA (`config.resolve` sees to it).
 
     A library may have no product with a scale per row for some shapes: cuBLAS on Hopper is known to
     refuse few tokens with many columns (pytorch/ao issue 4582: 256 and 9,216). Then both scales
-    are multiplied in behind it, by whoever reads the answer where that is a norm (`for_norm`).
+    are multiplied in after it, by the norm that follows where there is one (`for_norm`).
     """
 
     __slots__ = ("_bias", "_dtype", "_weight")

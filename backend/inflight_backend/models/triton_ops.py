@@ -46,7 +46,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def check_kernel_cache() -> None:
     """Make the folder private where it is not there yet; `ConfigurationError` if others may write
-    to it, or it is somebody else's. The interpreter compiles nothing."""
+    to it, or another user owns it. The interpreter compiles nothing."""
     if knobs.runtime.interpret:
         return
     folder = Path(knobs.cache.dir)

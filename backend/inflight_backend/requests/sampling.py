@@ -90,7 +90,7 @@ def read_stop_token_ids(
         raise InvalidRequest(
             f"'{_STOP_TOKEN_IDS}' holds {wrong}, outside the vocabulary 0..{vocab_size - 1}"
         )
-    return tuple(sorted(set(ids) - {-1}))  # equal sets are one for whoever looks for them
+    return tuple(sorted(set(ids) - {-1}))  # sorted, so that equal sets are equal tuples
 
 
 def read_words(request: InferenceRequest, name: str, vocab_size: int) -> tuple[Word, ...]:

@@ -36,7 +36,7 @@ class WordFinder:
 
 
 class StopWordWatch:
-    """Ends requests at their stop words; costs nothing while nobody has any."""
+    """Ends requests at their stop words; free of cost while no request has any."""
 
     def __init__(self) -> None:
         self._watched: dict[int, tuple[LlmRequest, WordFinder, int]] = {}

@@ -43,7 +43,7 @@ MAX_SALT_BYTES = 256
 def read_cache_salt(request: InferenceRequest) -> bytes:
     """The salt of ``request``, b"" for none; `InvalidRequest` if it is empty or too long.
 
-    An empty one is refused, since whoever sends it believes to be alone.
+    An empty one is refused, since its sender expects not to share.
     """
     if not request.has_tensor("cache_salt"):
         return b""
@@ -52,7 +52,7 @@ def read_cache_salt(request: InferenceRequest) -> bytes:
     if not 0 < len(salt) <= MAX_SALT_BYTES:
         raise InvalidRequest(
             f"'cache_salt' has {len(salt)} bytes, outside 1..{MAX_SALT_BYTES}; "
-            "leave it out to share cached text with everybody who sends none"
+            "leave it out to share cached text with all requests that send none"
         )
     return salt
 

@@ -188,7 +188,7 @@ class TextCodec:
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text, of any length."""
-        # Only the batch call gives the interpreter lock back: a long text stops nobody's tokens.
+        # Only the batch call releases the interpreter lock, so a long text delays no other request.
         [encoding] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )

@@ -37,7 +37,7 @@ from inflight_backend.triton_io.token_stream import TokenExtras, TokenStream
 class MergedResponse:
     """Tokens, the other tensors by name, and perhaps the end.
 
-    ``is_whole``: each response says everything anew (beams), and all its tensors are ``extras``.
+    ``is_whole``: each response repeats everything (beams), and all its tensors are ``extras``.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ _logger = get_logger(__name__)
 _FEW_REQUESTS = 16  # up to here every token leaves on its own
 _MAX_REST_SECONDS = 0.02
 _MAX_BACKLOG = 16_384  # responses that wait to be sent; a token takes less than 1 KiB
-_MAX_BACKLOG_BYTES = 2**28  # of their tensors: all beams anew each time, or a row of logits
+_MAX_BACKLOG_BYTES = 2**28  # of their tensors: all beams each time, or a row of logits
 _MAX_FEED_BYTES = 2**28  # Triton keeps for ever what the reader of a feed does not read
 _NOT_SENT = "the response could not be sent"
 
@@ -80,7 +80,7 @@ class _Stats:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What somebody asked for beside the generation."""
+    """An answer to a request that is not a generation."""
 
     stream: ResponseSender
     name: str
@@ -187,7 +187,7 @@ class ResponseDispatcher:
         """True while so much waits to be sent that no new request should be started.
 
         What a slow reader has no room for does not count: it is bounded by that one answer, and a
-        reader that is frozen would keep everybody else out.
+        frozen reader would block all other requests.
         """
         return self._queue.qsize() > _MAX_BACKLOG or self._num_bytes > _MAX_BACKLOG_BYTES
 
@@ -280,10 +280,10 @@ class ResponseDispatcher:
                 return items
 
     def _send_or_end(self, items: Sequence[_Message | None]) -> int:
-        """`_send_round`; if even that fails, end everybody who is in it."""
+        """`_send_round`; if even that fails, end every request in it."""
         try:
             return self._send_round(items)
-        except BaseException:  # the thread must live: nobody else sends
+        except BaseException:  # the thread must live: no other thread sends
             _logger.exception("a round of responses failed; who is in it ends")
         for item in items:
             try:
@@ -293,7 +293,7 @@ class ResponseDispatcher:
         return 0
 
     def _end(self, item: _Message | None) -> None:
-        """End whoever an item of a round that failed is for."""
+        """End the request of an item of a failed round."""
         if isinstance(item, _Answer):
             item.stream.fail("the answer could not be sent")
         elif isinstance(item, tuple) and (token_stream := self._streams.get(item[0])):

@@ -267,7 +267,7 @@ class Frontend:
         self.fail_all(message)
 
     def fail_all(self, message: str) -> None:
-        """End every stream with an error now, without waiting for whoever works on it.
+        """End every stream with an error now, without waiting for the thread that works on it.
 
         Never raises: one stream that breaks or is stuck in a send keeps no other from its end.
         """

@@ -60,7 +60,7 @@ class ModelInfo:
         *,
         takes_stop_tokens: bool = True,
     ) -> None:
-        """``takes_stop_tokens`` False: nobody can send any; none are told, and the log says so."""
+        """``takes_stop_tokens`` False: requests cannot send any; the log says so."""
         self._name = name
         self._folder = folder
         self._limits = limits
@@ -106,7 +106,7 @@ class ModelInfo:
 
 
 MAX_OPEN = 1024
-"""LoopCalls that wait for an answer; that is more than come at once, unless somebody is stuck."""
+"""LoopCalls that wait for an answer; that is more than come at once, unless one is stuck."""
 
 
 class IntrospectionTargets(QueuePosition, Protocol):
@@ -199,7 +199,7 @@ class Introspection:
     def _find_queued(self, numbers: Sequence[int]) -> tuple[int, dict[str, Any]]:
         """The index of the first sequence in the queue, and the answer about it.
 
-        With nobody there, how many sequences there are, and the answer that they have ended.
+        Without active ones, the number of sequences and that they have ended.
         """
         for index, number in enumerate(numbers):
             place = self._queue.find_place(number)
@@ -224,7 +224,7 @@ class Introspection:
             else:
                 answer = answer | _which(numbers.index(answer["request"]), numbers)
             self._dispatcher.answer(stream, "why", json.dumps(answer))
-        except BaseException:  # a future tells nobody what its callback raises
+        except BaseException:  # a future drops what its callback raises
             _logger.exception("a request could not be explained")
             stream.fail("the request could not be explained")
 
@@ -233,7 +233,7 @@ class Introspection:
             threading.Thread(
                 target=self._send_recording, args=(stream, done), name="Recording", daemon=True
             ).start()
-        except BaseException:  # no more threads; nobody hears what a callback raises
+        except BaseException:  # no more threads; what a callback raises is dropped
             _logger.exception("a recording could not be put together")
             stream.fail("the recording could not be put together")
 

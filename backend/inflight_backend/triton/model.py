@@ -43,7 +43,7 @@ from inflight_backend.triton.dispatcher import ResponseDispatcher
 from inflight_backend.triton.frontend import Frontend
 from inflight_backend.triton.introspection import ModelInfo
 from inflight_backend.triton.metrics import TritonMetrics
-from inflight_backend.triton.queue import RequestQueue
+from inflight_backend.triton.queue import DRAINING, RequestQueue
 from inflight_backend.triton.relay_server import RelayConnection, RelayListener
 from inflight_backend.triton.relay_wire import RelayedRequest
 from inflight_backend.triton.watchdog import (
@@ -200,9 +200,8 @@ _LEAVING_CHECK_SECONDS = 0.05
 _FROZEN_RELAY_SECONDS = 5.0
 _METRICS_SECONDS = 1.0  # an update takes 1 ms
 _GAUGES_SECONDS = 0.01  # 20 gauges, of 0.04 ms each
-_STALLED = "the server makes no progress; send the request elsewhere"
+_STALLED = "the server makes no progress; send the request to another server"
 _FAILING = "one step after the other fails"
-_DRAINING = "the server is shutting down; send the request elsewhere"
 _LEAVING = "the server is shutting down: this answer is not complete"
 
 _MODEL_TYPES = {
@@ -252,7 +251,7 @@ class TritonPythonModel:
 
     def _why_not_ready(self) -> str:
         if self._queue.is_draining:
-            return _DRAINING
+            return DRAINING
         if self._watchdog.is_stalled:
             return _STALLED
         return "" if self._manager.health.is_healthy else _FAILING

@@ -24,6 +24,9 @@ _NUMBER = re.compile(r"\d+")
 _Entry = tuple[float, int, InferenceRequest]  # rank, number of arrival (unique), request
 
 
+DRAINING = "the server is shutting down; send the request to another server"
+
+
 @dataclass(frozen=True, slots=True)
 class OverdueRequest:
     """A request that left the queue because its time was up.
@@ -40,7 +43,7 @@ class RequestQueue:
     """Validated requests that wait for a place among the active ones. Thread-safe and bounded.
 
     It numbers requests as they arrive and hands them out by rank, the order in which
-    `ActiveRequests` then keeps them: priority decides, and nobody is passed by more than
+    `ActiveRequests` then keeps them: priority decides, and no request is passed by more than
     ``priority_span`` allows, here and there together. Give both the same span.
     """
 
@@ -72,7 +75,7 @@ class RequestQueue:
         ``describe_load`` says what keeps those out who wait, for that error.
         """
         if self._is_draining:
-            raise CapacityExceeded("the server is shutting down; send the request elsewhere")
+            raise CapacityExceeded(DRAINING)
         if self._refusal:
             raise CapacityExceeded(self._refusal)
         if len(self._order) + num_requests > self._max_size:
@@ -115,7 +118,7 @@ class RequestQueue:
                 del self._entries[request.request_id]
             if taken == self._order[: len(taken)]:
                 del self._order[: len(taken)]
-            else:  # somebody before them waits for a grammar
+            else:  # a request before them waits for its grammar
                 self._order = [each for each in self._order if each[2].request_id in self._entries]
             return [request for _, _, request in taken]
 

@@ -67,7 +67,7 @@ class RelayConnection:
 
     @property
     def is_done(self) -> bool:
-        """True once the whole answer was written, or nobody is there any more to read it."""
+        """True once the whole answer was written, or its reader is gone."""
         return self.is_gone or (
             self._is_ended  # first, since another thread may post the end just now
             and self.num_waiting == 0
@@ -155,7 +155,7 @@ class RelayListener:
         while (taken := self._accepted.get()) is not None:
             try:
                 self._accept(*taken)
-            except BaseException:  # nobody else would take those behind it
+            except BaseException:  # no other thread would take the next ones
                 _logger.exception("a relayed request could not be taken")
 
     def _post(self, connection: RelayConnection, message: bytes) -> None:
@@ -211,13 +211,13 @@ class RelayListener:
             self._loop.add_reader(listening, self._accept_some, listening)
 
     def _accept_some(self, listening: socket.socket) -> None:
-        """Not all: whoever comes without end would keep everybody else from getting anything."""
+        """Not all: a sender without end would keep all others from being served."""
         for _ in range(_MAX_ACCEPTED):
             if not self._accept_one(listening):
                 return
 
     def _accept_one(self, listening: socket.socket) -> bool:
-        """False if nobody has connected; asyncio's own servers lose those when they are closed."""
+        """False without a connection. (asyncio's servers lose those when they are closed.)"""
         try:
             unix_socket, _ = listening.accept()
         except BlockingIOError:

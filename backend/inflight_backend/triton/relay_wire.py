@@ -159,7 +159,7 @@ def _read_tensors(described: Sequence[Any], contents: memoryview) -> Iterator[tu
 _VERSION = "1"  # of the messages; others have other addresses
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MIN_DESCRIPTORS = 2**13
-_CONNECT_SECONDS = 1.0  # while a model is loaded again nobody listens for some 0.05 s
+_CONNECT_SECONDS = 1.0  # while a model is reloaded the address is closed for some 0.05 s
 _QUEUE_SECONDS = 10.0  # where very many connect at once; by default Linux lets 4096 wait
 _CONNECT_PAUSE = 0.02
 
@@ -182,10 +182,10 @@ def is_sibling(connection: socket.socket) -> bool:
 
 
 def connect(connection: socket.socket, model: str) -> None:
-    """Connect to ``model``; `CapacityExceeded` if it is not there, or lets nobody in.
+    """Connect to ``model``; `CapacityExceeded` if it is not there, or accepts no connection.
 
-    Tries for a second: it may be loaded anew just now. A call that may wait would do so for ever
-    before a frozen process whose queue is full.
+    Tries for a second: it may just be reloading. A blocking call would wait forever
+    for a frozen process whose queue is full.
     """
     started, timeout = time.monotonic(), connection.gettimeout()
     address = address_of(model)

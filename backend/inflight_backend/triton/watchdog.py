@@ -110,7 +110,7 @@ class PeriodicTasks:
             with self.progress:
                 task.run()
             task.is_failing = False
-        except BaseException:  # nobody else would look
+        except BaseException:  # no other thread checks
             if not task.is_failing:
                 _logger.exception("a housekeeping task failed; it is tried again and again")
             task.is_failing = True
@@ -190,7 +190,7 @@ class _Watch:
 
 
 class Watchdog:
-    """Calls it a stall when somebody is busy for ``stall_seconds`` and does not move."""
+    """Detects a stall: a thread that is busy for ``stall_seconds`` without progress."""
 
     def __init__(self, watched: WatchdogTargets, stall_seconds: float) -> None:
         self._watched = watched
@@ -231,10 +231,10 @@ class Watchdog:
         else:
             _logger.warning("things move again after a stall")
             self._safely(self._watched.on_move)
-            self._is_stalled = False  # last: whoever sees it is served
+            self._is_stalled = False  # last: requests are served once this is seen
 
     def _safely(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except BaseException:  # nobody else would watch
+        except BaseException:  # no other thread watches
             _logger.exception("an action of the watchdog failed")

@@ -171,7 +171,7 @@ def with_request_parameters(
 def _translate_penalties(tensors: dict[str, Array], names: Sequence[str]) -> None:
     """Have those of ``names``, which are vLLM's, count and weigh as they do there.
 
-    `InvalidRequest` names one outside vLLM's bounds: scaled, it would be a number nobody sent.
+    `InvalidRequest` names one outside vLLM's bounds: scaled, it would be another number.
     """
     values = {name: tensors[name].item() for name in names}
     for name, value in values.items():

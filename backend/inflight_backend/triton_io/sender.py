@@ -93,7 +93,7 @@ class ResponseSender:
     The lock is there for the server's sake: `is_cancelled` at the moment of, or after, the final
     send kills Triton 24.10, and so do two threads that send at once. A send may never return, so
     who is not the sender never waits for the lock without a limit; who has it looks, when it has
-    let it go, whether somebody wanted to end the stream meanwhile.
+    released it, whether the stream was to be ended meanwhile.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ResponseSender:
     def abandon(self, message: str) -> None:
         """After a final send that raised: try once more to end the stream, and never raise.
 
-        It stays as it is if somebody else has ended it.
+        It stays as it is if it has been ended already.
         """
         with self._lock:
             self._abandon(message)

@@ -74,7 +74,7 @@ class Convert(Protocol):
 
 
 def parameters_of(args: Mapping[str, str], *known: str) -> dict[str, str]:
-    """The model's ``parameters`` block; what nobody filled is empty.
+    """The model's ``parameters`` block; placeholders that were not filled are empty.
 
     `ConfigurationError` for one that is set and neither ``known`` nor Triton's own.
     """
@@ -111,7 +111,7 @@ def texts(inputs: Mapping[str, Array], name: str, num_rows: int) -> list[list[st
 
 
 def respond(pb_utils: Any, requests: Sequence[Any], convert: Convert) -> list[Any]:
-    """One response per request; a bad one gets an error and disturbs nobody."""
+    """One response per request; a bad one gets an error and does not affect the others."""
     return [_respond(pb_utils, request, convert) for request in requests]
 
 

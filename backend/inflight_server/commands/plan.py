@@ -160,8 +160,8 @@ def _describe(made: MemoryPlan, rows: list[Concurrency]) -> str:
         )
     lines += [
         "",
-        "guaranteed_no_evict: safe, nobody is ever paused (static_batch: as many in a batch).",
-        "max_utilization pauses nobody up to that number either; staggered: when requests are",
+        "guaranteed_no_evict: never pauses a request (static_batch: the same number per batch).",
+        "max_utilization does not pause up to that number either; staggered: when requests are",
         "spread over their lives, so that each holds the mean of its blocks.",
     ]
     if any(row.prompt_len + row.max_new_tokens - 1 > made.max_num_tokens for row in rows):

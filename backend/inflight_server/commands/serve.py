@@ -137,7 +137,7 @@ def serve(
             callback=_at_least_a_millisecond,
             help="Age at which a gRPC connection takes no new streams; open ones may last as long "
             "again, and any request twice as long (--set max_run_seconds=...). It ends streams "
-            "that nobody reads; 0: never.",
+            "that is not read; 0: never.",
         ),
     ] = _DEFAULT.max_connection_seconds,
     load_seconds: Annotated[

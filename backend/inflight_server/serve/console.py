@@ -42,7 +42,7 @@ def say(text: str, *, err: bool = False) -> None:
 def shown() -> Iterator[int]:
     """A descriptor for processes that end within the block: what they write comes to our stderr.
 
-    They wait for nobody who reads it, other than if they wrote there themselves.
+    They never wait for its reader, as they would if they wrote there themselves.
     """
     reader, writer = os.pipe()
     thread = threading.Thread(target=_pass_on, args=(reader,), name="ServerLog", daemon=True)
@@ -57,7 +57,7 @@ def shown() -> Iterator[int]:
 def occupy_standard_descriptors() -> None:
     """Open those of stdin, stdout and stderr that are closed, as for some service managers.
 
-    The next file would get their numbers else, and what anybody writes to stderr.
+    Otherwise the next opened file would get their numbers, and all output to stderr.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
@@ -65,7 +65,7 @@ def occupy_standard_descriptors() -> None:
 
 
 class ForgivingStream:
-    """A stream for rich, which ends the process when nobody reads what it draws."""
+    """A stream for rich, which ends the process when its output has no reader."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -95,8 +95,8 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def _write_aside(descriptor: int, data: bytes) -> None:
-    """On a thread, which nobody waits for if it waits: a terminal takes a line and not its end,
-    and says before that it has room. Who comes after it does not wait once more, and is lost."""
+    """On a thread, since a write may block although the descriptor was writable: a terminal takes
+    a part of a line. While that thread is blocked, further messages are dropped."""
     with _turns:
         before = _writers.get(descriptor)
         if before is not None and before.is_alive():
@@ -124,7 +124,7 @@ _DEFAULT = ServeSettings()
 
 
 class LoadingDisplay:
-    """Progress on stderr: a bar on a terminal, one line elsewhere."""
+    """Progress on stderr: a bar on a terminal, else one line."""
 
     def __init__(self, settings: ServeSettings) -> None:
         stream = cast(TextIO, ForgivingStream(sys.stderr)) if sys.stderr is not None else None

@@ -50,8 +50,8 @@ _CLOSED = {
     "logging": "the-log-is-set-where-inflight-serve-is-started",
     "shared-memory": "inflight-serve-has-no-shared-memory-for-clients.send-tensors-in-requests",
 }
-"""Interface of Triton that nobody may use -> why. Triton asks for a secret header of this name, and
-names it when it refuses: the only text that it tells a client."""
+"""Closed interface of Triton -> reason. Triton requires a secret header of this name, and names it
+when it refuses a request: the only text that it sends to the client."""
 
 
 def run(settings: ServeSettings) -> None:
@@ -109,7 +109,7 @@ def _prepare(settings: ServeSettings, install: TritonInstall, workspace: Workspa
 
 
 def _private_parameters(settings: ServeSettings, workspace: Workspace) -> dict[str, str]:
-    """Environment of the models with the parameters that are paths: nobody else is to know them."""
+    """Environment of the models with the parameters that are paths: clients must not see them."""
     paths = {key: value for key, value in settings.parameters.items() if key in PATH_KEYS}
     paths |= {
         "gpt_model_path": str(settings.model),
@@ -132,8 +132,8 @@ def _run_limit(connection_seconds: float) -> dict[str, str]:
 
 
 def _closed_interfaces() -> tuple[str, ...]:
-    """They take a password, which nobody knows, in a header whose name is all that Triton says to
-    who has none, so that this name says why. Verbose logging, which any client may turn on else,
+    """They require a random password in a header. Triton's refusal contains only the header's name,
+    so the name gives the reason. Verbose logging, which any client may turn on else,
     is 100 KB for a stream of 60 tokens. Who may register shared memory can write in what server and
     model share, once its name is known: since it has our prefix, no Triton refuses that by itself.
     """

@@ -28,10 +28,10 @@ _NOISE = ("NVML", "CudaDriverHelper", "CUDA driver version is insufficient")
 
 
 def keep_small(log_file: Path) -> None:
-    """Begin the log anew where it is too long; what there was goes to the file of `before`.
+    """Start a new log where it is too long; the old one goes to the file of `before`.
 
-    The server keeps it open, so that it is copied and cut; whoever writes to it must append. A line
-    of that moment may be lost, and all where the disk has no room for a copy.
+    The server keeps it open, so it is copied and truncated; its writers must append. A line
+    written at that moment may be lost, or all of it where the disk has no room for a copy.
     """
     with suppress(OSError):  # there is none with --verbose
         if log_file.stat().st_size > MAX_BYTES:

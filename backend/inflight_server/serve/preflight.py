@@ -75,7 +75,7 @@ def has_tokenizer(settings: ServeSettings) -> bool:
 def address_of(host: str) -> str:
     """The address that ``host`` stands for, or `ConfigurationError`.
 
-    Triton does not look names up: its HTTP would listen on 255.255.255.255, where nobody finds it.
+    Triton does not look names up: its HTTP would listen on 255.255.255.255, which is not reachable.
     """
     if ":" in host:
         try:

@@ -164,11 +164,11 @@ def _prepare() -> None:
 
 
 def _raise_limits() -> None:
-    """Each connection takes a descriptor, of which most machines give 1,024 to who does not ask for
-    more; and the limit of the stack is that of each thread that Triton starts (see `_STACK_BYTES`).
+    """Each connection takes a descriptor, and most machines allow 1,024 by default;
+    and the limit of the stack is that of each thread that Triton starts (see `_STACK_BYTES`).
 
-    Where address space is limited stacks stay as they are; elsewhere Linux refuses a mapping only
-    if it is larger than all memory of the machine.
+    Where address space is limited stacks stay as they are; otherwise Linux refuses a mapping
+    only if it is larger than all memory of the machine.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _at_most(hard, _MAX_FILES)
@@ -310,8 +310,8 @@ class Vitals:
     def _find_added_models(self) -> dict[str, int | None]:
         """Model -> its process; None if that has died already.
 
-        Nobody is watched where even `tensorrt_llm`'s is not found: then this Triton starts them in
-        another way than the ones we know.
+        None is watched if not even that of `tensorrt_llm` is found: then this Triton starts them
+        in a way that we do not know.
         """
         added = [model for model in self._settings.models if model not in DEFAULT_MODELS]
         children = children_of(self._server.pid) if added else {}

@@ -1,7 +1,7 @@
 """Writes a model repository from the templates of the package.
 
 `assemble` is what `inflight serve` uses for the private repository of a run; `install` is for a
-folder that belongs to somebody (`inflight model-repository`) and may hold other models.
+folder of the user (`inflight model-repository`) and may hold other models.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Attempt:
-    """One start of the server; whoever runs it notes when the server is ready."""
+    """One start of the server; its runner notes when the server is ready."""
 
     number: int
     failed_at: float | None = None

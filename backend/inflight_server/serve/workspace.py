@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.02
 class BackendTmp:
     """Entered just before the server starts, left when it is gone; `look` in between.
 
-    ``note`` is the file that will hold the path, for whoever cleans up, even after a kill.
+    ``note`` is the file that will hold the path, for cleaning up even after a kill.
     """
 
     def __init__(self, note: Path) -> None:
@@ -121,7 +121,7 @@ class Workspace:
             self._lock = unlocked.open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             unlocked.rename(self.path / _LOCK)  # never seen unlocked under its name
-        except OSError:  # no room: nobody would remove a folder without a lock
+        except OSError:  # no room: a folder without a lock would never be removed
             shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._folder = _kept_from_cleaners(self.path)
@@ -201,8 +201,8 @@ class Workspace:
 
 
 def _kept_from_cleaners(folder: Path) -> int:
-    """A descriptor of ``folder`` with a lock; whoever cleans as systemd does (tmpfiles.d(5), the
-    note on aging) passes over a locked folder with everything below it."""
+    """A descriptor of ``folder`` with a lock; cleaners such as systemd (tmpfiles.d(5), the note
+    on aging) skip a locked folder with everything below it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):  # of a file system that locks no folders
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -234,7 +234,7 @@ def _sweep_regions() -> None:
     """Remove old shared memory of this user's runs whose folder has gone before it.
 
     The folder of a living run may be where we do not look (another TMPDIR, another container), so
-    a region that anybody has mapped stays.
+    a region that any process has mapped stays.
     """
     regions = [region for region in _SHARED_MEMORY.glob(f"{_PREFIX}*") if _is_left(region)]
     mapped = _mapped_files() if regions else set()
@@ -270,7 +270,7 @@ def _remove_run(folder: Path) -> None:
 
 
 def _remove_outside(folder: Path) -> None:
-    """What cannot be removed stays, such as something of somebody else under a name of ours."""
+    """What cannot be removed stays, such as another user's file under a name of ours."""
     for region in _SHARED_MEMORY.glob(f"{folder.name}*"):
         with suppress(OSError):
             region.unlink()

@@ -16,7 +16,7 @@ only: neither on the number of sequences nor on the tables' stride, nor on where
 tables, starts and lengths lie.
 
 Query tokens past ``query_starts[-1]`` (padding) give zeros; those before ``query_starts[0]`` are
-somebody else's: what lies at their place in ``out`` stays.
+other sequences': their rows of ``out`` stay as they are.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def choose_tile(
 
     Five stages keep two tiles of K and V ahead (the pipeliner splits them between the block id
     and the tile it leads to); where shared memory or registers are short, three keep one. Over an
-    FP8 cache five take fewer registers than three, and with wide heads room that nobody else has.
+    FP8 cache five take fewer registers than three, and with wide heads unused room.
     Long chunks take the tile that was measured to be best, if one was (`_tiles`).
     """
     smallest = max(16, launch.next_power_of_2(group))

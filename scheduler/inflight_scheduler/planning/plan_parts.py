@@ -39,7 +39,7 @@ def check_num_tokens(batch: ScheduledBatch, tokens: Sequence[int]) -> None:
 
 
 def no_room(request: LlmRequest, num_tokens: int, block_manager: BlockManager) -> str:
-    """What is wrong when somebody was scheduled without blocks."""
+    """The error when a request was scheduled without blocks."""
     return (
         f"request {request.request_id} was scheduled without room for {num_tokens} tokens: "
         f"{block_manager.num_free_blocks} blocks are free"
@@ -53,7 +53,7 @@ def slots_of(requests: Sequence[LlmRequest]) -> tuple[int, ...]:
 
 def rows_of(requests: Sequence[LlmRequest], first_rows: tuple[int | None, ...]) -> tuple[int, ...]:
     """All rows of ``requests``, which all have as many, by the first one of each."""
-    assert None not in first_rows, "somebody generates without a slot"
+    assert None not in first_rows, "a request generates without a slot"
     slots = cast("tuple[int, ...]", first_rows)
     if requests and requests[0].beams is not None:
         num_rows = requests[0].num_rows

@@ -12,7 +12,7 @@ from support.triton_stub import CountingEngine, FakePbUtils, FakeResponse, FakeS
 from inflight_backend.triton.queue import RequestQueue
 from inflight_backend.triton_io.sender import ResponseSender
 
-NO_PROGRESS = "the server makes no progress; send the request elsewhere"
+NO_PROGRESS = "the server makes no progress; send the request to another server"
 
 
 class CountedSender(FakeSender):

@@ -23,7 +23,7 @@ from inflight_scheduler import ScheduledBatch
 pytestmark = pytest.mark.slow
 
 STALL = "0.5"
-NO_PROGRESS = "the server makes no progress; send the request elsewhere"
+NO_PROGRESS = "the server makes no progress; send the request to another server"
 LEAVING = "the server is shutting down: this answer is not complete"
 
 
